@@ -1,0 +1,34 @@
+"""What a conversion is: names, packs, shards, layouts, sizes and families. Data and algebra; reads no file."""
+
+from mcore_convert.spec.config import ConfigMapping
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Family, Weight, column, gated_column, must_be_zero, replicated, row, vocab
+from mcore_convert.spec.layout import Layout, Rank
+from mcore_convert.spec.names import Index
+from mcore_convert.spec.pack import QKV, Concat, Fused, Pack, Piece, Same, Transposed
+from mcore_convert.spec.shard import Box, Shard
+
+__all__ = [
+    "QKV",
+    "Box",
+    "Concat",
+    "ConfigMapping",
+    "Dims",
+    "Family",
+    "Fused",
+    "Index",
+    "Layout",
+    "Pack",
+    "Piece",
+    "Rank",
+    "Same",
+    "Shard",
+    "Transposed",
+    "Weight",
+    "column",
+    "gated_column",
+    "must_be_zero",
+    "replicated",
+    "row",
+    "vocab",
+]

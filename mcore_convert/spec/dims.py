@@ -1,0 +1,82 @@
+"""The sizes of a model, from its Megatron arguments, and the words in which a weight's shape is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+from mcore_convert.spec.shard import Shape
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Sizes in elements, under Megatron's names. `vocab_size` is the true one, without padding."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    padded_vocab_size: int
+    max_position_embeddings: int
+    tied: bool
+    qkv_bias: bool
+    linear_bias: bool
+    num_experts: int | None = None
+
+    @staticmethod
+    def of(args: Mapping[str, Any], *, vocab_size: int, padded_vocab_size: int) -> Dims:
+        """From normalised Megatron arguments (`arguments.normalise`).
+
+        Raises:
+            ConfigError: an argument is missing, or the heads cannot be grouped.
+        """
+        names = (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "max_position_embeddings",
+        )
+        bad = [name for name in names if not isinstance(args.get(name), int) or args[name] < 1]
+        if bad:
+            raise ConfigError(
+                "the Megatron arguments do not describe a model",
+                items=[f"{name} = {args.get(name)!r}" for name in bad],
+            )
+        if args["num_attention_heads"] % args["num_query_groups"]:
+            raise ConfigError(
+                f"`num_attention_heads` = {args['num_attention_heads']} cannot be shared by "
+                f"`num_query_groups` = {args['num_query_groups']}"
+            )
+        return Dims(
+            **{name: args[name] for name in names},
+            vocab_size=vocab_size,
+            padded_vocab_size=padded_vocab_size,
+            tied=not args.get("untie_embeddings_and_output_weights", False),
+            qkv_bias=bool(args.get("add_qkv_bias") or args.get("add_bias_linear")),
+            linear_bias=bool(args.get("add_bias_linear")),
+            num_experts=args.get("num_experts"),
+        )
+
+    def size(self, word: str) -> int:
+        """The size that a word of a shape stands for; `vocab` is the true vocabulary."""
+        return {
+            "vocab": self.vocab_size,
+            "positions": self.max_position_embeddings,
+            "hidden": self.hidden_size,
+            "heads": self.num_attention_heads * self.kv_channels,
+            "qkv": (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels,
+            "ffn": self.ffn_hidden_size,
+            "gated_ffn": 2 * self.ffn_hidden_size,
+        }[word]
+
+    def shape(self, words: tuple[str, ...]) -> Shape:
+        """The shape that the words of a row describe."""
+        return tuple(self.size(word) for word in words)

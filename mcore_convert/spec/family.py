@@ -1,0 +1,95 @@
+"""A weight of a model as a table row, and a family as a list of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from mcore_convert.spec.config import ConfigMapping
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.names import Index, placeholders_of
+from mcore_convert.spec.pack import Pack, Same
+from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shape, Shard
+
+Condition = Callable[[Dims], bool]
+
+
+def always(dims: Dims) -> bool:
+    """The condition of a weight that every model of the family has."""
+    return True
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One row: what a weight is called on both sides, its shape, how it is packed and how it is cut.
+
+    `mcore` is the key of Megatron's `torch_dist` format with every placeholder spelled; None for a tensor that only
+    Hugging Face has and that must be zero. `shape` is that of the global tensor, in the words of `Dims.size`.
+    `vocab` rows have the vocabulary as their first dimension, which Megatron pads.
+    """
+
+    mcore: str | None
+    shape: tuple[str, ...]
+    hf: tuple[str, ...]
+    shard: Shard = REPLICATED
+    pack: Pack = Same()
+    when: Condition = always
+    vocab: bool = False
+
+    @property
+    def name(self) -> str:
+        """What to call the row in a message."""
+        return self.mcore or self.hf[0]
+
+    def indices(self, dims: Dims) -> Iterator[Index]:
+        """Every layer and expert at which a model of these sizes has the weight."""
+        held = placeholders_of(self.mcore or self.hf[0])
+        for layer in range(dims.num_layers) if "layer" in held else [None]:
+            for expert in range(dims.num_experts or 0) if "expert" in held else [None]:
+                yield Index(layer, expert)
+
+
+Row = Callable[..., Weight]
+
+
+def _row(shard: Shard, *, in_vocab: bool = False) -> Row:
+    def make(mcore: str, shape: str, *hf: str, pack: Pack = Same(), when: Condition = always) -> Weight:
+        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab)
+
+    return make
+
+
+# The first word of a row is Megatron's own word for how the weight is cut.
+replicated, column, row, gated_column = map(_row, (REPLICATED, COLUMN, ROW, GATED_COLUMN))
+vocab = _row(COLUMN, in_vocab=True)
+
+
+def must_be_zero(hf: str, shape: str, *, when: Condition = always) -> Weight:
+    """A tensor that Hugging Face has and Megatron cannot hold: proven zero on the way in, written as zeros back."""
+    return Weight(None, tuple(shape.split()), (hf,), when=when)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its rows in the order of the forward pass, and its configuration mapping.
+
+    `architectures` are the values of `architectures` in `config.json` that it reads. `ignore` lists Hugging Face
+    tensors that carry no weight (mask buffers). `optional_prefix` may be absent from Hugging Face names.
+    `tied` maps a Hugging Face tensor that may be present although it is tied to the tensor that it must equal.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    config: ConfigMapping
+    weights: tuple[Weight, ...]
+    ignore: tuple[str, ...] = ()
+    optional_prefix: str = ""
+    tied: dict[str, str] = field(default_factory=dict)
+
+    def rows(self, dims: Dims) -> list[Weight]:
+        """The rows that a model of these sizes has."""
+        return [weight for weight in self.weights if weight.when(dims)]
+
+    def shape(self, weight: Weight, dims: Dims) -> Shape:
+        """The shape of the global tensor, without vocabulary padding."""
+        return dims.shape(weight.shape)

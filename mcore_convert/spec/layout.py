@@ -1,0 +1,187 @@
+"""How a model is spread over ranks: tensor, pipeline, virtual pipeline and expert parallelism.
+
+The stage sizes are those of Megatron Core 0.16 (`get_num_layers_to_build`, `PipelineParallelLayerLayout`); where a
+stage begins follows from them, since layers are dealt out in the order (virtual stage, pipeline rank).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mcore_convert.errors import LayoutError
+from mcore_convert.spec.dims import Dims
+
+
+@dataclass(frozen=True, order=True)
+class Rank:
+    """The coordinates of one process that holds its own part of the model."""
+
+    tp: int = 0
+    pp: int = 0
+    ep: int = 0
+
+
+@dataclass(frozen=True, order=True)
+class Stage:
+    """One pipeline stage: virtual stage `vpp` of pipeline rank `pp`. The order is that of the forward pass."""
+
+    vpp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel groups, and the options that make stages uneven.
+
+    `first_stage_layers`, `last_stage_layers`: `--decoder-first/last-pipeline-num-layers`. `account_for_embedding`,
+    `account_for_loss`: the embedding or the loss counts as a layer when stages are sized. `pipeline_layout`:
+    `--pipeline-model-parallel-layout`, one letter a layer and `|` between stages (`Ettt|(tt|)*2tL`).
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    pipeline_layout: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp", "ep", "etp"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise LayoutError(f"`{name}` = {size} is not a size")
+        uneven = self.first_stage_layers is not None or self.last_stage_layers is not None
+        if uneven and (self.account_for_embedding or self.account_for_loss):
+            raise LayoutError("uneven first or last stages cannot be combined with counting the embedding or the loss")
+        if self.pipeline_layout is not None:
+            count = len(_stages_of(self.pipeline_layout))
+            if count % self.pp or (self.vpp is not None and count != self.pp * self.vpp):
+                raise LayoutError(
+                    f"the pipeline layout `{self.pipeline_layout}` has {count} stages, "
+                    f"which do not fit pp = {self.pp}, vpp = {self.vpp or 1}"
+                )
+            if count // self.pp > 1:  # the layout decides how many virtual stages there are
+                object.__setattr__(self, "vpp", count // self.pp)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Model chunks on each pipeline rank; 1 without virtual pipelining. Without PP there are no virtual stages."""
+        return (self.vpp or 1) if self.pp > 1 or self.pipeline_layout is not None else 1
+
+    def ranks(self) -> Iterator[Rank]:
+        """Every rank that holds its own part: TP x PP x EP of them."""
+        for pp, ep, tp in itertools.product(range(self.pp), range(self.ep), range(self.tp)):
+            yield Rank(tp, pp, ep)
+
+    def stages(self, num_layers: int) -> dict[Stage, range]:
+        """The global indices of the decoder layers on each stage, in the order of the forward pass.
+
+        Raises:
+            LayoutError: the layers cannot be dealt out so.
+        """
+        counts = self._counts(num_layers)
+        if sum(counts.values()) != num_layers or min(counts.values()) < 0:
+            raise LayoutError(
+                f"{num_layers} layers do not fit this pipeline: its stages take {list(counts.values())} layers"
+            )
+        layers: dict[Stage, range] = {}
+        start = 0
+        for stage, count in counts.items():
+            layers[stage] = range(start, start + count)
+            start += count
+        return layers
+
+    def stage_of(self, layer: int, num_layers: int) -> tuple[Stage, int]:
+        """The stage of a global layer index, and the layer's index on that stage."""
+        for stage, layers in self.stages(num_layers).items():
+            if layer in layers:
+                return stage, layer - layers.start
+        raise LayoutError(f"layer {layer} is not one of {num_layers}")
+
+    def experts(self, num_experts: int, ep: int) -> range:
+        """The global indices of the experts on expert-parallel rank `ep`.
+
+        Raises:
+            LayoutError: the experts cannot be dealt out evenly.
+        """
+        if num_experts % self.ep:
+            raise LayoutError(f"`num_experts` = {num_experts} cannot be split over ep = {self.ep}")
+        local = num_experts // self.ep
+        return range(ep * local, (ep + 1) * local)
+
+    def check(self, dims: Dims) -> None:
+        """Whether Megatron Core can build a model of these sizes on this layout.
+
+        Raises:
+            LayoutError: with every reason why it cannot.
+        """
+        problems = []
+        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+            size = getattr(dims, name)
+            if size % self.tp:
+                problems.append(f"`{name}` = {size} cannot be split over tp = {self.tp}")
+        if dims.num_experts is not None and dims.num_experts % self.ep:
+            problems.append(f"`num_experts` = {dims.num_experts} cannot be split over ep = {self.ep}")
+        if dims.num_experts is None and self.ep > 1:
+            problems.append(f"ep = {self.ep} needs a model with experts")
+        try:
+            self.stages(dims.num_layers)
+        except LayoutError as error:
+            problems.append(error.message)
+        if len(problems) == 1:
+            raise LayoutError(problems[0], hint=self._divisors(dims))
+        if problems:
+            raise LayoutError("the model does not fit this layout", items=problems, hint=self._divisors(dims))
+
+    def _divisors(self, dims: Dims) -> str:
+        sizes = (dims.num_attention_heads, dims.num_query_groups, dims.ffn_hidden_size)
+        fits = [tp for tp in range(1, dims.num_query_groups + 1) if not any(size % tp for size in sizes)]
+        return f"tp can be {', '.join(map(str, fits))} for this model; pp must divide its {dims.num_layers} layers"
+
+    def _counts(self, num_layers: int) -> dict[Stage, int]:
+        order = [Stage(vpp, pp) for vpp in range(self.num_virtual_stages) for pp in range(self.pp)]
+        if self.pipeline_layout is not None:
+            stages = _stages_of(self.pipeline_layout)
+            return {stage: letters.count("t") for stage, letters in zip(order, stages, strict=True)}
+        per_rank = self._layers_per_rank(num_layers)
+        counts = {}
+        for stage in order:
+            if per_rank[stage.pp] % self.num_virtual_stages:
+                raise LayoutError(
+                    f"{per_rank[stage.pp]} layers on pipeline rank {stage.pp} cannot be split over vpp = {self.vpp}"
+                )
+            counts[stage] = per_rank[stage.pp] // self.num_virtual_stages
+        counts[order[0]] -= self.account_for_embedding
+        counts[order[-1]] -= self.account_for_loss
+        return counts
+
+    def _layers_per_rank(self, num_layers: int) -> list[int]:
+        """Layers on each pipeline rank, the embedding and the loss counted where they are accounted for."""
+        fixed = {}
+        if self.first_stage_layers is not None:
+            fixed[0] = self.first_stage_layers
+        if self.last_stage_layers is not None:
+            fixed[self.pp - 1] = self.last_stage_layers
+        free = self.pp - len(fixed)
+        left = num_layers + self.account_for_embedding + self.account_for_loss - sum(fixed.values())
+        if left < 0 or (left % free if free else left):
+            raise LayoutError(f"{left} layers cannot be split evenly over {free} pipeline stages")
+        return [fixed.get(pp, left // free if free else 0) for pp in range(self.pp)]
+
+
+def _stages_of(pipeline_layout: str) -> list[str]:
+    """The stages of a layout string, repetitions written out: `Et*2|(t|)*2L` is `Ett`, `t`, `t`, `L`."""
+    text = pipeline_layout.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+    unknown = sorted(set(text) - set("EtmL|"))
+    if unknown:
+        raise LayoutError(f"the pipeline layout `{pipeline_layout}` has unknown letters: {' '.join(unknown)}")
+    return text.split("|")

@@ -1,0 +1,50 @@
+"""Names with `{layer}` and `{expert}` placeholders: templates, not regular expressions, so that they work both ways."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+PLACEHOLDERS = ("layer", "expert")
+
+
+@dataclass(frozen=True, order=True)
+class Index:
+    """Which layer and which expert; None where a weight stands outside the layers or has no experts."""
+
+    layer: int | None = None
+    expert: int | None = None
+
+
+def placeholders_of(template: str) -> tuple[str, ...]:
+    """The placeholders that stand in a template, in the order of PLACEHOLDERS."""
+    return tuple(name for name in PLACEHOLDERS if f"{{{name}}}" in template)
+
+
+def spell(template: str, at: Index) -> str:
+    """The key of one index: `spell("h.{layer}.ln", Index(3))` is `h.3.ln`."""
+    return template.replace("{layer}", str(at.layer)).replace("{expert}", str(at.expert))
+
+
+def drop(template: str, *names: str) -> str:
+    """The template without the given placeholders, as where they are axes: `h.{layer}.ln` becomes `h.ln`."""
+    for name in names:
+        template = template.replace(f".{{{name}}}", "")
+    return template
+
+
+def match(template: str, key: str) -> Index | None:
+    """The index at which a template spells `key`, or None where it never does."""
+    found = _compiled(template).fullmatch(key)
+    if found is None:
+        return None
+    return Index(**{name: int(value) for name, value in found.groupdict().items()})
+
+
+@lru_cache(maxsize=4096)
+def _compiled(template: str) -> re.Pattern[str]:
+    pattern = re.escape(template)
+    for name in PLACEHOLDERS:  # no leading zeros: `h.03.` is not what spell() writes
+        pattern = pattern.replace(rf"\{{{name}\}}", rf"(?P<{name}>0|[1-9]\d*)", 1)
+    return re.compile(pattern)

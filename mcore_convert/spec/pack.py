@@ -1,0 +1,129 @@
+"""How the Hugging Face tensors of a weight lie in its one global tensor.
+
+A `Pack` is a list of pieces, each a box of a Hugging Face tensor and the box of the global tensor that holds the same
+elements. It is plain data: it is inverted by reading it the other way round, cut by intersecting boxes, and it can
+only move elements. So the pack that converts a parameter converts its fp32 copy, `exp_avg` and `exp_avg_sq` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.shard import Box, Shape
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Box `hf` of Hugging Face tensor number `tensor` is box `mcore` of the global tensor.
+
+    `transposed`: the element at [i, j] of the one is the element at [j, i] of the other.
+    """
+
+    tensor: int
+    hf: Box
+    mcore: Box
+    transposed: bool = False
+
+
+class Pack(Protocol):
+    """A bijection between the elements of some Hugging Face tensors and those of one global tensor."""
+
+    def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
+        """Shapes of the Hugging Face tensors, from that of the global tensor."""
+
+    def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
+        """The pieces; the `mcore` boxes tile the global tensor, the `hf` boxes tile each Hugging Face tensor."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """One tensor, unchanged."""
+
+    def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
+        return [shape]
+
+    def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
+        return [Piece(0, Box.whole(shape), Box.whole(shape))]
+
+
+@dataclass(frozen=True)
+class Concat:
+    """`count` equal tensors, one below the other: gate, up -> `[gate; up]`."""
+
+    count: int = 2
+
+    def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
+        return [(shape[0] // self.count, *shape[1:])] * self.count
+
+    def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
+        rows = shape[0] // self.count
+        return [Piece(i, _rows(0, rows, shape), _rows(i * rows, rows, shape)) for i in range(self.count)]
+
+
+@dataclass(frozen=True)
+class QKV:
+    """q, k, v -> one block of rows per query group, `[q.. k v | q.. k v | ..]`, so that a TP slice holds whole groups.
+
+    Each head is `kv_channels` rows; a group has `num_attention_heads / num_query_groups` query heads, one key and one
+    value head (Megatron Core, `SelfAttention.get_query_key_value_tensors`). Serves weights and biases.
+    """
+
+    def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
+        kv = dims.num_query_groups * dims.kv_channels
+        return [(shape[0] - 2 * kv, *shape[1:]), (kv, *shape[1:]), (kv, *shape[1:])]
+
+    def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
+        head = dims.kv_channels
+        queries = dims.num_attention_heads // dims.num_query_groups * head
+        pieces = []
+        for group in range(dims.num_query_groups):
+            start = group * (queries + 2 * head)
+            pieces += [
+                Piece(0, _rows(group * queries, queries, shape), _rows(start, queries, shape)),
+                Piece(1, _rows(group * head, head, shape), _rows(start + queries, head, shape)),
+                Piece(2, _rows(group * head, head, shape), _rows(start + queries + head, head, shape)),
+            ]
+        return pieces
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One tensor `[a; b; ..]` that holds what `pack` takes as several: GPT-2's `c_attn` is `Fused(QKV())`."""
+
+    pack: Pack
+
+    def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
+        return [shape]
+
+    def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
+        starts = [0]
+        for part in self.pack.shapes(shape, dims):
+            starts.append(starts[-1] + part[0])
+        return [
+            Piece(0, _rows(starts[piece.tensor] + piece.hf.offsets[0], piece.hf.sizes[0], shape), piece.mcore)
+            for piece in self.pack.pieces(shape, dims)
+        ]
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """Each tensor stored the other way round: GPT-2's `Conv1D` holds `[in, out]`, Megatron `[out, in]`."""
+
+    pack: Pack = Same()
+
+    def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
+        return [part[::-1] for part in self.pack.shapes(shape, dims)]
+
+    def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
+        return [
+            Piece(piece.tensor, piece.hf.transposed, piece.mcore, not piece.transposed)
+            for piece in self.pack.pieces(shape, dims)
+        ]
+
+
+def _rows(start: int, count: int, shape: Sequence[int]) -> Box:
+    """`count` whole rows of a tensor of this shape."""
+    return Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))

@@ -1,0 +1,160 @@
+"""Where a tensor's bytes lie: in which file, from which byte, with which shape and strides. No bytes are read here.
+
+Everything that moves is in the end a pair of views of equal shape; `execute` copies or compares such pairs and knows
+nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.spec.shard import Box, Shape
+
+# Names as torch spells them, with the size of an element in bytes.
+DTYPE_SIZES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape and dtype of a tensor."""
+
+    shape: Shape
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return Box.whole(self.shape).numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_SIZES[self.dtype]
+
+
+def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
+    """Byte strides of a row-major tensor."""
+    strides = []
+    step = itemsize
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True)
+class View:
+    """Some elements of a file as a tensor: `offset` and `strides` in bytes. Slicing a view reads nothing."""
+
+    path: Path
+    offset: int
+    shape: Shape
+    strides: Shape
+    dtype: str
+
+    @staticmethod
+    def of(path: Path, offset: int, meta: TensorMeta) -> View:
+        """A whole row-major tensor that begins at `offset`."""
+        return View(path, offset, meta.shape, contiguous_strides(meta.shape, DTYPE_SIZES[meta.dtype]), meta.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_SIZES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).numel * self.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements are one run of bytes in row-major order."""
+        step = self.itemsize
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+    def narrow(self, box: Box) -> View:
+        """The view of a box."""
+        offset = self.offset + sum(start * stride for start, stride in zip(box.offsets, self.strides, strict=True))
+        return replace(self, offset=offset, shape=box.sizes)
+
+    def select(self, index: int) -> View:
+        """The view of one index of the first dimension, which goes away."""
+        return replace(
+            self, offset=self.offset + index * self.strides[0], shape=self.shape[1:], strides=self.strides[1:]
+        )
+
+    def reshape_rows(self, shape: Shape) -> View:
+        """A contiguous view under another shape of as many elements."""
+        return replace(self, shape=shape, strides=contiguous_strides(shape, self.itemsize))
+
+    @property
+    def transposed(self) -> View:
+        """The view with its dimensions reversed."""
+        return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A view that holds box `box` of a weight's global tensor."""
+
+    view: View
+    box: Box
+
+
+def cut(slots: list[Slot], box: Box) -> list[Slot]:
+    """The parts of the slots that lie in a box of the global tensor."""
+    parts = []
+    for slot in slots:
+        common = slot.box.intersect(box)
+        if common is not None:
+            parts.append(Slot(slot.view.narrow(common.relative_to(slot.box.offsets)), common))
+    return parts
+
+
+def untiled(boxes: list[Box], shape: Shape) -> str | None:
+    """Why the boxes do not tile a tensor exactly, or None where they do."""
+    whole = Box.whole(shape)
+    for box in boxes:
+        if len(box.sizes) != len(shape) or box.intersect(whole) != box:
+            return f"a part at {list(box.offsets)} of size {list(box.sizes)} lies outside"
+    total = sum(box.numel for box in boxes)
+    overlap = _overlap(boxes)
+    if overlap is not None:
+        return f"the parts at {list(overlap[0].offsets)} and {list(overlap[1].offsets)} overlap"
+    if total != whole.numel:
+        return f"{whole.numel - total} of {whole.numel} elements are in no part"
+    return None
+
+
+def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element. Sorted by their first offsets, so that only neighbours are compared."""
+    active: list[Box] = []
+    for box in sorted(boxes):
+        start = box.offsets[0] if box.offsets else 0
+        active = [other for other in active if not box.offsets or other.offsets[0] + other.sizes[0] > start]
+        for other in active:
+            if other.intersect(box) is not None:
+                return other, box
+        active.append(box)
+    return None
+
+
+def open_error(path: Path, error: OSError) -> UnreadableCheckpoint:
+    """The refusal for a file that cannot be read."""
+    return UnreadableCheckpoint(f"cannot read `{path}`: {error.strerror or error}")

@@ -52,9 +52,8 @@ def test_transformers_reads_every_variant(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fill", ["integers", "normal"])
 def test_two_processes_write_equal_bytes(fill: str, tmp_path: Path) -> None:
-    code = (
-        f"from pathlib import Path; from fixtures.hf import make_hf; make_hf('llama-gqa', Path('{{}}'), fill='{fill}')"
-    )
+    imports = "import sys; from pathlib import Path; from fixtures.hf import make_hf"
+    code = f"{imports}; make_hf('llama-gqa', Path(sys.argv[1]), fill='{fill}')"
     for seed in ("1", "2"):
         environ = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run([sys.executable, "-c", code, str(tmp_path / seed)], cwd=ROOT, env=environ, check=True)

@@ -1,0 +1,99 @@
+"""Llama 1 to 3.x, and plain Mistral: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
+
+from mcore_convert.spec import (
+    QKV,
+    Concat,
+    ConfigMapping,
+    Family,
+    column,
+    gated_column,
+    must_be_zero,
+    replicated,
+    row,
+    vocab,
+)
+from mcore_convert.spec.config import Field, blank, constant, dtype, inert, negated, only, same, unused, written
+from mcore_convert.spec.fields import head_dim, query_groups, sliding_window, vocabulary
+from mcore_convert.spec.rope import rope
+
+SHARED: tuple[Field, ...] = (
+    vocabulary(default=32000),
+    same("hidden_size", "hidden_size", default=4096),
+    same("num_hidden_layers", "num_layers", default=32),
+    same("num_attention_heads", "num_attention_heads", default=32),
+    head_dim(),
+    same("rms_norm_eps", "layernorm_epsilon", kind=float, default=1e-6),
+    rope(),
+    only("hidden_act", "silu"),
+    same("attention_dropout", "attention_dropout", kind=float, default=0.0),
+    negated("tie_word_embeddings", "untie_embeddings_and_output_weights", default=False),
+    constant(normalization="RMSNorm", position_embedding_type="rope", swiglu=True, add_bias_linear=False),
+    written(hidden_dropout=0.0),
+    unused("bias_gelu_fusion", "openai_gelu", "use_te_activation_func"),
+    blank("bos_token_id", "eos_token_id"),
+    dtype(),
+)
+MISTRAL = ConfigMapping(
+    "mistral",
+    ("MistralForCausalLM",),
+    (
+        same("intermediate_size", "ffn_hidden_size", default=14336),
+        same("max_position_embeddings", "max_position_embeddings", default=131072),
+        query_groups(default=8),
+        sliding_window(default=4096),
+        constant(add_qkv_bias=False),
+        *SHARED,
+    ),
+)
+CONFIG = ConfigMapping(
+    "llama",
+    ("LlamaForCausalLM",),
+    (
+        same("intermediate_size", "ffn_hidden_size", default=11008),
+        same("max_position_embeddings", "max_position_embeddings", default=2048),
+        query_groups(),
+        same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # the bias on o must be zero, see below
+        only("mlp_bias", False),
+        inert(pretraining_tp=1),  # how a product is split, not what it is
+        *SHARED,
+    ),
+    dialects=(MISTRAL,),
+)
+
+M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
+FAMILY = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM", "MistralForCausalLM"),
+    config=CONFIG,
+    weights=(
+        vocab("embedding.word_embeddings.weight", "vocab hidden", "model.embed_tokens.weight"),
+        replicated(M + "self_attention.linear_qkv.layer_norm_weight", "hidden", H + "input_layernorm.weight"),
+        column(
+            M + "self_attention.linear_qkv.weight",
+            "qkv hidden",
+            *(H + f"self_attn.{x}_proj.weight" for x in "qkv"),
+            pack=QKV(),
+        ),
+        column(
+            M + "self_attention.linear_qkv.bias",
+            "qkv",
+            *(H + f"self_attn.{x}_proj.bias" for x in "qkv"),
+            pack=QKV(),
+            when=lambda dims: dims.qkv_bias,
+        ),
+        row(M + "self_attention.linear_proj.weight", "hidden heads", H + "self_attn.o_proj.weight"),
+        must_be_zero(H + "self_attn.o_proj.bias", "hidden", when=lambda dims: dims.qkv_bias),
+        replicated(M + "mlp.linear_fc1.layer_norm_weight", "hidden", H + "post_attention_layernorm.weight"),
+        gated_column(
+            M + "mlp.linear_fc1.weight",
+            "gated_ffn hidden",
+            H + "mlp.gate_proj.weight",
+            H + "mlp.up_proj.weight",
+            pack=Concat(),
+        ),
+        row(M + "mlp.linear_fc2.weight", "hidden ffn", H + "mlp.down_proj.weight"),
+        replicated("decoder.final_layernorm.weight", "hidden", "model.norm.weight"),
+        vocab("output_layer.weight", "vocab hidden", "lm_head.weight", when=lambda dims: not dims.tied),
+    ),
+    ignore=(H + "self_attn.rotary_emb.inv_freq",),
+)

@@ -1,0 +1,298 @@
+"""The algebra of a family's configuration mapping: `config.json` <-> Megatron-LM arguments, both ways from one table.
+
+A mapping is total. Every key of `config.json` belongs to a field of the table or to the list of those that change no
+function; every Megatron argument that changes the function belongs to a field or must be neutral (`NEUTRAL`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+from mcore_convert.spec.neutral import INERT, NEUTRAL, is_neutral
+
+Values = Mapping[str, Any]
+
+REQUIRED = object()  # as a default: the key may not be absent
+ABSENT = object()
+
+
+class Refused(Exception):  # noqa: N818 - it is caught by the mapping, and no user meets it
+    """Raised by a field: one line for each value that the other side cannot represent."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = lines
+        super().__init__(*lines)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One fact about a model: who states it on each side, and the two ways between.
+
+    `hf` maps keys of `config.json` to what their absence means, the default of the class in transformers. `megatron`
+    names the arguments that the field answers for. Both functions see a whole side and raise `Refused`.
+    """
+
+    hf: Values
+    megatron: tuple[str, ...]
+    to_megatron: Callable[[Values], dict[str, Any]]
+    to_hf: Callable[[Values], dict[str, Any]]
+
+
+def shown(value: Any) -> str:
+    """A value as `config.json` spells it."""
+    return "(absent)" if value is ABSENT else json.dumps(value, default=str)
+
+
+def stated(args: Values, name: str) -> Any:
+    """The value of an argument that must be there."""
+    if args.get(name) is None:
+        raise Refused(f"`{name}` is missing")
+    return args[name]
+
+
+def _nothing(_: Values) -> dict[str, Any]:
+    return {}
+
+
+def same(
+    hf: str,
+    megatron: str,
+    *,
+    kind: type = int,
+    default: Any = REQUIRED,
+    null: Callable[[Values], Any] | None = None,
+) -> Field:
+    """The same value under two names. `null` says what `null` stands for, from the rest of `config.json`."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        value = config[hf]
+        if value is None and null is not None:
+            value = null(config)
+        return {megatron: _checked(hf, value, kind)}
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        return {hf: _checked(megatron, stated(args, megatron), kind)}
+
+    return Field({hf: default}, (megatron,), to_megatron, to_hf)
+
+
+def negated(hf: str, megatron: str, *, default: bool) -> Field:
+    """A switch that the two sides name in opposite senses."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        return {megatron: not _checked(hf, config[hf], bool)}
+
+    return Field({hf: default}, (megatron,), to_megatron, lambda args: {hf: not stated(args, megatron)})
+
+
+def only(hf: str, value: Any, *, default: Any = ABSENT, write: bool = True) -> Field:
+    """A key of `config.json` with one value that Megatron represents, which is what its absence means by default."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        if config[hf] != value:
+            raise Refused(f"`{hf}` = {shown(config[hf])}, only {shown(value)} can be represented")
+        return {}
+
+    absent = value if default is ABSENT else default
+    return Field({hf: absent}, (), to_megatron, lambda _: {hf: value} if write else {})
+
+
+def constant(**values: Any) -> Field:
+    """Arguments with one value that the family represents."""
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        wrong = [name for name in values if args.get(name) != values[name]]
+        if wrong:
+            raise Refused(*(f"`{name}` = {args.get(name)!r}, the family has {values[name]!r}" for name in wrong))
+        return {}
+
+    return Field({}, tuple(values), lambda _: dict(values), to_hf)
+
+
+def written(**values: Any) -> Field:
+    """Arguments that an import sets and that change nothing coming back."""
+    return Field({}, tuple(values), lambda _: dict(values), _nothing)
+
+
+def unused(*names: str) -> Field:
+    """Arguments that change the function of other families, but not of this one."""
+    return Field({}, names, _nothing, _nothing)
+
+
+def inert(**defaults: Any) -> Field:
+    """Keys of `config.json` that change no function, with their class defaults; they are not written."""
+    return Field(defaults, (), _nothing, _nothing)
+
+
+def blank(*names: str) -> Field:
+    """Keys that change no function, written as `null` because their class default would be a guess (the special ids)."""
+    return Field(dict.fromkeys(names), (), _nothing, lambda _: dict.fromkeys(names))
+
+
+def dtype() -> Field:
+    """The dtype of the weights. transformers 4 writes `torch_dtype`, 5 writes `dtype`; both read `torch_dtype`."""
+    flags: dict[str, tuple[bool, ...]] = {
+        "float32": (False, False),
+        "float16": (True, False),
+        "bfloat16": (False, True),
+    }
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        names = {str(config[key]).removeprefix("torch.") for key in ("torch_dtype", "dtype") if config[key] is not None}
+        if len(names) > 1 or names - flags.keys() - {"auto"}:
+            raise Refused(f"`torch_dtype` = {' and '.join(sorted(names))}")
+        fp16_bf16 = next((flags[name] for name in names - {"auto"}), ())
+        return dict(zip(("fp16", "bf16"), fp16_bf16, strict=False))
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        return {"torch_dtype": "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"}
+
+    return Field({"torch_dtype": None, "dtype": None}, ("fp16", "bf16"), to_megatron, to_hf)
+
+
+@dataclass(frozen=True)
+class ConfigMapping:
+    """The table of a family: what it writes (`model_type`, the first of `architectures`) and its fields.
+
+    `dialects` are other model types whose configurations mean the same weights; they are read, and never written.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    fields: tuple[Field, ...]
+    dialects: tuple[ConfigMapping, ...] = ()
+
+    def to_megatron(self, config: Values) -> dict[str, Any]:
+        """`config.json` -> the Megatron arguments of the architecture (`arguments.complete` adds the rest).
+
+        Raises:
+            ConfigError: keys or values that Megatron cannot represent, all of them at once.
+        """
+        mapping = self._dialect(config)
+        args, problems = mapping._read(config)
+        if problems:
+            raise ConfigError("Megatron Core cannot represent this `config.json`", items=problems)
+        return args
+
+    def to_hf(self, args: Values) -> dict[str, Any]:
+        """Megatron arguments, normalised -> a whole `config.json`.
+
+        Raises:
+            ConfigError: arguments that the family cannot represent, all of them at once.
+        """
+        config, problems = self._write(args)
+        if problems:
+            raise ConfigError(f"`{self.model_type}` cannot represent these Megatron arguments", items=problems)
+        return config
+
+    def refusals(self, args: Values) -> list[str]:
+        """Why the family cannot represent these arguments, a line each; empty where it can."""
+        return self._write(args)[1]
+
+    def merge(self, original: Values, args: Values) -> tuple[dict[str, Any], list[str]]:
+        """The original `config.json` with only those fields changed that the arguments prove different.
+
+        Returns the configuration and one line for each change. A field is different when it does not mean the same
+        arguments, so a spelling that means the same is kept.
+
+        Raises:
+            ConfigError: as `to_hf`; or the original has keys that are not known, or is another model.
+        """
+        mapping = self._dialect(original)
+        unknown = mapping._unknown(original)
+        if unknown:
+            raise ConfigError("Megatron Core cannot represent this `config.json`", items=unknown)
+        fresh = mapping.to_hf(args)
+        filled = mapping._filled(original)
+        result, changes = dict(original), []
+        for field in mapping.fields:
+            if not _differs(field, filled, args):
+                continue
+            for key, absent in field.hf.items():
+                old, new = original.get(key, ABSENT), fresh.get(key, ABSENT)
+                if old == new or (new == absent and old is ABSENT):
+                    continue
+                changes.append(f"`{key}` {shown(old)} -> {shown(new)}")
+                if new is ABSENT:
+                    result.pop(key, None)
+                else:
+                    result[key] = new
+        return result, changes
+
+    def _dialect(self, config: Values) -> ConfigMapping:
+        """The mapping for the model that a `config.json` names."""
+        for mapping in (self, *self.dialects):
+            if config.get("model_type", ABSENT) == mapping.model_type:
+                break
+            if "model_type" not in config and set(config.get("architectures") or ()) & set(mapping.architectures):
+                break
+        else:
+            raise ConfigError(f"`model_type` = {shown(config.get('model_type', ABSENT))} is not `{self.model_type}`")
+        stranger = [name for name in config.get("architectures") or () if name not in mapping.architectures]
+        if stranger:
+            known = ", ".join(f"`{name}`" for name in mapping.architectures)
+            raise ConfigError(f"`architectures` = {shown(stranger)} is not {known}")
+        return mapping
+
+    def _filled(self, config: Values) -> dict[str, Any]:
+        """The configuration with class defaults for absent keys."""
+        defaults = {key: value for field in self.fields for key, value in field.hf.items() if value is not REQUIRED}
+        return {**defaults, **config}
+
+    def _unknown(self, config: Values) -> list[str]:
+        known = {"model_type", "architectures", *(key for field in self.fields for key in field.hf)}
+        return [
+            f"`{key}` = {shown(value)} is not known"
+            for key, value in config.items()
+            if key not in known and key not in INERT
+        ]
+
+    def _read(self, config: Values) -> tuple[dict[str, Any], list[str]]:
+        filled, problems = self._filled(config), self._unknown(config)
+        args: dict[str, Any] = {}
+        for field in self.fields:
+            missing = [key for key in field.hf if key not in filled]
+            try:
+                if missing:
+                    raise Refused(*(f"`{key}` is missing" for key in missing))
+                args |= field.to_megatron(filled)
+            except Refused as refused:
+                problems += refused.lines
+        return args, problems
+
+    def _write(self, args: Values) -> tuple[dict[str, Any], list[str]]:
+        claimed = {name for field in self.fields for name in field.megatron}
+        problems = [
+            f"`{name}` = {args[name]!r}"
+            for name in NEUTRAL
+            if name in args and name not in claimed and not is_neutral(name, args[name])
+        ]
+        config: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.model_type}
+        for field in self.fields:
+            try:
+                config |= field.to_hf(args)
+            except Refused as refused:
+                problems += refused.lines
+        return config, problems
+
+
+def _differs(field: Field, filled: Values, args: Values) -> bool:
+    """Whether the arguments prove that the field of a configuration says something else."""
+    try:
+        said = field.to_megatron(filled)
+    except (Refused, KeyError):  # not representable, or absent without a default: the arguments know better
+        return True
+    return any(args.get(name) is not None and args[name] != value for name, value in said.items())
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    """The value, where its type is what both sides expect; an integer is a float, a bool is no integer."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise Refused(f"`{name}` = {shown(value)} is not {'an' if kind is int else 'a'} {kind.__name__}")
+    return value

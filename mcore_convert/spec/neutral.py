@@ -1,0 +1,102 @@
+"""What does not change the function: keys of `config.json` without effect, and the neutral values of arguments.
+
+`NEUTRAL` was made by reading the arguments and `TransformerConfig` of Megatron-LM 0.8, 0.12, 0.16.1, 0.19 and main
+(August 2026) one by one. Arguments of dropout, initialisation, fusion, precision, parallelism, data and training are
+not in it: they change how a function is computed or trained, not which function it is. Arguments that only matter beside
+another one (the sizes of MLA, of experts, of Mamba) are represented by that other one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Keys that any `config.json` may have. What transformers' base class writes, and what was seen on the Hub.
+INERT = frozenset(
+    """
+    _name_or_path _commit_hash _attn_implementation attn_implementation transformers_version name_or_path
+    unsloth_version unsloth_fixed use_cache initializer_range gradient_checkpointing
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
+    id2label label2id num_labels problem_type finetuning_task task_specific_params
+    output_hidden_states output_attentions output_scores return_dict return_dict_in_generate
+    torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder cross_attention_hidden_size
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty
+    """.split()  # noqa: SIM905 - forty names on ten lines
+)
+
+OFF: tuple[Any, ...] = (None, False)
+NOTHING: tuple[Any, ...] = (None, 0)
+
+# Argument -> the values that leave the function of a plain decoder as it is.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # the block
+    "normalization": ("LayerNorm",),
+    "apply_residual_connection_post_layernorm": OFF,
+    "layernorm_zero_centered_gamma": OFF,
+    "add_bias_linear": (True,),
+    "add_qkv_bias": OFF,
+    "enable_mhc_connections": OFF,
+    "enable_gpt_oss": OFF,
+    # attention
+    "multi_latent_attention": OFF,
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "qk_layernorm": OFF,
+    "qk_l2_norm": OFF,
+    "export_qk_l2_norm": OFF,
+    "attention_output_gate": OFF,
+    "softmax_type": (None, "vanilla"),
+    "softmax_scale": (None,),
+    # -1 to the left is no limit
+    "window_size": (None, (-1, -1), (-1, 0)),
+    "use_kitchen": OFF,
+    "use_kitchen_attention": OFF,
+    "kitchen_config_file": (None,),
+    "kitchen_recipe_number": (None,),
+    "te_precision_config_file": (None,),
+    # positions
+    "position_embedding_type": ("learned_absolute",),
+    "rope_type": (None, "rope"),
+    "rotary_percent": (None, 1.0),
+    "rotary_interleaved": OFF,
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "use_rope_scaling": OFF,
+    "mrope_section": (None,),
+    "no_rope_freq": NOTHING,
+    # the MLP and its activation
+    "swiglu": OFF,
+    "squared_relu": OFF,
+    "quick_geglu": OFF,
+    "openai_gelu": OFF,
+    "use_te_activation_func": OFF,
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": NOTHING,
+    "num_experts": NOTHING,
+    # muP
+    "use_mup": OFF,
+    "mup_embedding_mult": (None, 1.0),
+    "mup_output_mult": (None, 1.0),
+    "mup_width_mult": (None, 1.0),
+    # other models
+    "mtp_num_layers": NOTHING,
+    "is_hybrid_model": OFF,
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "hybrid_attention_ratio": NOTHING,
+    "hybrid_mlp_ratio": NOTHING,
+    "mtp_hybrid_override_pattern": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "retro_add_retriever": OFF,
+    "use_legacy_models": OFF,
+    "spec": (None,),
+}
+
+
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether an argument of NEUTRAL has a value that leaves the function as it is."""
+    if isinstance(value, list):
+        value = tuple(value)
+    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name])

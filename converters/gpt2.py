@@ -2,33 +2,22 @@
 
 from typing import Any
 
-from mcore_convert.spec import (
-    QKV,
-    ConfigMapping,
-    Family,
-    Fused,
-    Transposed,
-    column,
-    replicated,
-    row,
-    vocab,
-)
-from mcore_convert.spec.config import (
-    Field,
-    Refused,
-    Values,
+from mcore_convert.spec import QKV, ConfigMapping, Family, Fused, Transposed, column, replicated, row, vocab
+from mcore_convert.spec.config import Field, Refused, Values
+from mcore_convert.spec.fields import (
     blank,
     constant,
     dtype,
+    gelu,
     inert,
     negated,
     only,
     same,
     stated,
     unused,
+    vocabulary,
     written,
 )
-from mcore_convert.spec.fields import gelu, vocabulary
 
 
 def heads() -> Field:

@@ -12,8 +12,22 @@ from mcore_convert.spec import (
     row,
     vocab,
 )
-from mcore_convert.spec.config import Field, blank, constant, dtype, inert, negated, only, same, unused, written
-from mcore_convert.spec.fields import head_dim, query_groups, sliding_window, vocabulary
+from mcore_convert.spec.config import Field
+from mcore_convert.spec.fields import (
+    blank,
+    constant,
+    dtype,
+    head_dim,
+    inert,
+    negated,
+    only,
+    query_groups,
+    same,
+    sliding_window,
+    unused,
+    vocabulary,
+    written,
+)
 from mcore_convert.spec.rope import rope
 
 SHARED: tuple[Field, ...] = (

@@ -1,10 +1,127 @@
-"""Fields that several families have and that are more than one value under two names: vocabulary, heads, windows, activation."""
+"""The kinds of fields that the tables of families are made of, from one value under two names to the form of gelu."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from mcore_convert.spec.config import Field, Refused, Values, same, shown, stated
+from mcore_convert.spec.config import ABSENT, REQUIRED, Field, Refused, Values, shown
+
+
+def stated(args: Values, name: str) -> Any:
+    """The value of an argument that must be there."""
+    if args.get(name) is None:
+        raise Refused(f"`{name}` is missing")
+    return args[name]
+
+
+def _nothing(_: Values) -> dict[str, Any]:
+    return {}
+
+
+def same(
+    hf: str,
+    megatron: str,
+    *,
+    kind: type = int,
+    default: Any = REQUIRED,
+    null: Callable[[Values], Any] | None = None,
+) -> Field:
+    """The same value under two names. `null` says what `null` stands for, from the rest of `config.json`."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        value = config[hf]
+        if value is None and null is not None:
+            value = null(config)
+        return {megatron: _checked(hf, value, kind)}
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        return {hf: _checked(megatron, stated(args, megatron), kind)}
+
+    return Field({hf: default}, (megatron,), to_megatron, to_hf)
+
+
+def negated(hf: str, megatron: str, *, default: bool) -> Field:
+    """A switch that the two sides name in opposite senses."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        return {megatron: not _checked(hf, config[hf], bool)}
+
+    return Field({hf: default}, (megatron,), to_megatron, lambda args: {hf: not stated(args, megatron)})
+
+
+def only(hf: str, value: Any, *, default: Any = ABSENT, write: bool = True) -> Field:
+    """A key of `config.json` with one value that Megatron represents, which is what its absence means by default."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        if config[hf] != value:
+            raise Refused(f"`{hf}` = {shown(config[hf])}, only {shown(value)} can be represented")
+        return {}
+
+    absent = value if default is ABSENT else default
+    return Field({hf: absent}, (), to_megatron, lambda _: {hf: value} if write else {})
+
+
+def constant(**values: Any) -> Field:
+    """Arguments with one value that the family represents."""
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        wrong = [name for name in values if args.get(name) != values[name]]
+        if wrong:
+            raise Refused(*(f"`{name}` = {args.get(name)!r}, the family has {values[name]!r}" for name in wrong))
+        return {}
+
+    return Field({}, tuple(values), lambda _: dict(values), to_hf)
+
+
+def written(**values: Any) -> Field:
+    """Arguments that an import sets and that change nothing coming back."""
+    return Field({}, tuple(values), lambda _: dict(values), _nothing)
+
+
+def unused(*names: str) -> Field:
+    """Arguments that change the function of other families, but not of this one."""
+    return Field({}, names, _nothing, _nothing)
+
+
+def inert(**defaults: Any) -> Field:
+    """Keys of `config.json` that change no function, with their class defaults; they are not written."""
+    return Field(defaults, (), _nothing, _nothing)
+
+
+def blank(*names: str) -> Field:
+    """Keys that change no function, written as `null`: their class default would be a guess."""
+    return Field(dict.fromkeys(names), (), _nothing, lambda _: dict.fromkeys(names))
+
+
+def dtype() -> Field:
+    """The dtype of the weights. transformers 4 writes `torch_dtype`, 5 writes `dtype`; both read `torch_dtype`."""
+    flags: dict[str, tuple[bool, ...]] = {
+        "float32": (False, False),
+        "float16": (True, False),
+        "bfloat16": (False, True),
+    }
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        names = {str(config[key]).removeprefix("torch.") for key in ("torch_dtype", "dtype") if config[key] is not None}
+        if len(names) > 1 or names - flags.keys() - {"auto"}:
+            raise Refused(f"`torch_dtype` = {' and '.join(sorted(names))}")
+        fp16_bf16 = next((flags[name] for name in names - {"auto"}), ())
+        return dict(zip(("fp16", "bf16"), fp16_bf16, strict=False))
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        return {"torch_dtype": "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"}
+
+    return Field({"torch_dtype": None, "dtype": None}, ("fp16", "bf16"), to_megatron, to_hf)
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    """The value, where its type is what both sides expect; an integer is a float, a bool is no integer."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise Refused(f"`{name}` = {shown(value)} is not {'an' if kind is int else 'a'} {kind.__name__}")
+    return value
 
 
 def vocabulary(*, default: int) -> Field:

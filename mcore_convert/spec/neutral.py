@@ -2,8 +2,8 @@
 
 `NEUTRAL` was made by reading the arguments and `TransformerConfig` of Megatron-LM 0.8, 0.12, 0.16.1, 0.19 and main
 (August 2026) one by one. Arguments of dropout, initialisation, fusion, precision, parallelism, data and training are
-not in it: they change how a function is computed or trained, not which function it is. Arguments that only matter beside
-another one (the sizes of MLA, of experts, of Mamba) are represented by that other one.
+not in it: they change how a function is computed or trained, not which function it is. Arguments that only matter
+beside another one (the sizes of MLA, of experts, of Mamba) are represented by that other one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_convert.spec.config import Field, Refused, Values, shown, stated
+from mcore_convert.spec.config import Field, Refused, Values, shown
+from mcore_convert.spec.fields import stated
 
 THETA = 10000.0  # the class default of transformers
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

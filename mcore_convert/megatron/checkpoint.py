@@ -1,0 +1,36 @@
+"""Megatron Core's own reading of a `torch_dist` checkpoint, to prove that it loads one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_convert.megatron.cpu import import_megatron
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+def load_torch_dist(stages: Sequence[GPTModel], path: Path) -> dict[str, Any]:
+    """Fill what `build_stages` made from an `iter_*` or `release` directory, with Megatron-LM's default strictness.
+
+    The key dialect asked for is the one that the checkpoint's `content_metadata` names, as Megatron-LM does since 0.13.
+    Returns the common part of the checkpoint (`args`, `iteration`, `checkpoint_version`, ...).
+    """
+    import_megatron()
+    from megatron.core import dist_checkpointing
+
+    metadata = dist_checkpointing.load_content_metadata(str(path)) or {}
+    wanted = {name: stage.sharded_state_dict(metadata=dict(metadata)) for name, stage in named(stages).items()}
+    state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
+    for name, stage in named(stages).items():
+        stage.load_state_dict(state.pop(name))
+    return state
+
+
+def named(stages: Sequence[GPTModel]) -> dict[str, GPTModel]:
+    """The stages under the names that Megatron-LM's state dict has for them."""
+    if len(stages) == 1:
+        return {"model": stages[0]}
+    return {f"model{index}": stage for index, stage in enumerate(stages)}

@@ -1,0 +1,173 @@
+"""Megatron Core's `TransformerConfig` from the Megatron-LM arguments that a checkpoint stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from mcore_convert.errors import ConfigError
+from mcore_convert.megatron.cpu import import_megatron
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+# Arguments that TransformerConfig knows under the same name. What only makes training faster is not among them.
+SAME = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "rotary_interleaved",
+    "apply_query_key_layer_scaling",
+    "attention_softmax_in_fp32",
+    "fp32_residual_connection",
+)
+
+# The same, for models with experts only: TransformerConfig refuses some of them elsewhere.
+SAME_OF_EXPERTS = (
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+
+# Arguments of another name, older spellings last.
+RENAMED = {
+    "norm_epsilon": "layernorm_epsilon",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "num_experts": "num_moe_experts",
+}
+
+# Arguments that cut the layers into pipeline stages; without pipeline parallelism they say nothing about the model.
+STAGES = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
+}
+
+# Arguments that change the mathematics in a way that is not built here, and the values that do not.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "multi_latent_attention": (False,),
+    "mtp_num_layers": (0,),
+    "moe_layer_freq": (1,),
+    "moe_latent_size": (),
+    "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_encoded_json": (),
+    "experimental_attention_variant": (),
+    "linear_attention_type": (),
+    "linear_attention_freq": (),
+    "hybrid_layer_pattern": (),
+    "hybrid_override_pattern": (),
+    "is_hybrid_model": (False,),
+    "attention_output_gate": (False,),
+    "softmax_type": ("vanilla",),
+    "window_size": (),
+    "window_attn_skip_freq": (),
+    "no_rope_freq": (),
+    "qk_l2_norm": (False,),
+    "rotary_scaling_factor": (1.0,),
+    "rope_type": ("rope",),
+    "mrope_section": (),
+    "apply_residual_connection_post_layernorm": (False,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (),
+    "moe_apply_probs_on_input": (False,),
+}
+
+
+def config_of(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) -> TransformerConfig:
+    """The configuration that Megatron-LM's `core_transformer_config_from_args` makes, without fusions and dropout.
+
+    The parallel sizes are those of the current process groups, not those that the checkpoint was written with.
+
+    Raises:
+        ConfigError: an argument is missing, or asks for what is not built here.
+    """
+    import_megatron()
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    _refuse_unknown_mathematics(args)
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
+    ep = parallel_state.get_expert_model_parallel_world_size()
+    same = (*SAME, *SAME_OF_EXPERTS) if args.get("num_experts") else SAME
+    fields = {**RENAMED, **{name: name for name in same}, **(STAGES if pp > 1 else {})}
+    chosen = {field: args[name] for name, field in fields.items() if args.get(name) is not None}
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in chosen]
+    if missing:
+        raise ConfigError("the Megatron arguments do not describe a model", items=missing)
+    if args.get("apply_layernorm_1p"):  # Megatron-LM's switch; it may stand beside the field's own default
+        chosen["layernorm_zero_centered_gamma"] = True
+    if args.get("group_query_attention"):  # without it num_query_groups is 1, which would mean multi-query attention
+        chosen["num_query_groups"] = args["num_query_groups"]
+    if chosen.get("num_moe_experts"):
+        chosen.setdefault("moe_ffn_hidden_size", args.get("ffn_hidden_size"))
+        chosen["moe_token_dispatcher_type"] = "allgather" if ep == 1 else "alltoall"
+        chosen["moe_router_load_balancing_type"] = "none"  # the balancing losses are of no concern to a forward pass
+    activation, gated = activation_of(args)
+    return TransformerConfig(
+        **chosen,
+        activation_func=activation,
+        gated_linear_unit=gated,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        cuda_graph_scope=[],  # the default warns that it is deprecated
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
+    """The activation of the MLP, and whether it gates a second half."""
+    from megatron.core.activations import quick_gelu, squared_relu
+
+    if args.get("swiglu"):
+        return functional.silu, True
+    if args.get("quick_geglu"):
+        return quick_gelu, True
+    if args.get("squared_relu"):
+        return squared_relu, False
+    # Megatron's fused bias and gelu computes the tanh form (fusions/fused_bias_gelu.py), the unfused one the exact erf
+    return (partial(functional.gelu, approximate="tanh") if args.get("bias_gelu_fusion") else functional.gelu), False
+
+
+def _refuse_unknown_mathematics(args: Mapping[str, Any]) -> None:
+    bad = [
+        f"{name} = {args[name]!r}"
+        for name, allowed in ONLY.items()
+        if args.get(name) is not None and args[name] not in allowed
+    ]
+    if bad:
+        raise ConfigError(
+            "a model with these Megatron arguments cannot be built here",
+            items=bad,
+            hint="verify without --logits compares the weights themselves",
+        )

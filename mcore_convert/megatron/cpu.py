@@ -1,0 +1,114 @@
+"""What running Megatron Core without CUDA needs: a few entry points that raise there, replaced while in scope.
+
+Everything replaced here raises on a machine without CUDA, so nothing that worked before works differently. With CUDA
+the functions do nothing. Found by running megatron-core 0.16.1; each entry names the place that calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+_replaced: list[tuple[Any, str, Any]] = []  # owner, attribute, what stood there
+
+
+@functools.cache
+def import_megatron() -> None:
+    """Import Megatron Core once, without its remarks that Apex and Transformer Engine, not needed here, are absent."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # modules that Megatron Core imports from itself
+        import megatron.core.dist_checkpointing
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.parallel_state  # noqa: F401
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """A scope in which Megatron Core runs on the CPU; may be nested, and leaves everything as it was."""
+    mine = enable()
+    try:
+        yield
+    finally:
+        if mine:
+            disable()
+
+
+def enable() -> bool:
+    """Let Megatron Core run on the CPU until `disable()`; True where this call did it. Does nothing with CUDA."""
+    import torch
+
+    import_megatron()
+    if _replaced or torch.cuda.is_available():
+        return False
+    for owner, attribute, replacement in _replacements():
+        _replaced.append((owner, attribute, getattr(owner, attribute)))
+        setattr(owner, attribute, replacement)
+    return True
+
+
+def disable() -> None:
+    """Undo `enable()`."""
+    while _replaced:
+        owner, attribute, original = _replaced.pop()
+        setattr(owner, attribute, original)
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    return [
+        # models/common/embeddings/rotary_pos_embedding.py:162, utils.py:631 (the buffer of unfused attention)
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        # models/common/language_module/language_module.py:244 (tied embeddings over pipeline stages)
+        (torch.Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor),
+        # transformer/dot_product_attention.py forks it in every forward; resolved by name in initialize_rng_tracker()
+        (random, "CudaRNGStatesTracker", _cpu_rng_tracker()),
+    ]
+
+
+@functools.cache
+def _cpu_rng_tracker() -> type:
+    """Megatron's named random streams, over torch's CPU generator instead of the CUDA one."""
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    class CpuRngStatesTracker(random.CudaRNGStatesTracker):
+        """The same streams and the same rules; states are those of the CPU generator."""
+
+        _current_state_name: str
+
+        def add(self, name: str, seed: int) -> None:
+            """Start the stream `name` at `seed`.
+
+            Raises:
+                ValueError: the name or the seed is taken.
+            """
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random stream `{name}` or seed {seed} exists already")
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator(device="cpu").manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            """Draw from the stream `name` within; the outer stream goes on afterwards where it stood."""
+            if name not in self.states_:
+                raise ValueError(f"random stream `{name}` was not added")
+            outer_name, outer = self._current_state_name, torch.get_rng_state()
+            if outer_name != "default-rng":  # the outer stream has a name: forking it again within must go on from here
+                self.states_[outer_name] = outer
+            torch.set_rng_state(self.states_[name])
+            self._current_state_name = name
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(self.states_.get(outer_name, outer))
+                self._current_state_name = outer_name
+
+    return CpuRngStatesTracker

@@ -1,0 +1,122 @@
+"""A Megatron Core `GPTModel` from the Megatron-LM arguments that a checkpoint stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore_convert.errors import ConfigError
+from mcore_convert.megatron.config import config_of
+from mcore_convert.megatron.cpu import import_megatron, without_cuda
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+def build_model(
+    args: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+) -> GPTModel:
+    """A model, or the part of it that is one (virtual) pipeline stage, in the current model-parallel groups.
+
+    Parameters are left unset: fill them with `load_weights` or `load_torch_dist`. Layers come from Megatron's local
+    spec, which needs no Transformer Engine. Logits stay split over the tensor-parallel ranks, as in training.
+
+    Raises:
+        ConfigError: an argument is missing, or asks for what is not built here.
+    """
+    import_megatron()
+    from megatron.core.models.gpt import GPTModel
+
+    config = config_of(args, dtype=dtype)
+    positions = _position_embedding_of(args)
+    with without_cuda():
+        model = GPTModel(
+            config,
+            _block_spec(config, vp_stage),
+            vocab_size=_required(args, "padded_vocab_size", "vocab_size"),
+            max_sequence_length=_required(args, "max_position_embeddings", "seq_length"),
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.get("untie_embeddings_and_output_weights", False),
+            position_embedding_type=positions,
+            rotary_base=args.get("rotary_base") or 10000,
+            rotary_percent=args.get("rotary_percent") or 1.0,
+            rope_scaling=bool(args.get("use_rope_scaling")),
+            rope_scaling_factor=args.get("rope_scaling_factor") or 8.0,
+            seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
+            vp_stage=vp_stage,
+        )
+    # norms and position embeddings do not follow params_dtype; rotary frequencies are no buffer and stay float32
+    return model.to(dtype).eval()
+
+
+def build_stages(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) -> list[GPTModel]:
+    """The parts of the model that this rank holds in the current groups: one, or one per virtual pipeline stage."""
+    import_megatron()
+    from megatron.core import parallel_state
+
+    vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return [
+        build_model(
+            args,
+            dtype=dtype,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            vp_stage=stage,
+        )
+        for stage in (range(vpp) if vpp else [None])
+    ]
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's local layer spec, with torch's norms wherever Apex or Transformer Engine would bring theirs."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    from mcore_convert.megatron.norm import Norm
+
+    if config.num_moe_experts and not hasattr(moe_utils, "te_general_gemm"):
+        # the router asks whether it is None, but without Transformer Engine the name is never bound (0.16.1)
+        moe_utils.te_general_gemm = None
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,  # experts one by one: same keys in a checkpoint, and no CUDA kernel
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    attention = layer.submodules.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = Norm if config.qk_layernorm else IdentityOp
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=Norm
+    )
+
+
+def _position_embedding_of(args: Mapping[str, Any]) -> str:
+    name: str = args.get("position_embedding_type") or "learned_absolute"
+    if args.get("use_rotary_position_embeddings"):  # the switch that older versions had, beside the old default
+        name = "rope"
+    if name == "learned_absolute" and args.get("add_position_embedding") is False:
+        name = "none"
+    if name not in ("learned_absolute", "rope", "none"):
+        raise ConfigError(f"a model with `position_embedding_type` = {name!r} cannot be built here")
+    return name
+
+
+def _required(args: Mapping[str, Any], *names: str) -> int:
+    """The first of these arguments that is set."""
+    for name in names:
+        if args.get(name) is not None:
+            return int(args[name])
+    raise ConfigError("the Megatron arguments do not describe a model", items=[" or ".join(names)])

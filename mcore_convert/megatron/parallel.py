@@ -1,0 +1,107 @@
+"""The process groups Megatron Core wants before it builds a model: of one process, or of the ranks that are there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+from mcore_convert.errors import LayoutError
+from mcore_convert.megatron.cpu import import_megatron, without_cuda
+
+SEED = 1  # of Megatron's random streams: they must exist, and nothing is drawn from them without dropout
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[None]:
+    """This process as the only rank: a gloo group that needs no network, and model-parallel groups of one.
+
+    Everything is torn down again. What is initialised already is used and left as it is.
+
+    Raises:
+        LayoutError: torch.distributed is initialised with several ranks.
+    """
+    import torch.distributed as dist
+
+    import_megatron()
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise LayoutError(f"a model of one process was asked for among {dist.get_world_size()} ranks")
+        with contextlib.nullcontext() if parallel_state.model_parallel_is_initialized() else model_parallel(1, 1):
+            yield
+        return
+    with _gloo_on_loopback():
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in the module's __all__
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with model_parallel(1, 1):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def model_parallel(tp: int, pp: int, vpp: int | None = None, ep: int = 1) -> Iterator[None]:
+    """Megatron's groups over the initialised ranks, a CPU scope where there is no CUDA, and seeded random streams.
+
+    Raises:
+        LayoutError: the number of ranks is not a multiple of `tp * pp`, or of `ep * pp`.
+    """
+    import torch.distributed as dist
+
+    import_megatron()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+
+    if dist.get_world_size() % (tp * pp) or dist.get_world_size() // pp % ep:
+        raise LayoutError(f"{dist.get_world_size()} ranks cannot be laid out as tp = {tp}, pp = {pp}, ep = {ep}")
+    with without_cuda():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            # 1 is not None to Megatron Core: it would select the interleaved schedule
+            virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=tp if ep == 1 else 1,
+        )
+        try:
+            # an earlier tracker may be of the other kind: with CUDA, or made outside of a CPU scope
+            initialize_rng_tracker(force_reset=True)
+            model_parallel_cuda_manual_seed(SEED)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Let go of the groups that Megatron Core 0.16.1 keeps after `destroy_model_parallel`.
+
+    A group that is freed in a forked child instead crashes it: gloo's threads do not survive a fork.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    RotaryEmbedding.forward.cache_clear()  # its key is the module: it would keep the last 32 with their groups
+
+
+@contextlib.contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """Keep gloo from resolving the host's name, which fails or waits on machines without a network."""
+    name = "GLOO_SOCKET_IFNAME"
+    loopback = next((each for _, each in socket.if_nameindex() if each in ("lo", "lo0")), None)
+    if loopback is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = loopback
+    try:
+        yield
+    finally:
+        del os.environ[name]

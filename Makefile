@@ -24,7 +24,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks.convert
+	$(BIN)/python -m benchmarks.convert --json build/bench.json
 
 clean:
 	rm -rf .venv build dist demo_output

@@ -1,0 +1,209 @@
+"""Measures conversion against `cp` and `import torch`, its memory, and the commands that must be instant.
+
+    python -m benchmarks.convert [--json FILE] [--rounds 5] [--layers 16] [--skip deep] [--skip disk]
+
+Exits with 1 when a target of `benchmarks/README.md` is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.checkpoints import LLAMA, free_bytes, llama_nbytes, make_llama, make_metadata
+from benchmarks.measure import Command, CommandFailed, peak_anonymous_bytes, seconds
+
+CP_RATIO = 1.5  # conversion may take this often the time of `cp`, beside the time of `import torch`
+PEAK_MIB = 512
+DEEP_RATIO = 1.1  # peak memory of a model four times as deep, over that of the model
+HELP_SECONDS = 0.3
+INSPECT_SECONDS = 2.0
+INSPECT_ENTRIES = 100_000
+
+MEMORY = Path("/dev/shm")
+IMPORT_TORCH: Command = (sys.executable, "-c", "import torch")
+COMMAND = (sys.executable, "-m", "mcore_convert")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the report: a measured value beside its target, if it has one."""
+
+    what: str
+    value: float
+    unit: str
+    target: float | None = None
+    note: str = ""
+
+    @property
+    def missed(self) -> bool:
+        return self.target is not None and self.value > self.target
+
+
+def convert(source: Path, target: Path, to: str) -> Command:
+    return (*COMMAND, "convert", source, target, "--to", to)
+
+
+def copy(source: Path, target: Path) -> Command:
+    return ("cp", "-r", source, target)
+
+
+def timed(command: Command, target: Path, *, fsync: bool = False) -> float:
+    """Wall time of a command that makes `target`, which is removed again; with `fsync` until it is on the disk."""
+    try:
+        elapsed = seconds(command)
+        return elapsed + (seconds(("sync", "-f", target)) if fsync else 0)
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def speed(place: Path, config: dict[str, object], rounds: int, *, fsync: bool = False) -> list[Figure]:
+    """Both directions against `cp` of the same bytes. The commands of a round run in turn, so that drift hits all."""
+    hf, dist, target = make_llama(place / "hf", config), place / "dist", place / "target"
+    seconds(convert(hf, dist, "torch_dist"))  # the source of the way back; warms up both
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        times.setdefault("import", []).append(seconds(IMPORT_TORCH))
+        for source, to in ((hf, "torch_dist"), (dist, "hf")):
+            times.setdefault("cp " + to, []).append(timed(copy(source, target), target, fsync=fsync))
+            times.setdefault(to, []).append(timed(convert(source, target, to), target, fsync=fsync))
+    median = {what: statistics.median(values) for what, values in times.items()}
+    where = f" to {'disk' if fsync else place.parent}"
+    figures = [] if fsync else [Figure("import torch", median["import"], "s")]
+    for name, to in (("hf -> torch_dist", "torch_dist"), ("torch_dist -> hf", "hf")):
+        cp, taken = median["cp " + to], median[to]
+        limit = None if fsync else CP_RATIO * cp + median["import"]
+        ratio = f"{(taken - median['import']) / cp:.2f} x cp + import torch"
+        figures.append(Figure(f"cp, the bytes of {name}{where}", cp, "s"))
+        figures.append(Figure(f"{name}{where}", taken, "s", limit, ratio))
+    return figures
+
+
+def memory(place: Path, config: dict[str, object], *, sparse: bool = False) -> dict[str, float]:
+    """Peak anonymous memory in MiB of both directions."""
+    hf, dist, back = make_llama(place / "hf", config, sparse=sparse), place / "dist", place / "back"
+    forth = peak_anonymous_bytes(convert(hf, dist, "torch_dist"))
+    shutil.rmtree(hf)
+    return {
+        "hf -> torch_dist": forth / 2**20,
+        "torch_dist -> hf": peak_anonymous_bytes(convert(dist, back, "hf")) / 2**20,
+    }
+
+
+def instant(place: Path) -> list[Figure]:
+    """The commands whose time is all start-up: medians of five runs."""
+    script = Path(sys.executable).parent / "mcore-convert"
+    shown = (script, "--help") if script.exists() else (*COMMAND, "--help")
+    path = make_metadata(place / "metadata", INSPECT_ENTRIES)
+    inspect = (*COMMAND, "inspect", path, "--json")
+    times = [statistics.median(seconds(command) for _ in range(5)) for command in (shown, inspect)]
+    return [
+        Figure("mcore-convert --help", times[0], "s", HELP_SECONDS),
+        Figure(f"inspect --json, {INSPECT_ENTRIES:,} entries", times[1], "s", INSPECT_SECONDS),
+    ]
+
+
+def available_bytes(path: Path) -> int:
+    """Room below `path`; in memory, what can be taken without disturbing others."""
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        return 0
+    if path != MEMORY:
+        return free_bytes(path)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min(free_bytes(path), available - (2 << 30))  # 2 GiB for the measured process and all else
+
+
+def roomy(nbytes: int, *places: Path) -> Path | None:
+    """The first of the places with that much room."""
+    return next((place for place in places if available_bytes(place) > 1.1 * nbytes), None)
+
+
+def folder(place: Path) -> AbstractContextManager[str]:
+    return tempfile.TemporaryDirectory(prefix="mcore-convert-bench-", dir=place)
+
+
+def measure(rounds: int, layers: int, skipped: Sequence[str]) -> list[Figure]:
+    """All figures; what has no room is said and left out."""
+    config = LLAMA | {"num_hidden_layers": layers}
+    deep = LLAMA | {"num_hidden_layers": 4 * layers}
+    disk = Path(tempfile.gettempdir())
+    # source, its other form and one more copy at a time
+    place = roomy(3 * llama_nbytes(config), MEMORY, disk)
+    if place is None:
+        raise SystemExit(f"error: {3.3 * llama_nbytes(config) / 1e9:.1f} GB of room are needed in {MEMORY} or {disk}")
+    say(f"{llama_nbytes(config) / 1e9:.2f} GB of bfloat16, in {place}, medians of {rounds} rounds")
+    with folder(place) as path:
+        figures = speed(Path(path), config, rounds)
+    with folder(place) as path:
+        peaks = memory(Path(path), config)
+    figures += [Figure(f"peak memory, {name}", peak, "MiB", PEAK_MIB) for name, peak in peaks.items()]
+
+    where = roomy(2 * llama_nbytes(deep), disk, MEMORY)
+    if "deep" in skipped or where is None:
+        say(f"skipped: a model of {4 * layers} layers, {2.2 * llama_nbytes(deep) / 1e9:.0f} GB of room")
+    else:
+        say(f"a model of {4 * layers} layers, for its memory only")
+        with folder(where) as path:
+            for name, peak in memory(Path(path), deep, sparse=True).items():
+                limit = DEEP_RATIO * peaks[name]
+                note = f"{peak / peaks[name]:.2f} x that of {layers} layers"
+                figures.append(Figure(f"peak memory, {name}, {4 * layers} layers", peak, "MiB", limit, note))
+
+    if "disk" in skipped or place == disk or roomy(3 * llama_nbytes(config), disk) is None:
+        say("skipped: the figures of the disk")
+    else:
+        say(f"the disk of {disk}, written through")
+        with folder(disk) as path:
+            figures += speed(Path(path), config, min(rounds, 3), fsync=True)
+
+    with folder(disk) as path:
+        return figures + instant(Path(path))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """The figures as a Markdown table."""
+    lines = ["| measure | value | target | |", "| --- | ---: | ---: | --- |"]
+    for figure in figures:
+        digits = 0 if figure.unit == "MiB" else 2
+        target = "" if figure.target is None else f"{figure.target:.{digits}f} {figure.unit}"
+        note = " ".join(filter(None, ["**missed**" if figure.missed else "", figure.note]))
+        lines.append(f"| {figure.what} | {figure.value:.{digits}f} {figure.unit} | {target} | {note} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=16, help="depth of the model (default: %(default)s)")
+    parser.add_argument("--skip", action="append", default=[], choices=["deep", "disk"], help="leave a part out")
+    options = parser.parse_args()
+    try:
+        figures = measure(options.rounds, options.layers, options.skip)
+    except CommandFailed as failure:
+        say(f"error: {failure}")
+        return 1
+    print(table(figures))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(figure) | {"missed": figure.missed} for figure in figures]
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return int(any(figure.missed for figure in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

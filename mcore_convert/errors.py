@@ -1,13 +1,13 @@
 """The tree of errors that a user can meet, and how each is put into words.
 
-    ConvertError
-      ConfigError            a configuration that one side cannot represent
-      LayoutError            a parallel layout that does not fit the model
-      MappingError           weights without a place, places without a weight, shapes that disagree
-      UnreadableCheckpoint   a source that is missing, incomplete, damaged or not a checkpoint
-        UnsafePickle         a pickle that names a class which is not on the allow-list
-      UnwritableTarget       a destination that exists, is being written, or has no room
-      VerificationError      two checkpoints that cannot be compared
+ConvertError
+  ConfigError            a configuration that one side cannot represent
+  LayoutError            a parallel layout that does not fit the model
+  MappingError           weights without a place, places without a weight, shapes that disagree
+  UnreadableCheckpoint   a source that is missing, incomplete, damaged or not a checkpoint
+    UnsafePickle         a pickle that names a class which is not on the allow-list
+  UnwritableTarget       a destination that exists, is being written, or has no room
+  VerificationError      two checkpoints that cannot be compared
 """
 
 from __future__ import annotations

@@ -156,7 +156,9 @@ def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], tor
     if args.get("squared_relu"):
         return squared_relu, False
     # Megatron's fused bias and gelu computes the tanh form (fusions/fused_bias_gelu.py), the unfused one the exact erf
-    return (partial(functional.gelu, approximate="tanh") if args.get("bias_gelu_fusion") else functional.gelu), False
+    return (
+        partial(functional.gelu, approximate="tanh") if args.get("bias_gelu_fusion", True) else functional.gelu
+    ), False
 
 
 def _refuse_unknown_mathematics(args: Mapping[str, Any]) -> None:

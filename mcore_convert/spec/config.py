@@ -20,7 +20,7 @@ REQUIRED = object()  # as a default: the key may not be absent
 ABSENT = object()
 
 
-class Refused(Exception):  # noqa: N818 - it is caught by the mapping, and no user meets it
+class Refused(Exception):
     """Raised by a field: one line for each value that the other side cannot represent."""
 
     def __init__(self, *lines: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 
 from mcore_convert.spec.config import ConfigMapping
 from mcore_convert.spec.dims import Dims
@@ -41,12 +42,16 @@ class Weight:
         """What to call the row in a message."""
         return self.mcore or self.hf[0]
 
-    def indices(self, dims: Dims) -> Iterator[Index]:
-        """Every layer and expert at which a model of these sizes has the weight."""
-        held = placeholders_of(self.mcore or self.hf[0])
-        for layer in range(dims.num_layers) if "layer" in held else [None]:
-            for expert in range(dims.num_experts or 0) if "expert" in held else [None]:
-                yield Index(layer, expert)
+    @property
+    def per_layer(self) -> bool:
+        """Whether each layer has one."""
+        return "layer" in placeholders_of(self.name)
+
+    def at(self, layer: int | None, dims: Dims) -> list[Index]:
+        """Where a layer has the weight: once, or once for each expert."""
+        if "expert" not in placeholders_of(self.name):
+            return [Index(layer)]
+        return [Index(layer, expert) for expert in range(dims.num_experts or 0)]
 
 
 Row = Callable[..., Weight]
@@ -75,7 +80,6 @@ class Family:
 
     `architectures` are the values of `architectures` in `config.json` that it reads. `ignore` lists Hugging Face
     tensors that carry no weight (mask buffers). `optional_prefix` may be absent from Hugging Face names.
-    `tied` maps a Hugging Face tensor that may be present although it is tied to the tensor that it must equal.
     """
 
     name: str
@@ -84,11 +88,15 @@ class Family:
     weights: tuple[Weight, ...]
     ignore: tuple[str, ...] = ()
     optional_prefix: str = ""
-    tied: dict[str, str] = field(default_factory=dict)
 
-    def rows(self, dims: Dims) -> list[Weight]:
-        """The rows that a model of these sizes has."""
-        return [weight for weight in self.weights if weight.when(dims)]
+    def instances(self, dims: Dims) -> Iterator[tuple[Weight, Index]]:
+        """Every weight that a model of these sizes has, layer by layer, in the order of the forward pass."""
+        rows = (weight for weight in self.weights if weight.when(dims))
+        for per_layer, block in groupby(rows, key=lambda weight: weight.per_layer):
+            weights = list(block)
+            for layer in range(dims.num_layers) if per_layer else [None]:
+                for weight in weights:
+                    yield from ((weight, at) for at in weight.at(layer, dims))
 
     def shape(self, weight: Weight, dims: Dims) -> Shape:
         """The shape of the global tensor, without vocabulary padding."""

@@ -73,7 +73,9 @@ class Shard:
             return [Box.whole(shape)]
         count = self.parts * tp
         if shape[self.dim] % count:
-            raise LayoutError(f"dimension {self.dim} of {list(shape)} cannot be cut into {self.parts} x tp = {tp} parts")
+            raise LayoutError(
+                f"dimension {self.dim} of {list(shape)} cannot be cut into {self.parts} x tp = {tp} parts"
+            )
         step = shape[self.dim] // count
         boxes = []
         for part in range(self.parts):

@@ -1,0 +1,35 @@
+"""Convert checkpoints between Hugging Face and Megatron Core, bit for bit, without a GPU."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcore_convert.api import Conversion, convert, inspect, verify
+    from mcore_convert.errors import ConvertError
+    from mcore_convert.inspection import Inspection
+    from mcore_convert.verification import Verification
+
+__version__ = "0.1.0"
+__all__ = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "verify"]
+
+_HOMES = {
+    "Conversion": "api",
+    "ConvertError": "errors",
+    "Inspection": "inspection",
+    "Verification": "verification",
+    "convert": "api",
+    "inspect": "api",
+    "verify": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported at first use, so that families can import `mcore_convert.spec` alone."""
+    if name not in _HOMES:
+        raise AttributeError(f"module `mcore_convert` has no attribute `{name}`")
+    from importlib import import_module
+
+    return getattr(import_module(f"mcore_convert.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,172 @@
+"""The public functions: `convert`, `verify` and `inspect`, as the command line offers them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.conversion import FORMATS, Target, plan_conversion
+from mcore_convert.errors import ConvertError, UnwritableTarget
+from mcore_convert.execute import Progress, execute, expected_memory
+from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
+from mcore_convert.hub import local_path
+from mcore_convert.identify import identify
+from mcore_convert.inspection import Inspection, inspect_checkpoint
+from mcore_convert.plan import Plan
+from mcore_convert.spec.layout import Layout
+from mcore_convert.verification import Verification, compare
+
+PathLike = str | Path
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did, or would do (`dry_run`). Sizes in bytes."""
+
+    plan: Plan
+    dry_run: bool
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: what was cut, padded, left behind or changed."""
+        return self.plan.notes
+
+    @property
+    def command(self) -> str | None:
+        """The Megatron-LM command line of the model; None where the target is not Megatron's."""
+        for path, content in self.plan.reservation.texts.items():
+            if path.name == "megatron_args.txt":
+                return content.decode().strip()
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plan = self.plan
+        return {
+            "source": {
+                "path": str(plan.source.path),
+                "format": plan.source.format,
+                "tensors": len(plan.source.tensors),
+            },
+            "target": {
+                "path": str(plan.reservation.path),
+                "format": plan.target.format,
+                "tensors": len(plan.target.tensors),
+                "files": {
+                    str(p.relative_to(plan.reservation.path)): size for p, size in plan.reservation.sizes.items()
+                },
+                "nbytes": plan.reservation.nbytes,
+            },
+            "family": plan.family.name,
+            "num_parameters": plan.num_parameters,
+            "nbytes": plan.nbytes,
+            "copies": sum(len(move.copies) for move in plan.moves),
+            "expected_memory": expected_memory(plan),
+            "dry_run": self.dry_run,
+            "notes": list(plan.notes),
+            "command": self.command,
+        }
+
+
+def convert(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    to: str | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    iteration: int | None = None,
+    family: str | None = None,
+    hf_config: PathLike | None = None,
+    vocab_size: int | None = None,
+    tokenizer: str | None = None,
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    revision: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert a checkpoint into another format.
+
+    Args:
+        source: a Hugging Face or Megatron directory, or a Hub id.
+        destination: the directory to make. It appears when it is complete; until then it is `destination.partial`.
+        to: `hf` or `torch_dist`; the other one than the source's unless given.
+        tp: tensor-parallel size that the chunks and the vocabulary padding are made for. Any size can load them.
+        pp: pipeline-parallel size for the stored arguments and the printed command line.
+        iteration: write `iter_*` with this number instead of `release`.
+        family: take this family instead of finding it.
+        hf_config: original `config.json` (or its directory): kept, but for what the checkpoint proves different.
+        vocab_size: true vocabulary of a Megatron checkpoint that does not store it.
+        tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
+        max_shard_size: largest safetensors file, in bytes.
+        revision: branch, tag or commit of a Hub id.
+        overwrite: replace a destination that exists.
+        dry_run: plan and prove, write nothing.
+        progress: called with the bytes copied so far and their total, by one thread at a time.
+
+    Raises:
+        ConvertError: the conversion is refused; nothing is left behind. See `mcore_convert.errors` for the kinds.
+    """
+    final = Path(destination)
+    if final.exists() and not overwrite and not dry_run:
+        raise UnwritableTarget(f"`{final}` exists", hint="choose another destination, or pass --overwrite")
+    path = local_path(str(source), revision)
+    model = identify(path, family=family, hf_config=_path(hf_config), vocab_size=vocab_size)
+    chosen = to or ("torch_dist" if model.checkpoint.format == "hf" else "hf")
+    if iteration is not None and chosen == "hf":
+        raise ConvertError("an iteration number needs a Megatron target", hint="leave --iteration out")
+    layout = Layout(tp=tp, pp=pp)
+    plan = plan_conversion(model, Target(final, chosen, layout, iteration, max_shard_size, tokenizer))
+    if not dry_run:
+        execute(plan, overwrite=overwrite, progress=progress)
+    return Conversion(plan, dry_run)
+
+
+def verify(
+    a: PathLike,
+    b: PathLike,
+    *,
+    logits: bool = False,
+    tolerance: float | None = None,
+    hf_config: PathLike | None = None,
+    vocab_size: int | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Compare two checkpoints, in any two formats, bit for bit; on request also the logits that they compute.
+
+    Args:
+        logits: run both in fp32 on the CPU, Hugging Face through transformers and Megatron through its `GPTModel`.
+        tolerance: allowed difference of logits, as a share of the largest one; 2e-5 unless given.
+        hf_config, vocab_size: as for `convert`.
+
+    Raises:
+        ConvertError: one of them cannot be read, or they are models of different sizes.
+    """
+    config = _path(hf_config)
+    first, second = (identify(local_path(str(source)), hf_config=config, vocab_size=vocab_size) for source in (a, b))
+    found = compare(first, second, progress=progress)
+    if not logits:
+        return found
+    from mcore_convert.logits import TOLERANCE, compare_logits
+
+    report = compare_logits(first, second, tolerance=TOLERANCE if tolerance is None else tolerance)
+    return dataclasses.replace(found, logits=report)
+
+
+def inspect(path: PathLike) -> Inspection:
+    """Look at a checkpoint: what it is, and what is in it. Reads headers only.
+
+    Raises:
+        UnreadableCheckpoint: it is no checkpoint, or its headers are damaged.
+    """
+    return inspect_checkpoint(Path(path))
+
+
+def _path(path: PathLike | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+__all__ = ["FORMATS", "Conversion", "convert", "inspect", "verify"]

@@ -1,0 +1,54 @@
+"""`mcore-convert families`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mcore_convert.cli.text import show, table
+
+if TYPE_CHECKING:
+    from mcore_convert.spec.family import Family, Weight
+
+CUTS = {(None, 1): "replicated", (0, 1): "column", (1, 1): "row", (0, 2): "gated_column"}
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(help="Show the rows of this family")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print as JSON")] = False,
+) -> None:
+    """List the model families, or the rows of one.
+
+    Example: mcore-convert families llama
+    """
+    from mcore_convert.families import families, named
+
+    chosen = [named(name)] if name else list(families().values())
+    if json:
+        show(jsonlib.dumps({family.name: as_dict(family) for family in chosen}, indent=2))
+    elif name:
+        for line in table([row(weight) for weight in chosen[0].weights]):
+            show(line)
+    else:
+        for line in table([(family.name, ", ".join(family.architectures)) for family in chosen]):
+            show(line)
+
+
+def row(weight: Weight) -> tuple[str, str, str, str]:
+    """A row as it reads: how it is cut, its Megatron name, its shape, its Hugging Face names."""
+    return (cut_of(weight), weight.mcore or "-", " ".join(weight.shape), ", ".join(weight.hf))
+
+
+def cut_of(weight: Weight) -> str:
+    """The word that the row begins with in the family's file."""
+    if weight.mcore is None:
+        return "must_be_zero"
+    return "vocab" if weight.vocab else CUTS[weight.shard.dim, weight.shard.parts]
+
+
+def as_dict(family: Family) -> dict[str, object]:
+    """Plain values, for JSON."""
+    weights = [dict(zip(("cut", "megatron", "shape", "hf"), row(weight), strict=True)) for weight in family.weights]
+    return {"architectures": list(family.architectures), "weights": weights}

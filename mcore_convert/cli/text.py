@@ -1,0 +1,63 @@
+"""Words, tables and progress for a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+
+def say(line: str) -> None:
+    """A message for the user, on stderr."""
+    sys.stderr.write(f"{line}\n")
+
+
+def show(line: str = "") -> None:
+    """A line of data, on stdout."""
+    sys.stdout.write(f"{line}\n")
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+    """Rows as aligned lines; the columns in `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes for people: `2.47 GB`."""
+    return f"{count:.0f} B" if count < 1000 else _scaled(count, (" B", " kB", " MB", " GB", " TB"))
+
+
+def in_parameters(count: float) -> str:
+    """A number of parameters for people: `1.24 B`."""
+    return _scaled(count, ("", " k", " M", " B", " T"))
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    power = 0
+    while count >= 999.5 and power < len(units) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.3g}{units[power]}"
+
+
+@contextlib.contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of bytes, rate and time left on stderr; nothing where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1000, leave=False, file=sys.stderr) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update

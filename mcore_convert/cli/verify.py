@@ -1,0 +1,97 @@
+"""`mcore-convert verify`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mcore_convert.cli.text import in_bytes, progress, say, show, table
+from mcore_convert.errors import MAX_ITEMS
+
+if TYPE_CHECKING:
+    from mcore_convert.verification import Verification
+
+
+def command(
+    a: Annotated[str, typer.Argument(help="A checkpoint, in any format")],
+    b: Annotated[str, typer.Argument(help="Another one, in any format")],
+    logits: Annotated[
+        bool, typer.Option("--logits", help="Also run both in fp32 on the CPU and compare the logits")
+    ] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Allowed difference of logits, as a share of the largest")
+    ] = None,
+    hf_config: Annotated[
+        Path | None, typer.Option(help="Configuration of a Megatron checkpoint that stores no arguments")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="True vocabulary of a Megatron checkpoint that does not store it")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code tells")] = False,
+) -> None:
+    """Compare two checkpoints bit for bit, as global tensors. Exit code 1 where they differ.
+
+    Example: mcore-convert verify ./Llama-3.2-1B ./out --logits
+    """
+    from mcore_convert.api import verify
+
+    with progress(quiet=quiet) as update:
+        found = verify(
+            a, b, logits=logits, tolerance=tolerance, hf_config=hf_config, vocab_size=vocab_size, progress=update
+        )
+    if json:
+        show(jsonlib.dumps(as_dict(found), indent=2))
+    elif not quiet:
+        report(found)
+    if not found.equal:
+        raise typer.Exit(1)
+
+
+def as_dict(found: Verification) -> dict[str, object]:
+    """Plain values, for JSON."""
+    return {
+        "equal": found.equal,
+        "family": found.family,
+        "num_weights": found.num_weights,
+        "nbytes": found.nbytes,
+        "config_differences": list(found.config_differences),
+        "differences": [vars(difference) for difference in found.differences],
+        "logits": None if found.logits is None else {**vars(found.logits), "within": found.logits.within},
+        "notes": list(found.notes),
+    }
+
+
+def report(found: Verification) -> None:
+    """The result in a few lines, and a table of the weights that differ."""
+    for note in found.notes:
+        say(f"note: {note}")
+    same = found.num_weights - len(found.differences)
+    show(f"weights  {same} of {found.num_weights} bit-equal, {in_bytes(found.nbytes)} compared")
+    if found.differences:
+        rows = [("weight", "elements", "largest difference", "dtype")]
+        for difference in found.differences[:MAX_ITEMS]:
+            mine, theirs = difference.dtypes
+            dtype = mine if mine == theirs else f"{mine} and {theirs}"
+            rows.append((difference.name, str(difference.num_elements), f"{difference.largest:.3g}", dtype))
+        for line in table(rows, right=(1, 2)):
+            show(f"  {line}")
+        if len(found.differences) > MAX_ITEMS:
+            show(f"  ... and {len(found.differences) - MAX_ITEMS} more")
+    if found.config_differences:
+        show("config   different")
+        for line in found.config_differences:
+            show(f"  {line}")
+    else:
+        show("config   means the same")
+    if found.logits is not None:
+        logits = found.logits
+        verdict = "within" if logits.within else "beyond"
+        show(
+            f"logits   differ by at most {logits.difference:.2g}, {verdict} the tolerance of {logits.tolerance:.2g} "
+            f"({logits.num_tokens} tokens, largest logit {logits.largest_logit:.3g}, fp32)"
+        )
+    show("equal" if found.equal else "different")

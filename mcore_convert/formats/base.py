@@ -1,0 +1,76 @@
+"""What every format offers: where the boxes of a weight lie, in a checkpoint that is read or one that is reserved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Weight
+from mcore_convert.spec.names import Index
+from mcore_convert.spec.shard import Shape
+from mcore_convert.tensors import Slot, TensorMeta
+
+
+@dataclass
+class Findings:
+    """What was seen while the weights of a family were looked up in a checkpoint."""
+
+    used: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+    def expect(self, key: str, meta: TensorMeta | None, shape: Shape, *, rows_at_least: bool = False) -> bool:
+        """Note that `key` is used; whether it is there in the shape that the configuration demands.
+
+        `rows_at_least`: more rows are welcome, as a padded vocabulary has.
+        """
+        self.used.add(key)
+        if meta is None:
+            self.missing.append(key)
+            return False
+        padded = rows_at_least and meta.shape[1:] == shape[1:] and meta.shape[:1] >= shape[:1]
+        if meta.shape != shape and not padded:
+            self.misshapen.append(f"{key} is {list(meta.shape)}, the configuration demands {list(shape)}")
+            return False
+        return True
+
+
+class Checkpoint(Protocol):
+    """A checkpoint in some format, open for reading or reserved for writing."""
+
+    @property
+    def format(self) -> str:
+        """The format's name."""
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        """Every tensor that a family must have a place for, by its key in this format."""
+
+    def locate(self, weight: Weight, at: Index, dims: Dims, findings: Findings) -> list[Slot]:
+        """The boxes of one weight's global tensor. What is missing or misshapen is noted in `findings`.
+
+        Vocabulary rows come as they are stored, padding included.
+        """
+
+
+@dataclass
+class Reservation:
+    """The files of a checkpoint before the first tensor byte: sizes, the bytes known already, and what comes last."""
+
+    path: Path
+    sizes: dict[Path, int] = field(default_factory=dict)
+    literals: list[tuple[Path, int, bytes]] = field(default_factory=list)
+    carried: dict[Path, Path] = field(default_factory=dict)  # target -> source, copied as they are
+    texts: dict[Path, bytes] = field(default_factory=dict)  # written after the tensors, in this order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the checkpoint will take on disk, the carried files left out."""
+        return sum(self.sizes.values()) + sum(len(text) for text in self.texts.values())

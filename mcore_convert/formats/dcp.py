@@ -1,0 +1,193 @@
+"""Directories of `torch.distributed.checkpoint`: `.metadata` and the `.distcp` files, without torch.
+
+A key is a tensor cut into chunks or an object. Each chunk is a `torch.save` archive of its own, somewhere in one of
+the files (torch, `distributed/checkpoint/filesystem.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint, fold
+from mcore_convert.formats import pickles
+from mcore_convert.formats.pickles import Call, Global, Instance
+from mcore_convert.formats.torch_file import TorchFile
+from mcore_convert.spec.arguments import TorchDtype
+from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.tensors import Slot, TensorMeta, View, open_error, untiled
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one archive lies."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a key's tensor, and its archive."""
+
+    box: Box
+    place: Place
+
+
+@dataclass(frozen=True)
+class Directory:
+    """What `.metadata` says: for each key its tensor and chunks, or where its object lies."""
+
+    path: Path
+    tensors: dict[str, TensorMeta]
+    chunks: dict[str, list[Chunk]]
+    objects: dict[str, Place]
+
+    def check(self, keys: Iterable[str]) -> None:
+        """Prove that the chunks of these keys tile their tensors, and that every file is there and long enough.
+
+        Raises:
+            UnreadableCheckpoint: with every file and every key that is not.
+        """
+        needed: dict[str, int] = {}
+        for place in [chunk.place for chunks in self.chunks.values() for chunk in chunks] + list(self.objects.values()):
+            needed[place.file] = max(needed.get(place.file, 0), place.offset + place.length)
+        problems = []
+        for file, size in sorted(needed.items()):
+            path = self.path / file
+            if not path.is_file():
+                problems.append(f"{file} is missing")
+            elif path.stat().st_size < size:
+                problems.append(f"{file} has {path.stat().st_size} of {size} bytes")
+        if problems:
+            raise UnreadableCheckpoint(
+                f"`{self.path}` is not whole",
+                items=problems,
+                hint="copy the checkpoint again: every rank of the run wrote files of its own",
+            )
+        for key in keys:
+            reason = untiled([chunk.box for chunk in self.chunks[key]], self.tensors[key].shape)
+            if reason is not None:
+                problems.append(f"{key} {list(self.tensors[key].shape)}: {reason}")
+        if problems:
+            raise UnreadableCheckpoint(f"the chunks in `{self.path}` do not make whole tensors", items=problems)
+
+    def slots(self, key: str) -> list[Slot]:
+        """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers."""
+        return [Slot(self._view(key, chunk), chunk.box) for chunk in self.chunks[key]]
+
+    def _view(self, key: str, chunk: Chunk) -> View:
+        place = chunk.place
+        view = TorchFile(self.path / place.file, place.offset, place.length).tree
+        meta = self.tensors[key]
+        if not isinstance(view, View) or view.shape != chunk.box.sizes or view.dtype != meta.dtype:
+            raise UnreadableCheckpoint(
+                f"`{self.path / place.file}` does not hold what `{METADATA}` says",
+                items=[f"{key} at {list(chunk.box.offsets)}: {list(chunk.box.sizes)} {meta.dtype} expected"],
+            )
+        return view
+
+    def object(self, key: str) -> Any:
+        """The object of a key."""
+        place = self.objects[key]
+        return TorchFile(self.path / place.file, place.offset, place.length).tree
+
+
+def read(path: Path) -> Directory:
+    """Read `.metadata` of a directory; no other file is opened.
+
+    Raises:
+        UnreadableCheckpoint: it is missing, damaged, or uses a storage option that is not supported.
+    """
+    file = path / METADATA
+    try:
+        with file.open("rb") as opened:
+            metadata = pickles.load(opened, f"`{file}`")
+    except OSError as error:
+        raise open_error(file, error) from error
+    try:
+        return _decoded(path, metadata)
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        raise UnreadableCheckpoint(f"`{file}` is not the metadata of a checkpoint: {error}") from error
+
+
+def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
+    places: dict[tuple[str, Shape | None], Place] = {}
+    for index, info in metadata.storage_data.items():
+        if info.transform_descriptors:
+            raise UnreadableCheckpoint(f"`{path}` stores its chunks compressed, which is not supported")
+        places[index.fqn, index.offset] = Place(str(info.relative_path), info.offset, info.length)
+    tensors: dict[str, TensorMeta] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    objects: dict[str, Place] = {}
+    lost = []
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, pickles.TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            tensors[key] = TensorMeta(entry.size, "unknown" if dtype is None else dtype.name)
+            chunks[key] = []
+            for chunk in entry.chunks:
+                place = places.get((key, chunk.offsets))
+                if place is None:
+                    lost.append(f"{key} at {list(chunk.offsets)}")
+                else:
+                    chunks[key].append(Chunk(Box(chunk.offsets, chunk.sizes), place))
+        elif (key, None) in places:
+            objects[key] = places[key, None]
+        else:
+            lost.append(key)
+    if lost:
+        raise UnreadableCheckpoint(f"`{path / METADATA}` does not say where these lie", items=fold(lost))
+    return Directory(path, tensors, chunks, objects)
+
+
+def metadata_bytes(tensors: dict[str, TensorMeta], chunks: dict[str, list[Chunk]], objects: dict[str, Place]) -> bytes:
+    """The content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it."""
+    entries: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    for key, meta in tensors.items():
+        boxes = [
+            Instance(_dcp("ChunkStorageMetadata"), {"offsets": _size(c.box.offsets), "sizes": _size(c.box.sizes)})
+            for c in chunks[key]
+        ]
+        layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+        memory_format = Call(_dcp("_MEM_FORMAT_ENCODING"), (0,))
+        properties = (TorchDtype(meta.dtype), layout, False, memory_format, False)
+        entries[key] = Instance(
+            _dcp("TensorStorageMetadata"),
+            {"properties": Instance(_dcp("TensorProperties"), properties), "size": _size(meta.shape), "chunks": boxes},
+        )
+        for chunk in chunks[key]:
+            storage[_index(key, _size(chunk.box.offsets))] = _info(chunk.place)
+    for key, place in objects.items():
+        entries[key] = Instance(_dcp("BytesStorageMetadata"), None)
+        storage[_index(key, None)] = _info(place)
+    state = {"state_dict_metadata": entries, "planner_data": None, "storage_data": storage, "storage_meta": None}
+    return pickles.dumps(Instance(_dcp("Metadata"), {**state, "version": None}))
+
+
+def _index(key: str, offset: Call | None) -> Instance:
+    return Instance(_dcp("MetadataIndex"), {"fqn": key, "offset": offset, "index": None})
+
+
+def _info(place: Place) -> Instance:
+    state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
+    return Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)
+
+
+def _size(shape: Shape) -> Call:
+    return Call(Global("torch", "Size"), (shape,))
+
+
+def _dcp(name: str) -> Global:
+    return Global("torch.distributed.checkpoint.metadata", name)
+
+
+def exists(path: Path) -> bool:
+    """Whether a directory looks like one of these."""
+    return (path / METADATA).is_file()

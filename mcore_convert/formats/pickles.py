@@ -1,0 +1,359 @@
+"""Pickles without the programs they name: a restricted reader, and a writer of classes that need not be importable.
+
+Checkpoints are pickles of torch, Megatron and argparse objects. The reader runs none of their code: it builds inert
+records for the few classes that carry a checkpoint's structure, stand-ins for Megatron's own (whose set changes with
+every release), and refuses every other global by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, ClassVar
+
+from mcore_convert.errors import UnreadableCheckpoint, UnsafePickle
+from mcore_convert.spec.arguments import TorchDtype
+from mcore_convert.tensors import DTYPE_SIZES
+
+STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "Float8_e4m3fnStorage": "float8_e4m3fn",
+    "Float8_e5m2Storage": "float8_e5m2",
+}
+DTYPE_STORAGES = {dtype: storage for storage, dtype in STORAGE_DTYPES.items()}
+
+# Packages whose classes appear in checkpoints as bystanders (enums in `args`, plans, random states): never needed.
+STAND_IN_PACKAGES = ("megatron", "transformer_engine", "apex", "nemo", "nvidia_resiliency_ext", "numpy", "signal")
+STAND_IN_GLOBALS = (
+    "torch.device",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.metadata.StorageMeta",
+    "torch.distributed.checkpoint.planner.SavePlan",
+    "torch.distributed.checkpoint.planner.WriteItem",
+    "torch.distributed.checkpoint.planner.WriteItemType",
+    "torch.distributed.checkpoint.planner.TensorWriteData",
+    "torch.distributed.checkpoint.planner.BytesIOWriteData",
+)
+
+
+class Record:
+    """An inert object: its pickled state lies in `__dict__`, and nothing can be called on it."""
+
+
+class StandIn(Record):
+    """A class or function that is not needed: it keeps its name and arguments and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.arguments = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, item: Any) -> None:
+        """List items of a pickled subclass are dropped."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Dict items of a pickled subclass are dropped."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__module__}.{type(self).__name__} {self.arguments}>"
+
+
+class Metadata(Record):
+    """`torch.distributed.checkpoint.metadata.Metadata`."""
+
+    state_dict_metadata: dict[str, Any]
+    storage_data: dict[Any, Any]
+
+
+class TensorStorageMetadata(Record):
+    """Shape, dtype and chunks of one key."""
+
+    properties: TensorProperties
+    size: tuple[int, ...]
+    chunks: list[ChunkStorageMetadata]
+
+
+class TensorProperties(Record):
+    """Pickled as a tuple that begins with the dtype."""
+
+    dtype: TorchDtype | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0] if isinstance(state, tuple) else state.get("dtype")
+
+
+class ChunkStorageMetadata(Record):
+    """Offsets and sizes of one chunk."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class BytesStorageMetadata(Record):
+    """A key that holds an object."""
+
+
+class MetadataIndex(Record):
+    """Which chunk of which key; the key of `storage_data`."""
+
+    fqn: str
+    offset: tuple[int, ...] | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MetadataIndex) and (self.fqn, self.offset) == (other.fqn, other.offset)
+
+
+class StorageInfo(Record):
+    """File, offset and length of one chunk."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: Any = None
+
+
+@dataclass(frozen=True)
+class StorageRef:
+    """A storage of a torch file: its record, dtype and size in elements."""
+
+    key: str
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor of a torch file, in elements of its storage. No byte of it has been read."""
+
+    storage: StorageRef
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _StorageType:
+    dtype: str | None  # None for an untyped storage, which counts bytes
+
+
+def _rebuild_tensor(storage: StorageRef, offset: int, shape: Any, strides: Any, *_: Any) -> TensorRef:
+    return TensorRef(storage, offset, tuple(shape), tuple(strides))
+
+
+def _rebuild_tensor_v3(storage: StorageRef, offset: int, shape: Any, strides: Any, *rest: Any) -> TensorRef:
+    dtype = rest[2].name
+    typed = StorageRef(storage.key, dtype, storage.numel // DTYPE_SIZES[dtype])
+    return TensorRef(typed, offset, tuple(shape), tuple(strides))
+
+
+def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
+    return data
+
+
+def _rebuild_from_type(rebuild: Callable[..., Any], kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    return rebuild(*args)
+
+
+def _size(values: Any = ()) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _encode(text: str, encoding: str = "utf-8") -> bytes:
+    """What `_codecs.encode` does in pickles: bytes written by protocol 2."""
+    if encoding not in ("latin1", "latin-1", "utf-8"):
+        raise UnsafePickle(f"a pickle asks for the encoding `{encoding}`")
+    return text.encode(encoding)
+
+
+_ALLOWED: dict[str, Any] = {
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.slice": slice,
+    "builtins.complex": complex,
+    "builtins.bytearray": bytearray,
+    "__builtin__.set": set,
+    "collections.OrderedDict": collections.OrderedDict,
+    "argparse.Namespace": argparse.Namespace,
+    "_codecs.encode": _encode,
+    "pathlib.PosixPath": StandIn,
+    "pathlib.WindowsPath": StandIn,
+    "pathlib._local.PosixPath": StandIn,
+    "torch.Size": _size,
+    "torch.Tensor": StandIn,
+    "torch.nn.parameter.Parameter": StandIn,
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    "torch.storage.UntypedStorage": _StorageType(None),
+    "torch.distributed.checkpoint.metadata.Metadata": Metadata,
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": Metadata,
+    "torch.distributed.checkpoint.metadata.TensorStorageMetadata": TensorStorageMetadata,
+    "torch.distributed.checkpoint.metadata.TensorProperties": TensorProperties,
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": ChunkStorageMetadata,
+    "torch.distributed.checkpoint.metadata.BytesStorageMetadata": BytesStorageMetadata,
+    "torch.distributed.checkpoint.metadata.MetadataIndex": MetadataIndex,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
+    **{f"torch.{name}": _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
+    **{f"torch.{dtype}": TorchDtype(dtype) for dtype in DTYPE_SIZES},
+}
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Reads the classes above, and nothing else.
+
+    Raises:
+        UnsafePickle: the pickle names something else; its name is in the message.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _ALLOWED:
+            return _ALLOWED[full]
+        if full in STAND_IN_GLOBALS or module.split(".")[0] in STAND_IN_PACKAGES:
+            return type(name, (StandIn,), {"__module__": module})
+        raise UnsafePickle(
+            f"a pickle names `{full}`, which no checkpoint needs",
+            hint="this file may try to run code; it was not loaded",
+        )
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        kind, storage, key, _location, numel = pid[:5]
+        if kind != "storage" or not isinstance(storage, _StorageType):
+            raise UnreadableCheckpoint("a pickle refers to something that is not a tensor storage")
+        return StorageRef(str(key), storage.dtype or "uint8", int(numel))
+
+
+# What damaged bytes can make an unpickler raise; anything else is a defect of ours and must be seen.
+DAMAGE = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    IndexError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    UnicodeDecodeError,
+    OverflowError,
+    MemoryError,
+)
+
+
+def load(file: IO[bytes], where: str) -> Any:
+    """Read one pickle from a file that stands at its beginning.
+
+    Raises:
+        UnsafePickle: it names a class that is not allowed.
+        UnreadableCheckpoint: it is damaged. `where` is said in either message.
+    """
+    try:
+        return RestrictedUnpickler(file).load()
+    except UnsafePickle as error:
+        raise UnsafePickle(f"{error.message}, in {where}", hint=error.hint) from None
+    except DAMAGE as error:
+        raise UnreadableCheckpoint(f"{where} is damaged: {error}") from error
+
+
+@dataclass(frozen=True)
+class Global:
+    """A class or function by name."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a call of `function` returns."""
+
+    function: Global
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """An object of `kind` with a state. Each is itself, so that it can be the key of a dict."""
+
+    kind: Global
+    state: Any
+
+
+@dataclass(frozen=True)
+class _Persistent:
+    pid: tuple[Any, ...]
+
+
+class _Pickler(pickle._Pickler):
+    """Protocol 2, with the records of this module in place of the classes that they name."""
+
+    dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(pickle._Pickler.dispatch)
+    save: Callable[[Any], None]
+    write: Callable[[bytes], Any]
+
+    def save_global_name(self, item: Global) -> None:
+        self.write(pickle.GLOBAL + f"{item.module}\n{item.name}\n".encode())
+
+    def save_call(self, item: Call) -> None:
+        self.save(item.function)
+        self.save(item.args)
+        self.write(pickle.REDUCE)
+
+    def save_instance(self, item: Instance) -> None:
+        self.save(item.kind)
+        self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        if item.state is not None:
+            self.save(item.state)
+            self.write(pickle.BUILD)
+
+    def save_persistent(self, item: _Persistent) -> None:
+        self.save(item.pid)
+        self.write(pickle.BINPERSID)
+
+    def save_dtype(self, item: TorchDtype) -> None:
+        self.save(Global("torch", item.name))
+
+    def save_namespace(self, item: argparse.Namespace) -> None:
+        self.save(Instance(Global("argparse", "Namespace"), dict(vars(item))))
+
+    def save_tensor(self, item: TensorRef) -> None:
+        storage = item.storage
+        kind = Global("torch", DTYPE_STORAGES[storage.dtype])
+        persistent = _Persistent(("storage", kind, storage.key, "cpu", storage.numel))
+        hooks = Call(Global("collections", "OrderedDict"), ())
+        rebuild = Global("torch._utils", "_rebuild_tensor_v2")
+        self.save(Call(rebuild, (persistent, item.offset, item.shape, item.strides, False, hooks)))
+
+    dispatch[Global] = save_global_name
+    dispatch[Call] = save_call
+    dispatch[Instance] = save_instance
+    dispatch[_Persistent] = save_persistent
+    dispatch[TorchDtype] = save_dtype
+    dispatch[argparse.Namespace] = save_namespace
+    dispatch[TensorRef] = save_tensor
+
+
+def dumps(tree: Any) -> bytes:
+    """The pickle of a tree of plain values, Namespaces and the records of this module."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(tree)
+    return buffer.getvalue()

@@ -1,0 +1,89 @@
+"""safetensors files: the header read and written, the data left where it is.
+
+A file is eight bytes of header length, a JSON header and the tensors, which tile the rest exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.tensors import TensorMeta, View, open_error
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
+
+
+def read(path: Path) -> dict[str, View]:
+    """The tensors of a file, by name; reads the header only.
+
+    Raises:
+        UnreadableCheckpoint: the file is missing, truncated, or its header does not describe its bytes.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(MAX_HEADER, size - 8):
+                raise ValueError(f"its header should have {length} bytes")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise open_error(path, error) from error
+    except (struct.error, ValueError) as error:
+        raise UnreadableCheckpoint(f"`{path}` is damaged, or not a safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    try:
+        views, end = _views(path, header, 8 + length)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableCheckpoint(f"the header of `{path}` is damaged: {error}") from error
+    if end != size:
+        raise UnreadableCheckpoint(
+            f"`{path}` has {size} bytes, its header describes {end}", hint="the file was not copied completely"
+        )
+    return views
+
+
+def _views(path: Path, header: Mapping[str, Mapping[str, Any]], start: int) -> tuple[dict[str, View], int]:
+    views: dict[str, View] = {}
+    end = start
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        low, high = map(int, entry["data_offsets"])
+        meta = TensorMeta(tuple(int(n) for n in entry["shape"]), DTYPES[str(entry["dtype"])])
+        if start + low != end or high - low != meta.nbytes:
+            raise ValueError(f"`{name}` does not lie where it should")
+        views[name] = View.of(path, start + low, meta)
+        end = start + high
+    return {name: views[name] for name in header}, end
+
+
+def header_bytes(tensors: Mapping[str, TensorMeta]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file with these tensors in this order, and where each begins in the file."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    starts = {}
+    for name, meta in tensors.items():
+        starts[name] = at
+        entries[name] = {"dtype": CODES[meta.dtype], "shape": list(meta.shape), "data_offsets": [at, at + meta.nbytes]}
+        at += meta.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    head = struct.pack("<Q", len(text)) + text
+    return head, {name: start + len(head) for name, start in starts.items()}

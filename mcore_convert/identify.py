@@ -1,0 +1,131 @@
+"""What a checkpoint holds: its format, its family, its sizes and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_convert import families
+from mcore_convert.errors import ConfigError, UnreadableCheckpoint
+from mcore_convert.formats import hf, torch_dist
+from mcore_convert.formats.hf import HfCheckpoint
+from mcore_convert.formats.torch_dist import TorchDistCheckpoint
+from mcore_convert.spec import arguments
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Family
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint and what it is a checkpoint of.
+
+    `args` are normalised Megatron arguments of the architecture; `config` is the original `config.json` where one is
+    known: that of the directory, the one supplied, or the one carried along since the checkpoint came from there.
+    """
+
+    checkpoint: HfCheckpoint | TorchDistCheckpoint
+    family: Family
+    dims: Dims
+    args: Mapping[str, Any]
+    config: Mapping[str, Any] | None
+    notes: tuple[str, ...] = field(default=())
+
+
+def open_checkpoint(path: Path) -> HfCheckpoint | TorchDistCheckpoint:
+    """Open a directory in whatever format it has; headers only.
+
+    Raises:
+        UnreadableCheckpoint: it is missing, is in no known format, or is damaged.
+    """
+    if not path.exists():
+        raise UnreadableCheckpoint(f"`{path}` does not exist")
+    if not path.is_dir():
+        raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory that holds the checkpoint")
+    if hf.detect(path):
+        return hf.open_hf(path)
+    if torch_dist.detect(path):
+        return torch_dist.open_torch_dist(path)
+    if (path / hf.CONFIG).is_file():
+        raise UnreadableCheckpoint(f"`{path}` has a `{hf.CONFIG}` but no weights")
+    raise UnreadableCheckpoint(
+        f"`{path}` is no checkpoint in a known format",
+        hint="a Hugging Face directory has model.safetensors, a Megatron one .metadata or a tracker file",
+    )
+
+
+def identify(
+    path: Path,
+    *,
+    family: str | None = None,
+    hf_config: Path | None = None,
+    vocab_size: int | None = None,
+) -> Model:
+    """Open a checkpoint and find out what it is.
+
+    Args:
+        family: take this family instead of finding it.
+        hf_config: an original `config.json`, or the directory with it, of a Megatron checkpoint.
+        vocab_size: the true vocabulary of a Megatron checkpoint that does not say it.
+
+    Raises:
+        ConvertError: it cannot be read, no family represents it, or its arguments are contradictory.
+    """
+    checkpoint = open_checkpoint(path)
+    if isinstance(checkpoint, HfCheckpoint):
+        return _identify_hf(checkpoint, family)
+    config = _read_config(hf_config)
+    if config is None and checkpoint.carried is not None and (checkpoint.carried / hf.CONFIG).is_file():
+        config = hf.read_json(checkpoint.carried / hf.CONFIG)
+    return _identify_megatron(checkpoint, family, config, vocab_size)
+
+
+def _read_config(path: Path | None) -> Mapping[str, Any] | None:
+    if path is None:
+        return None
+    return hf.read_json(path / hf.CONFIG if path.is_dir() else path)
+
+
+def _identify_hf(checkpoint: HfCheckpoint, name: str | None) -> Model:
+    family = families.named(name) if name else families.of_config(checkpoint.config)
+    args = arguments.normalise(family.config.to_megatron(checkpoint.config))
+    vocab = args["vocab_size"]
+    dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)
+    opened = HfCheckpoint(checkpoint.path, checkpoint.views, checkpoint.config, family.optional_prefix)
+    return Model(opened, family, dims, args, checkpoint.config)
+
+
+def _identify_megatron(
+    checkpoint: TorchDistCheckpoint, name: str | None, config: Mapping[str, Any] | None, vocab_size: int | None
+) -> Model:
+    stored = checkpoint.common.args
+    notes = []
+    if stored is None:
+        if config is None:
+            raise ConfigError(
+                f"`{checkpoint.path}` stores no arguments, so its architecture is not known",
+                hint="pass the model's configuration: --hf-config PATH",
+            )
+        family = families.named(name) if name else families.of_config(config)
+        args = arguments.normalise(family.config.to_megatron(config))
+        notes.append(
+            "the checkpoint stores no arguments: its architecture is taken from the Hugging Face configuration"
+        )
+    else:
+        args = arguments.normalise(stored)
+        family = families.named(name) if name else families.of_arguments(args)
+    rows = checkpoint.tensors[torch_dist.ANCHORS[0]].shape[0]
+    vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
+    if vocab is None:
+        vocab = rows
+        notes.append(
+            f"the checkpoint does not say its true vocabulary: all {rows} rows of the embedding are kept, "
+            "padding included; pass --vocab-size to cut it"
+        )
+    if vocab > rows:
+        raise ConfigError(f"a vocabulary of {vocab} does not fit an embedding of {rows} rows")
+    args = {**args, "vocab_size": vocab}
+    return Model(
+        checkpoint, family, Dims.of(args, vocab_size=vocab, padded_vocab_size=rows), args, config, tuple(notes)
+    )

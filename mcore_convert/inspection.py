@@ -1,0 +1,207 @@
+"""What a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers, whatever the size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+from mcore_convert.formats.hf import HfCheckpoint
+from mcore_convert.formats.torch_dist import TorchDistCheckpoint
+from mcore_convert.identify import Model, identify, open_checkpoint
+from mcore_convert.tensors import TensorMeta
+
+INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class WeightLine:
+    """One line of the table of weights: `count` tensors whose names differ in an index only."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a directory holds. `refusals` says why no family represents it, where none does."""
+
+    path: str
+    format: str
+    written_by: str | None
+    iteration: int | None
+    family: str | None
+    refusals: tuple[str, ...]
+    layout: Mapping[str, Any] | None
+    dialect: str | None
+    dtypes: tuple[str, ...]
+    num_parameters: int
+    nbytes: int
+    num_files: int
+    tied: bool | None
+    vocab_size: int | None
+    padded_vocab_size: int | None
+    architecture: Mapping[str, Any]
+    optimizer: str | None
+    optimizer_keys: int
+    weights: tuple[WeightLine, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def inspect_checkpoint(path: Path) -> Inspection:
+    """Look at a directory.
+
+    Raises:
+        UnreadableCheckpoint: it is no checkpoint, or its headers are damaged. That weights are whole is not proven:
+            `verify` and `convert` do that.
+    """
+    model: Model | None = None
+    refusals: tuple[str, ...] = ()
+    try:
+        model = identify(path)
+        checkpoint = model.checkpoint
+    except ConfigError as error:  # readable, but of no known family
+        checkpoint = open_checkpoint(path)
+        refusals = (error.message, *error.items)
+    tensors = checkpoint.tensors
+    dims = model.dims if model else None
+    common = _common_of(checkpoint)
+    return Inspection(
+        path=str(checkpoint.path),
+        format=checkpoint.format,
+        written_by=common["written_by"],
+        iteration=common["iteration"],
+        family=model.family.name if model else None,
+        refusals=refusals,
+        layout=common["layout"],
+        dialect=checkpoint.dialect if isinstance(checkpoint, TorchDistCheckpoint) else None,
+        dtypes=tuple(sorted({meta.dtype for meta in tensors.values()})),
+        num_parameters=_num_parameters(model) if model else sum(meta.numel for meta in tensors.values()),
+        nbytes=sum(meta.nbytes for meta in tensors.values()),
+        num_files=_num_files(checkpoint),
+        tied=dims.tied if dims else None,
+        vocab_size=dims.vocab_size if dims else None,
+        padded_vocab_size=dims.padded_vocab_size if dims else None,
+        architecture=_architecture(model) if model else {},
+        optimizer=common["optimizer"],
+        optimizer_keys=common["optimizer_keys"],
+        weights=_lines(tensors),
+        notes=model.notes if model else (),
+    )
+
+
+def _num_parameters(model: Model) -> int:
+    return sum(
+        TensorMeta(model.family.shape(weight, model.dims), "uint8").numel
+        for weight, _ in model.family.instances(model.dims)
+    )
+
+
+def _num_files(checkpoint: HfCheckpoint | TorchDistCheckpoint) -> int:
+    if isinstance(checkpoint, HfCheckpoint):
+        return len({view.path for view in checkpoint.views.values()})
+    directory = checkpoint.directory
+    chunks = (chunk for chunks in directory.chunks.values() for chunk in chunks)
+    return len({chunk.place.file for chunk in chunks} | {place.file for place in directory.objects.values()})
+
+
+def _architecture(model: Model) -> dict[str, Any]:
+    """The model in the words of its `config.json`."""
+    return {**model.family.config.to_hf(model.args)}
+
+
+def _common_of(checkpoint: HfCheckpoint | TorchDistCheckpoint) -> dict[str, Any]:
+    """What only a Megatron checkpoint says."""
+    if isinstance(checkpoint, HfCheckpoint):
+        names = ("written_by", "iteration", "layout", "optimizer")
+        return {**dict.fromkeys(names), "optimizer_keys": 0}
+    common = checkpoint.common
+    args = common.args or {}
+    keys = checkpoint.optimizer_keys
+    layout = {
+        "tp": args.get("tensor_model_parallel_size"),
+        "pp": args.get("pipeline_model_parallel_size"),
+        "vpp": args.get("virtual_pipeline_model_parallel_size"),
+        "ep": args.get("expert_model_parallel_size"),
+        "cp": args.get("context_parallel_size"),
+        "world_size": args.get("world_size"),
+    }
+    return {
+        "written_by": written_by(checkpoint),
+        "iteration": common.iteration,
+        "layout": {name: size for name, size in layout.items() if size is not None} or None,
+        "optimizer": optimizer_kind(common.state, keys),
+        "optimizer_keys": len(keys),
+    }
+
+
+def written_by(checkpoint: TorchDistCheckpoint) -> str:
+    """The Megatron Core versions that write such files; no version is stored, so it is told from their traits."""
+    args, state = checkpoint.common.args or {}, checkpoint.common.state
+    low, high = "0.8", "main"
+    traits = (
+        ("content_metadata" in state, "0.13", "0.12"),
+        ("layernorm_epsilon" in args, "0.16", "0.15"),
+        ("null_tokenizer_eod_id" in args, "0.18", "0.17"),
+        (not (checkpoint.path / "common.pt").is_file(), "0.19", "0.18"),
+    )
+    if "norm_epsilon" in args and "layernorm_epsilon" in args:
+        return "mcore-convert"
+    for there, since, before in traits:
+        if there:
+            low = since
+        elif high == "main":
+            high = before
+    return f"Megatron Core {low} or later" if high == "main" else f"Megatron Core {low} to {high}"
+
+
+def optimizer_kind(state: Mapping[str, Any], keys: list[str]) -> str | None:
+    """How the optimizer's tensors are stored; None where there are none."""
+    if not keys:
+        return None
+    said = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    optimizer = state.get("optimizer") or {}
+    for part in (optimizer, optimizer.get(0) or {}):
+        said = said or part.get("param_state_sharding_type")
+    if said:
+        return f"distributed, {said}"
+    if any(".state.fp32_param." in key for key in keys):
+        return "plain, with fp32 master weights"
+    if any("optimizer.distributed." in key for key in keys):
+        return "distributed, in buckets"
+    return "plain"
+
+
+def _lines(tensors: Mapping[str, TensorMeta]) -> tuple[WeightLine, ...]:
+    """The tensors with layer and expert indices folded, in the order in which they are stored."""
+    groups: dict[tuple[str, TensorMeta], list[list[int]]] = {}
+    for name, meta in tensors.items():
+        indices = [int(found) for found in INDEX.findall(name)]
+        groups.setdefault((INDEX.sub("{}", name), meta), []).append(indices)
+    return tuple(
+        WeightLine(_folded(template, members), meta.shape, meta.dtype, len(members), len(members) * meta.nbytes)
+        for (template, meta), members in groups.items()
+    )
+
+
+def _folded(template: str, members: list[list[int]]) -> str:
+    spans = [_span(values) for values in zip(*members, strict=True)]
+    return template.format(*spans)
+
+
+def _span(values: Iterable[int]) -> str:
+    found = sorted(set(values))
+    if len(found) == 1:
+        return str(found[0])
+    whole = found == list(range(found[0], found[-1] + 1))
+    return f"{{{found[0]}...{found[-1]}}}" if whole else f"{{{','.join(map(str, found))}}}"

@@ -1,0 +1,215 @@
+"""From two checkpoints to a list of copies, with the proof that it is complete. Reads headers only.
+
+A weight's slots in the source and in the target are boxes of the same global tensor, so every copy is an intersection
+of two boxes: there is one path for every pair of formats and layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_convert.errors import MappingError, fold
+from mcore_convert.formats.base import Checkpoint, Findings, Reservation
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Family, Weight
+from mcore_convert.spec.names import Index, match, spell
+from mcore_convert.spec.shard import Box
+from mcore_convert.tensors import Slot, View, cut, untiled
+
+# Megatron's name of the output layer and of the embedding that it shares its tensor with in a tied model.
+OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Two views of equal shape: the bytes of one go to the other."""
+
+    source: View
+    target: View
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that must hold before anything is written: `view` is all zero, or equals `other`."""
+
+    view: View
+    other: View | None
+    failure: str
+
+
+@dataclass(frozen=True)
+class Move:
+    """All copies of one weight."""
+
+    weight: Weight
+    at: Index
+    copies: tuple[Copy, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.source.nbytes for copy in self.copies)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do: the files it reserves, and every copy. Nothing has been written."""
+
+    family: Family
+    dims: Dims
+    source: Checkpoint
+    target: Checkpoint
+    reservation: Reservation
+    moves: tuple[Move, ...]
+    checks: tuple[Check, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are copied."""
+        return sum(move.nbytes for move in self.moves)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, without padding; a tied head counts once."""
+        return sum(
+            Box.whole(self.family.shape(weight, self.dims)).numel for weight, _ in self.family.instances(self.dims)
+        )
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The weights of a checkpoint found: their slots without padding, and what must be checked in the data."""
+
+    slots: Mapping[tuple[Weight, Index], list[Slot]]
+    checks: tuple[Check, ...]
+
+    @property
+    def dtype_of(self) -> dict[tuple[Weight, Index], str]:
+        """The dtype of every weight; that of the one before where the source has none, as for a must-be-zero row."""
+        dtypes: dict[tuple[Weight, Index], str] = {}
+        last = "float32"
+        for key, slots in self.slots.items():
+            last = slots[0].view.dtype if slots else last
+            dtypes[key] = last
+        return dtypes
+
+
+def find_weights(family: Family, dims: Dims, source: Checkpoint) -> Sources:
+    """Find every weight of the model in a checkpoint, and a weight for everything in the checkpoint.
+
+    Raises:
+        MappingError: weights that are missing, have another shape, mixed dtypes or incomplete parts; tensors that
+            have no place in the family. All problems of the first kind that occurs are in one message.
+    """
+    findings = Findings()
+    slots: dict[tuple[Weight, Index], list[Slot]] = {}
+    checks: list[Check] = []
+    broken = []
+    for weight, at in family.instances(dims):
+        found = _without_padding(weight, dims, source.locate(weight, at, dims, findings))
+        slots[weight, at] = found
+        if not found:
+            continue
+        reason = untiled([slot.box for slot in found], family.shape(weight, dims))
+        dtypes = sorted({slot.view.dtype for slot in found})
+        name = spell(weight.name, at)
+        if reason is not None:
+            broken.append(f"{name}: {reason}")
+        if len(dtypes) > 1:
+            broken.append(f"{name} is made of {' and '.join(dtypes)} parts")
+        if weight.mcore is None:
+            failure = f"`{name}` is not zero, and Megatron Core has no place for it"
+            checks += [Check(slot.view, None, failure) for slot in found]
+    checks += _tied_checks(family, dims, source, slots, findings)
+    _refuse(family, source, findings, broken)
+    return Sources(slots, tuple(checks))
+
+
+def _without_padding(weight: Weight, dims: Dims, slots: list[Slot]) -> list[Slot]:
+    return cut(slots, Box.whole(dims.shape(weight.shape))) if weight.vocab else slots
+
+
+def _tied_checks(
+    family: Family, dims: Dims, source: Checkpoint, slots: Mapping[tuple[Weight, Index], list[Slot]], findings: Findings
+) -> Iterator[Check]:
+    """A tied model may store its head all the same; then it must equal the embedding."""
+    if not dims.tied:
+        return
+    rows = {weight.mcore: weight for weight in family.weights}
+    if OUTPUT not in rows or EMBEDDING not in rows:
+        return
+    head, embedding = rows[OUTPUT], rows[EMBEDDING]
+    there = Findings()
+    found = _without_padding(head, dims, source.locate(head, Index(), dims, there))
+    if there.missing:
+        return
+    findings.used |= there.used
+    findings.misshapen += there.misshapen
+    for slot in found:
+        for part in cut(slots[embedding, Index()], slot.box):
+            mine = slot.view.narrow(part.box.relative_to(slot.box.offsets))
+            failure = f"the model is tied, but its `{next(iter(there.used))}` differs from its embedding"
+            yield Check(mine, part.view, failure)
+
+
+def _refuse(family: Family, source: Checkpoint, findings: Findings, broken: list[str]) -> None:
+    where = f"`{source.path}`"
+    unused = [key for key in source.tensors if key not in findings.used and not _ignored(family, key)]
+    if findings.missing:
+        both = [f"{key} (has no place)" for key in fold(unused)]
+        raise MappingError(
+            f"{len(findings.missing)} weights of family `{family.name}` are missing in {where}",
+            items=[*fold(findings.missing), *both],
+        )
+    if unused:
+        raise MappingError(
+            f"{len(unused)} keys in {where} have no place in family `{family.name}`",
+            items=fold(unused),
+            hint="nothing is dropped in silence: is this another family, or a model with additions?",
+        )
+    if findings.misshapen:
+        raise MappingError(
+            f"{len(findings.misshapen)} weights in {where} do not have the shape that its configuration demands",
+            items=findings.misshapen,
+        )
+    if broken:
+        raise MappingError(f"{len(broken)} weights in {where} are not whole", items=broken)
+
+
+def _ignored(family: Family, key: str) -> bool:
+    prefix = family.optional_prefix
+    return any(match(t, key) is not None or match(t.removeprefix(prefix), key) is not None for t in family.ignore)
+
+
+def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoint) -> tuple[Move, ...]:
+    """The copies that fill every slot of the target, each element once.
+
+    Raises:
+        MappingError: an element of a weight would be filled by nothing. This is a defect of the converter, not of the
+            input: `find_weights` and the reservation have promised otherwise.
+    """
+    findings = Findings()
+    moves = []
+    for (weight, at), slots in sources.slots.items():
+        copies = []
+        places = _without_padding(weight, dims, target.locate(weight, at, dims, findings))
+        for place in places:
+            for part in cut(slots, place.box):
+                copies.append(Copy(part.view, place.view.narrow(part.box.relative_to(place.box.offsets))))
+        filled = sum(Box.whole(copy.target.shape).numel for copy in copies)
+        shape = family.shape(weight, dims)
+        if weight.mcore is not None and (
+            filled != Box.whole(shape).numel or untiled([place.box for place in places], shape) is not None
+        ):
+            raise MappingError(f"`{spell(weight.name, at)}` would not be filled completely; please report this")
+        moves.append(Move(weight, at, tuple(copies)))
+    if findings.missing or findings.misshapen:
+        raise MappingError("the target was not laid out completely; please report this", items=findings.missing)
+    return tuple(moves)
+
+
+def partial_path(path: Path) -> Path:
+    """Where a conversion is written until it is complete."""
+    return path.with_name(path.name + ".partial")

@@ -1,0 +1,159 @@
+"""Comparing two checkpoints, in any two formats: as global tensors bit for bit, and as the functions they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mcore_convert.errors import VerificationError
+from mcore_convert.execute import WORKERS, Files, Meter, Progress, as_float, differing
+from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
+from mcore_convert.identify import Model
+from mcore_convert.plan import Sources, find_weights
+from mcore_convert.spec.family import Weight
+from mcore_convert.spec.names import Index, spell
+from mcore_convert.tensors import Slot, cut
+
+# Fields of a configuration that say nothing about the function: how it is stored, and what training does.
+NO_FUNCTION = ("torch_dtype", "architectures", "model_type")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A weight that is not bit-equal on both sides.
+
+    `num_elements` differ, by at most `largest` (NaN where either side has one); `dtypes` are those of both sides.
+    """
+
+    name: str
+    num_elements: int
+    largest: float
+    dtypes: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class LogitsReport:
+    """The largest difference of two models' logits on the same tokens, and what was allowed."""
+
+    difference: float
+    tolerance: float
+    largest_logit: float
+    num_tokens: int
+
+    @property
+    def within(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a comparison found."""
+
+    family: str
+    num_weights: int
+    nbytes: int
+    config_differences: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...] = ()
+    logits: LogitsReport | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether every weight is bit-equal, the configurations mean the same, and the logits agree."""
+        within = self.logits is None or self.logits.within
+        return not self.differences and not self.config_differences and within
+
+
+def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verification:
+    """Compare the weights and configurations of two checkpoints.
+
+    Vocabulary padding is left out, and a tied head is the embedding.
+
+    Raises:
+        ConvertError: one of them is not whole.
+        VerificationError: they are models of different families or sizes.
+    """
+    differences = _config_differences(a, b)
+    if a.family is not b.family:
+        raise VerificationError(f"a `{a.family.name}` cannot be compared with a `{b.family.name}`")
+    if _sizes(a) != _sizes(b):
+        mine, theirs = _sizes(a), _sizes(b)
+        items = [f"{name}: {mine[name]} and {theirs[name]}" for name in mine if mine[name] != theirs[name]]
+        raise VerificationError("the models have different sizes", items=items)
+    found_a, found_b = _found(a), _found(b)
+    nbytes = sum(slot.view.nbytes for slots in found_a.slots.values() for slot in slots)
+    meter = Meter(nbytes, progress)
+    with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
+        jobs = []
+        for key, slots in found_a.slots.items():
+            jobs.append(pool.submit(_compare, key, slots, found_b.slots[key], files, meter))
+        results = [job.result() for job in jobs]
+    return Verification(
+        a.family.name,
+        len(results),
+        nbytes,
+        tuple(differences),
+        tuple(result for result in results if result is not None),
+        tuple(dict.fromkeys([*a.notes, *b.notes])),
+    )
+
+
+def _sizes(model: Model) -> Mapping[str, Any]:
+    return {name: value for name, value in vars(model.dims).items() if name != "padded_vocab_size"}
+
+
+def _config_differences(a: Model, b: Model) -> list[str]:
+    first, second = (model.family.config.to_hf(model.args) for model in (a, b))
+    names = [name for name in {**first, **second} if name not in NO_FUNCTION]
+    return [
+        f"`{name}` is {first.get(name)!r} and {second.get(name)!r}"
+        for name in names
+        if first.get(name) != second.get(name)
+    ]
+
+
+def _found(model: Model) -> Sources:
+    if isinstance(model.checkpoint, TorchDistCheckpoint):
+        check_whole(model.checkpoint)
+    return find_weights(model.family, model.dims, model.checkpoint)
+
+
+def _compare(
+    key: tuple[Weight, Index], mine: list[Slot], theirs: list[Slot], files: Files, meter: Meter
+) -> Difference | None:
+    """Compare one weight, part by part. A must-be-zero tensor that one side lacks is compared with zeros."""
+    weight, at = key
+    count, largest = 0, 0.0
+    dtypes = (_dtype(mine, theirs), _dtype(theirs, mine))
+    if not mine or not theirs:
+        for slot in mine or theirs:
+            values = as_float(files.array(slot.view), slot.view.dtype)
+            count += int(np.count_nonzero(values))
+            largest = max(largest, float(np.abs(values).max(initial=0.0)))
+        return Difference(spell(weight.name, at), count, largest, dtypes) if count else None
+    for slot in mine:
+        for part in cut(theirs, slot.box):
+            view = slot.view.narrow(part.box.relative_to(slot.box.offsets))
+            if view.dtype != part.view.dtype:
+                gap = np.abs(
+                    as_float(files.array(view), view.dtype) - as_float(files.array(part.view), part.view.dtype)
+                )
+                count += int(np.count_nonzero(gap))
+                largest = float(np.maximum(largest, gap.max(initial=0.0)))
+            else:
+                for unequal, left, right in differing(files, view, part.view):
+                    count += int(np.count_nonzero(unequal))
+                    gap = np.abs(as_float(left, view.dtype) - as_float(right, view.dtype))
+                    largest = float(np.maximum(largest, gap.max(initial=0.0)))
+        meter.add(slot.view.nbytes)
+    if count or dtypes[0] != dtypes[1]:
+        return Difference(spell(weight.name, at), count, largest, dtypes)
+    return None
+
+
+def _dtype(slots: list[Slot], other: list[Slot]) -> str:
+    return (slots or other)[0].view.dtype

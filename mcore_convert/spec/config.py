@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.neutral import INERT, NEUTRAL, is_neutral
+from mcore_convert.spec.neutral import INERT, NEUTRAL, ONLY, is_neutral
 
 Values = Mapping[str, Any]
 
@@ -139,9 +139,9 @@ class ConfigMapping:
     def _unknown(self, config: Values) -> list[str]:
         known = {"model_type", "architectures", *(key for field in self.fields for key in field.hf)}
         return [
-            f"`{key}` = {shown(value)} is not known"
+            f"`{key}` = {shown(value)}" + ("" if key in ONLY else " is not known")
             for key, value in config.items()
-            if key not in known and key not in INERT
+            if key not in known and key not in INERT and (key not in ONLY or value not in (None, ONLY[key]))
         ]
 
     def _read(self, config: Values) -> tuple[dict[str, Any], list[str]]:

@@ -26,6 +26,14 @@ INERT = frozenset(
     """.split()  # noqa: SIM905 - forty names on ten lines
 )
 
+# Keys that any `config.json` may have, and that change the model unless they have this value.
+ONLY: dict[str, Any] = {
+    "is_encoder_decoder": False,
+    "tie_encoder_decoder": False,
+    "add_cross_attention": False,
+    "pruned_heads": {},
+}
+
 OFF: tuple[Any, ...] = (None, False)
 NOTHING: tuple[Any, ...] = (None, 0)
 

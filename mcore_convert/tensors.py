@@ -6,8 +6,9 @@ nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.spec.shard import Box, Shape
@@ -55,8 +56,7 @@ def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
     return tuple(reversed(strides))
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """Some elements of a file as a tensor: `offset` and `strides` in bytes. Slicing a view reads nothing."""
 
     path: Path
@@ -91,26 +91,20 @@ class View:
     def narrow(self, box: Box) -> View:
         """The view of a box."""
         offset = self.offset + sum(start * stride for start, stride in zip(box.offsets, self.strides, strict=True))
-        return replace(self, offset=offset, shape=box.sizes)
+        return View(self.path, offset, box.sizes, self.strides, self.dtype)
 
     def select(self, index: int) -> View:
         """The view of one index of the first dimension, which goes away."""
-        return replace(
-            self, offset=self.offset + index * self.strides[0], shape=self.shape[1:], strides=self.strides[1:]
-        )
-
-    def reshape_rows(self, shape: Shape) -> View:
-        """A contiguous view under another shape of as many elements."""
-        return replace(self, shape=shape, strides=contiguous_strides(shape, self.itemsize))
+        offset = self.offset + index * self.strides[0]
+        return View(self.path, offset, self.shape[1:], self.strides[1:], self.dtype)
 
     @property
     def transposed(self) -> View:
         """The view with its dimensions reversed."""
-        return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
+        return View(self.path, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A view that holds box `box` of a weight's global tensor."""
 
     view: View

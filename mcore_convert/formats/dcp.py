@@ -6,10 +6,12 @@ the files (torch, `distributed/checkpoint/filesystem.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats import pickles
@@ -22,8 +24,7 @@ from mcore_convert.tensors import Slot, TensorMeta, View, open_error, untiled
 METADATA = ".metadata"
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where one archive lies."""
 
     file: str
@@ -31,8 +32,7 @@ class Place:
     length: int
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a key's tensor, and its archive."""
 
     box: Box
@@ -106,14 +106,24 @@ def read(path: Path) -> Directory:
     """
     file = path / METADATA
     try:
-        with file.open("rb") as opened:
-            metadata = pickles.load(opened, f"`{file}`")
+        with file.open("rb") as opened, _without_collection():
+            return _decoded(path, pickles.load(opened, f"`{file}`"))
     except OSError as error:
         raise open_error(file, error) from error
-    try:
-        return _decoded(path, metadata)
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise UnreadableCheckpoint(f"`{file}` is not the metadata of a checkpoint: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Reading makes hundreds of thousands of objects and no garbage: looking for some takes most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -206,7 +206,7 @@ def _select(slot: Slot, place: tuple[int, ...]) -> Slot | None:
 
 def _moved(slot: Slot, rows: int) -> Slot:
     box = slot.box
-    return replace(slot, box=Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)) if rows else slot
+    return Slot(slot.view, Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)) if rows else slot
 
 
 def open_torch_dist(path: Path) -> TorchDistCheckpoint:

@@ -171,7 +171,8 @@ class Layout:
             fixed[self.pp - 1] = self.last_stage_layers
         free = self.pp - len(fixed)
         left = num_layers + self.account_for_embedding + self.account_for_loss - sum(fixed.values())
-        if left < 0 or (left % free if free else left):
+        empty = bool(fixed) and free > 0 and left == 0  # Megatron Core refuses middle stages without layers
+        if left < 0 or (left % free if free else left) or empty:
             raise LayoutError(f"{left} layers cannot be split evenly over {free} pipeline stages")
         return [fixed.get(pp, left // free if free else 0) for pp in range(self.pp)]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mcore_convert.errors import LayoutError
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, order=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular part of a tensor: one offset and one size per dimension, in elements."""
 
     offsets: Shape

@@ -159,7 +159,7 @@ def test_all_refusals_come_at_once() -> None:
 
 
 # What real checkpoints store: Megatron-LM 0.16.1 (GPT-2, Llama), 0.19.0 (Llama) and 0.12 (Llama), without the rest.
-COMMON = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "kv_channels": 16, "seq_length": 64}
+COMMON: Config = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "kv_channels": 16, "seq_length": 64}
 COMMON |= {"max_position_embeddings": 64, "bf16": True, "fp16": False, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 COMMON |= {"tokenizer_type": "NullTokenizer", "vocab_size": 499, "padded_vocab_size": 512, "bias_gelu_fusion": False}
 COMMON |= {"squared_relu": False, "quick_geglu": False, "qk_layernorm": False, "num_experts": None, "spec": None}

@@ -13,7 +13,7 @@ from converters import FAMILIES, gpt2, llama
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.arguments import TorchDtype, complete, normalise, padded_vocab_size, true_vocab_size
 from mcore_convert.spec.bridge import run_config
-from mcore_convert.spec.command_line import command_line
+from mcore_convert.spec.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 
 LLAMA31 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -106,14 +106,15 @@ def test_virtual_stages_and_dtypes() -> None:
 # `_transformer_config_from_args` and `_gpt_provider` of Megatron-Bridge's fallback without run_config.yaml.
 READ_BY_MEGATRON = "num_layers hidden_size num_attention_heads padded_vocab_size tensor_model_parallel_size"
 READ_BY_BRIDGE = """
-    multi_latent_attention heterogeneous_layers_config_path no_persist_layer_norm params_dtype overlap_p2p_comm
-    num_experts rotary_interleaved decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers fp8_param_gather swiglu
-    bias_swiglu_fusion bias_gelu_fusion squared_relu init_method_xavier_uniform group_query_attention
-    num_query_groups config_logger_dir cp_comm_type is_hybrid_model bf16 fp16 fp16_lm_cross_entropy hybrid_layer_pattern
-    hybrid_override_pattern init_model_with_meta_device max_position_embeddings moe_grouped_gemm mtp_num_layers
-    mtp_hybrid_override_pattern normalization position_embedding_type qk_l2_norm qk_layernorm rotary_base rotary_percent
-    spec transformer_impl untie_embeddings_and_output_weights use_legacy_models use_rope_scaling
-    make_vocab_size_divisible_by
+    multi_latent_attention heterogeneous_layers_config_path no_persist_layer_norm params_dtype
+    overlap_p2p_comm num_experts rotary_interleaved decoder_first_pipeline_num_layers
+    decoder_last_pipeline_num_layers fp8_param_gather swiglu bias_swiglu_fusion bias_gelu_fusion squared_relu
+    init_method_xavier_uniform group_query_attention num_query_groups config_logger_dir cp_comm_type
+    is_hybrid_model bf16 fp16 fp16_lm_cross_entropy hybrid_layer_pattern hybrid_override_pattern
+    init_model_with_meta_device max_position_embeddings moe_grouped_gemm mtp_num_layers
+    mtp_hybrid_override_pattern normalization position_embedding_type qk_l2_norm qk_layernorm rotary_base
+    rotary_percent spec transformer_impl untie_embeddings_and_output_weights use_legacy_models
+    use_rope_scaling make_vocab_size_divisible_by
 """
 
 
@@ -133,6 +134,13 @@ def test_the_command_line_says_what_no_checkpoint_carries() -> None:
     assert "--add-qkv-bias" in line
     assert "--no-bias-gelu-fusion" not in line
     assert line[-4:] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "a/tokenizer"]
+
+
+def test_a_scaling_factor_that_megatron_lm_does_not_hand_on_is_said() -> None:
+    [line] = caveats(LLAMA)
+    assert line.startswith("`rope_scaling_factor` = 32.0")
+    assert not caveats(LLAMA | {"rope_scaling_factor": 8.0})
+    assert not caveats(GPT2)
 
 
 def test_the_command_line_of_an_exact_gelu() -> None:

@@ -27,6 +27,9 @@ SIZES = {
     "--num-layers-per-virtual-pipeline-stage": "num_layers_per_virtual_pipeline_stage",
 }
 
+# pretrain_gpt.py and gpt_builders.py give GPTModel `rope_scaling` alone, so that its own default holds.
+SCRIPTS_ROPE_SCALING_FACTOR = 8.0
+
 # Flags without one, and the value of the argument that asks for them.
 SWITCHES = {
     "--swiglu": ("swiglu", True),
@@ -58,6 +61,18 @@ def command_line(args: Values) -> list[str]:
         if args["use_rope_scaling"]:
             flags += ["--use-rope-scaling", "--rope-scaling-factor", _text(args["rope_scaling_factor"])]
     return flags + _tokenizer(args)
+
+
+def caveats(args: Values) -> list[str]:
+    """What the training scripts of Megatron-LM do not do with these arguments, a line each; mostly none."""
+    args = normalise(args)
+    factor = args["rope_scaling_factor"]
+    if args["use_rope_scaling"] and factor != SCRIPTS_ROPE_SCALING_FACTOR:
+        return [
+            f"`rope_scaling_factor` = {factor}: `GPTModel` takes it, but `pretrain_gpt.py` of Megatron-LM 0.12 to main "
+            f"does not hand it on, and scales by {SCRIPTS_ROPE_SCALING_FACTOR}"
+        ]
+    return []
 
 
 def _tokenizer(args: Values) -> list[str]:

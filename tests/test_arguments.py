@@ -140,6 +140,8 @@ def test_a_scaling_factor_that_megatron_lm_does_not_hand_on_is_said() -> None:
     [line] = caveats(LLAMA)
     assert line.startswith("`rope_scaling_factor` = 32.0")
     assert not caveats(LLAMA | {"rope_scaling_factor": 8.0})
+    [line] = caveats(LLAMA | {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": 4})
+    assert line.startswith("`rotary_seq_len_interpolation_factor` = 4")
     assert not caveats(GPT2)
 
 

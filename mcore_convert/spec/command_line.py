@@ -66,13 +66,19 @@ def command_line(args: Values) -> list[str]:
 def caveats(args: Values) -> list[str]:
     """What the training scripts of Megatron-LM do not do with these arguments, a line each; mostly none."""
     args = normalise(args)
-    factor = args["rope_scaling_factor"]
+    lines = []
+    factor, linear = args["rope_scaling_factor"], args.get("rotary_seq_len_interpolation_factor")
     if args["use_rope_scaling"] and factor != SCRIPTS_ROPE_SCALING_FACTOR:
-        return [
+        lines.append(
             f"`rope_scaling_factor` = {factor}: `GPTModel` takes it, but `pretrain_gpt.py` of Megatron-LM 0.12 to main "
             f"does not hand it on, and scales by {SCRIPTS_ROPE_SCALING_FACTOR}"
-        ]
-    return []
+        )
+    if args["position_embedding_type"] == "rope" and linear not in (None, 1):
+        lines.append(
+            f"`rotary_seq_len_interpolation_factor` = {linear}: `GPTModel` takes it, but `pretrain_gpt.py` of "
+            "Megatron-LM does not hand it on before 0.19"
+        )
+    return lines
 
 
 def _tokenizer(args: Values) -> list[str]:

@@ -79,8 +79,7 @@ def _run_and_exit(
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron Core warns without it, also where there is no CUDA
-        store = dist.FileStore(str(path), count)  # type: ignore[attr-defined]  # public, but not in the module's __all__
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+        dist.init_process_group("gloo", store=dist.FileStore(str(path), count), rank=rank, world_size=count)
         answer = ("", pickle.dumps(function(*args)))
         dist.barrier()  # a rank that left early would break its peers' last messages
     except BaseException:  # torch's CheckpointException is no Exception

@@ -34,8 +34,7 @@ def single_process() -> Iterator[None]:
             yield
         return
     with _gloo_on_loopback():
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in the module's __all__
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with model_parallel(1, 1):
             yield

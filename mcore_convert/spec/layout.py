@@ -122,11 +122,7 @@ class Layout:
         Raises:
             LayoutError: with every reason why it cannot.
         """
-        problems = []
-        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-            size = getattr(dims, name)
-            if size % self.tp:
-                problems.append(f"`{name}` = {size} cannot be split over tp = {self.tp}")
+        problems = self._tensor_problems(dims, self.tp)
         if dims.num_experts is not None and dims.num_experts % self.ep:
             problems.append(f"`num_experts` = {dims.num_experts} cannot be split over ep = {self.ep}")
         if dims.num_experts is None and self.ep > 1:
@@ -140,9 +136,21 @@ class Layout:
         if problems:
             raise LayoutError("the model does not fit this layout", items=problems, hint=self._divisors(dims))
 
+    @staticmethod
+    def _tensor_problems(dims: Dims, tp: int) -> list[str]:
+        """Why the weights cannot be split over `tp` ranks; groups may also be shared by ranks (Megatron Core 0.16)."""
+        problems = [
+            f"`{name}` = {getattr(dims, name)} cannot be split over tp = {tp}"
+            for name in ("num_attention_heads", "ffn_hidden_size")
+            if getattr(dims, name) % tp
+        ]
+        groups = dims.num_query_groups
+        if (groups % tp and tp % groups) or dims.size("qkv") % tp:
+            problems.append(f"`num_query_groups` = {groups} cannot be split over tp = {tp}")
+        return problems
+
     def _divisors(self, dims: Dims) -> str:
-        sizes = (dims.num_attention_heads, dims.num_query_groups, dims.ffn_hidden_size)
-        fits = [tp for tp in range(1, dims.num_query_groups + 1) if not any(size % tp for size in sizes)]
+        fits = [tp for tp in range(1, dims.num_attention_heads + 1) if not self._tensor_problems(dims, tp)]
         return f"tp can be {', '.join(map(str, fits))} for this model; pp must divide its {dims.num_layers} layers"
 
     def _counts(self, num_layers: int) -> dict[Stage, int]:

@@ -178,7 +178,7 @@ PLAIN: dict[str, Any] = {
     "bias_swiglu_fusion": True,
     "bias_dropout_fusion": True,
     "masked_softmax_fusion": True,
-    "apply_rope_fusion": True,
+    "apply_rope_fusion": False,  # True needs Transformer Engine where the configuration is built
     "no_persist_layer_norm": False,
     "fp16_lm_cross_entropy": False,
     "fp8": None,

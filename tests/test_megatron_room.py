@@ -448,7 +448,7 @@ def test_layouts_compute_the_same(name: str) -> None:
                 _fill_by_sharded_state_dict(stage, full)
             return logits(stages, tokens())
 
-    for layout in [(2, 1, None), (1, 2, 2), (2, 2, None)]:
+    for layout in [(4, 1, None), (1, 2, 2), (2, 2, None)]:  # also more ranks than query groups
         for got in run_ranks(layout[0] * layout[1], under, *layout):
             torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 

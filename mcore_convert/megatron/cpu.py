@@ -59,13 +59,19 @@ def disable() -> None:
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     import torch
+    from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random
+
+    def causal_mask(length: int) -> torch.Tensor:
+        return torch.ones(length, length, dtype=torch.bool).triu(1)
 
     return [
         # models/common/embeddings/rotary_pos_embedding.py:162, utils.py:631 (the buffer of unfused attention)
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         # models/common/language_module/language_module.py:244 (tied embeddings over pipeline stages)
         (torch.Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor),
+        # transformer/utils.py:35, where no attention mask is given
+        (fused_softmax, "get_default_causal_mask", causal_mask),
         # transformer/dot_product_attention.py forks it in every forward; resolved by name in initialize_rng_tracker()
         (random, "CudaRNGStatesTracker", _cpu_rng_tracker()),
     ]

@@ -27,8 +27,6 @@ def logits(model: GPTModel | Sequence[GPTModel], tokens: torch.Tensor) -> torch.
     here, last = ranks.index(torch.distributed.get_rank()), len(ranks) * len(chunks) - 1
     batch, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).expand(batch, length)
-    # given, because Megatron's own causal mask is made on the CUDA device; True hides
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
     out = torch.empty(0)
     with torch.no_grad(), without_cuda():
         for virtual, chunk in enumerate(chunks):  # stages go around the ranks once per virtual stage
@@ -39,7 +37,7 @@ def logits(model: GPTModel | Sequence[GPTModel], tokens: torch.Tensor) -> torch.
                 hidden = hidden.to(tokens.device)
                 torch.distributed.recv(hidden, ranks[here - 1], group=group)
                 chunk.set_input_tensor(hidden)
-            out = chunk(tokens, positions, mask)
+            out = chunk(tokens, positions, None)  # no mask: causal
             if stage < last and len(ranks) > 1:
                 torch.distributed.send(out.contiguous(), ranks[(here + 1) % len(ranks)], group=group)
         return _on_all_stages(out, chunks[-1], tokens, ranks)

@@ -13,6 +13,7 @@ from torch.distributed import checkpoint as dcp
 
 from fixtures.megatron import METADATA, Dialect, random_weights, save_torch_dist
 from mcore_convert.megatron.checkpoint import load_torch_dist
+from mcore_convert.megatron.logits import logits
 from mcore_convert.megatron.model import build_stages
 from mcore_convert.megatron.parallel import model_parallel, single_process
 from mcore_convert.megatron.weights import load_weights, parameters_of
@@ -107,29 +108,42 @@ def test_megatron_core_loads_them(dialect: Dialect, args: dict[str, Any], tmp_pa
         _assert_same(parameters_of(got[0]), parameters_of(expected[0]))
 
 
-@pytest.mark.parametrize("layout", [(2, 2, None), (1, 2, 2)], ids=["tp2-pp2", "pp2-vpp2"])
-def test_any_layout_writes_and_reads_the_same_tensors(layout: tuple[int, int, int | None], tmp_path: Path) -> None:
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "tp2-pp2": (TIED, {"tp": 2, "pp": 2}),
+    "pp2-vpp2": (TIED, {"tp": 1, "pp": 2, "vpp": 2}),
+    "pp2-ep2": (EXPERTS, {"tp": 1, "pp": 2, "ep": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_writes_and_reads_the_same_tensors(name: str, tmp_path: Path) -> None:
     """Written by all ranks and read in one process, then written by one and read by all ranks."""
-    tp, pp, vpp = layout
-    weights = random_weights(TIED)
-    run_ranks(tp * pp, lambda: save_torch_dist(TIED, weights, tmp_path / "many", tp=tp, pp=pp, vpp=vpp))
-    save_torch_dist(TIED, weights, tmp_path / "one")
+    args, layout = LAYOUTS[name]
+    ranks = layout["tp"] * layout["pp"] * layout.get("ep", 1)
+    weights = random_weights(args)
+    run_ranks(ranks, lambda: save_torch_dist(args, weights, tmp_path / "many", **layout))  # type: ignore[arg-type]
+    save_torch_dist(args, weights, tmp_path / "one")
     assert keys_of(tmp_path / "many") == keys_of(tmp_path / "one")
-
-    def loaded(name: str) -> list[dict[str, Tensor]]:
-        with model_parallel(tp, pp, vpp):
-            stages = build_stages(TIED)
-            load_torch_dist(stages, tmp_path / name / "iter_0000010")
-            return [{key: each.detach().clone() for key, each in parameters_of(stage).items()} for stage in stages]
-
-    for one, many in zip(run_ranks(tp * pp, loaded, "one"), run_ranks(tp * pp, loaded, "many"), strict=True):
-        for chunk, other in zip(one, many, strict=True):
-            _assert_same(chunk, other)
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
     with single_process():
-        expected, got = build_stages(TIED), build_stages(TIED)
+        expected, got = build_stages(args), build_stages(args)
         load_weights(expected[0], weights.items())
         load_torch_dist(got, tmp_path / "many" / "iter_0000010")
         _assert_same(parameters_of(got[0]), parameters_of(expected[0]))
+        whole = logits(expected, tokens)
+
+    def loaded(written: str) -> tuple[list[dict[str, Tensor]], Tensor]:
+        with model_parallel(**layout):
+            stages = build_stages(args)
+            load_torch_dist(stages, tmp_path / written / "iter_0000010")
+            held = [{key: each.detach().clone() for key, each in parameters_of(stage).items()} for stage in stages]
+            return held, logits(stages, tokens)
+
+    for one, many in zip(run_ranks(ranks, loaded, "one"), run_ranks(ranks, loaded, "many"), strict=True):
+        for chunk, other in zip(one[0], many[0], strict=True):
+            _assert_same(chunk, other)
+        for _, computed in (one, many):
+            torch.testing.assert_close(computed, whole, rtol=0, atol=1e-5)
 
 
 def _assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

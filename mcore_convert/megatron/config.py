@@ -108,7 +108,6 @@ def config_of(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) ->
 
     _refuse_unknown_mathematics(args)
     pp = parallel_state.get_pipeline_model_parallel_world_size()
-    ep = parallel_state.get_expert_model_parallel_world_size()
     same = (*SAME, *SAME_OF_EXPERTS) if args.get("num_experts") else SAME
     fields = {**RENAMED, **{name: name for name in same}, **(STAGES if pp > 1 else {})}
     chosen = {field: args[name] for name, field in fields.items() if args.get(name) is not None}
@@ -121,7 +120,7 @@ def config_of(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) ->
         chosen["num_query_groups"] = args["num_query_groups"]
     if chosen.get("num_moe_experts"):
         chosen.setdefault("moe_ffn_hidden_size", args.get("ffn_hidden_size"))
-        chosen["moe_token_dispatcher_type"] = "allgather" if ep == 1 else "alltoall"
+        chosen["moe_token_dispatcher_type"] = "allgather"  # the other one wants CUDA streams
         chosen["moe_router_load_balancing_type"] = "none"  # the balancing losses are of no concern to a forward pass
     activation, gated = activation_of(args)
     return TransformerConfig(
@@ -140,7 +139,7 @@ def config_of(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) ->
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        expert_model_parallel_size=ep,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )
 

@@ -16,7 +16,7 @@ from mcore_convert.formats.torch_dist import CARRIED, TorchDistCheckpoint, check
 from mcore_convert.identify import Model
 from mcore_convert.plan import Plan, Sources, find_weights, moves_between
 from mcore_convert.spec import arguments, bridge
-from mcore_convert.spec.command_line import command_line
+from mcore_convert.spec.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.layout import Layout
@@ -114,8 +114,11 @@ def _to_torch_dist(
     )
     if padded != vocab:
         notes.append(f"the vocabulary of {vocab} is padded to {padded} rows for tp = {layout.tp}")
+    if layout.tp > dims.num_query_groups:
+        notes.append(f"tp = {layout.tp} exceeds `num_query_groups`: such a run needs Megatron Core 0.16 or later")
     if target.iteration is not None:
         notes.append(f"Megatron-LM loads `{name}` with --finetune, or with --no-load-optim --no-load-rng")
+    notes += caveats(args)
     checkpoint, reservation = torch_dist_writer.reserve(
         target.path,
         dims,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.conversion import FORMATS, Target, plan_conversion
-from mcore_convert.errors import ConvertError, UnwritableTarget
+from mcore_convert.destination import check_free
+from mcore_convert.errors import ConvertError
 from mcore_convert.execute import Progress, execute, expected_memory
 from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
 from mcore_convert.hub import local_path
@@ -16,6 +19,7 @@ from mcore_convert.identify import identify
 from mcore_convert.inspection import Inspection, inspect_checkpoint
 from mcore_convert.plan import Plan
 from mcore_convert.spec.layout import Layout
+from mcore_convert.tensors import open_error
 from mcore_convert.verification import Verification, compare
 
 PathLike = str | Path
@@ -70,6 +74,16 @@ class Conversion:
         }
 
 
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What the file system refuses while a source is read, wherever that happens, as an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise open_error(Path(error.filename or "the checkpoint"), error) from error
+
+
+@_refusals()
 def convert(
     source: PathLike,
     destination: PathLike,
@@ -111,8 +125,7 @@ def convert(
         ConvertError: the conversion is refused; nothing is left behind. See `mcore_convert.errors` for the kinds.
     """
     final = Path(destination)
-    if final.exists() and not overwrite and not dry_run:
-        raise UnwritableTarget(f"`{final}` exists", hint="choose another destination, or pass --overwrite")
+    check_free(final, overwrite=overwrite or dry_run)
     path = local_path(str(source), revision)
     model = identify(path, family=family, hf_config=_path(hf_config), vocab_size=vocab_size)
     chosen = to or ("torch_dist" if model.checkpoint.format == "hf" else "hf")
@@ -125,6 +138,7 @@ def convert(
     return Conversion(plan, dry_run)
 
 
+@_refusals()
 def verify(
     a: PathLike,
     b: PathLike,
@@ -156,6 +170,7 @@ def verify(
     return dataclasses.replace(found, logits=report)
 
 
+@_refusals()
 def inspect(path: PathLike) -> Inspection:
     """Look at a checkpoint: what it is, and what is in it. Reads headers only.
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
+import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_convert.destination import check_free, claimed, partial_path, replace
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableTarget
-from mcore_convert.plan import Check, Copy, Plan, partial_path
+from mcore_convert.plan import Check, Plan
 from mcore_convert.spec.shard import Shape
-from mcore_convert.tensors import Slot, View
+from mcore_convert.tensors import Slot, View, open_error
 
 BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
@@ -76,7 +77,7 @@ class Files:
         """A file descriptor; the file stays open until all are closed."""
         with self._lock:
             if (path, write) not in self._fds:
-                fd = os.open(path, os.O_RDWR if write else os.O_RDONLY)
+                fd = _opened(path, os.O_RDWR if write else os.O_RDONLY)
                 self._stack.callback(os.close, fd)
                 self._fds[path, write] = fd
             return self._fds[path, write]
@@ -100,6 +101,18 @@ class Files:
         return np.ndarray(view.shape, kind, mapped, view.offset, view.strides)
 
 
+def _opened(path: Path, flags: int) -> int:
+    """A descriptor. The usual limit of 1024 is too low for a checkpoint of a thousand files, so it is raised then."""
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return os.open(path, flags)
+
+
 def execute(plan: Plan, *, overwrite: bool = False, progress: Progress | None = None) -> None:
     """Write what a plan says. The destination appears at the end, whole, or not at all.
 
@@ -112,64 +125,43 @@ def execute(plan: Plan, *, overwrite: bool = False, progress: Progress | None = 
         UnreadableCheckpoint: a check on the source's data failed, or its files changed.
     """
     final = plan.reservation.path
-    if os.path.lexists(final) and not overwrite:
-        raise UnwritableTarget(f"`{final}` exists", hint="choose another destination, or pass --overwrite")
+    check_free(final, overwrite=overwrite)
+    sources = {copy.source.path for move in plan.moves for copy in move.copies} | {*plan.reservation.carried.values()}
+    _refuse_overlap(final, plan.source.path, sources)
     with Files() as files:
         for check in plan.checks:
             _check(check, files)
     partial = partial_path(final)
-    with _claimed(partial, plan.reservation.nbytes), _as_errors(partial):
+    with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite):
         with Files() as files:
             _reserve(plan, partial)
             _fill(plan, files, Meter(plan.nbytes, progress))
         _finish(plan, partial)
-        if overwrite and os.path.lexists(final):
-            old = final.with_name(final.name + ".old")
-            _remove(old)  # of a run that was killed between the two renames
-            final.rename(old)
-            partial.rename(final)
-            _remove(old)
-        else:
-            partial.rename(final)
+        replace(final, partial)
         _sync(final.parent)
 
 
 @contextlib.contextmanager
-def _claimed(partial: Path, nbytes: int) -> Iterator[None]:
-    """Make the partial directory ours, and remove it if anything goes wrong. What a killed run left is cleared."""
-    try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial.with_name(partial.name + ".lock"), os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise UnwritableTarget(f"cannot write to `{partial.parent}`: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UnwritableTarget(f"`{partial}` is being written by another process") from error
-        shutil.rmtree(partial, ignore_errors=True)
-        free = shutil.disk_usage(partial.parent).free
-        if free < nbytes:
-            raise UnwritableTarget(f"`{partial.parent}` has {free:,} bytes free, {nbytes:,} are needed")
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    finally:
-        with contextlib.suppress(OSError):
-            partial.with_name(partial.name + ".lock").unlink()
-        os.close(lock)
-
-
-@contextlib.contextmanager
-def _as_errors(partial: Path) -> Iterator[None]:
+def _as_errors(final: Path, sources: Set[Path]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UnwritableTarget(f"no room left in `{partial.parent}`: {error.strerror}") from error
-        raise UnwritableTarget(f"cannot write `{error.filename or partial}`: {error.strerror}") from error
+            raise UnwritableTarget(f"no room left in `{final.parent}`: {error.strerror}") from error
+        if error.filename is not None and Path(error.filename) in sources:
+            raise open_error(Path(error.filename), error) from error
+        raise UnwritableTarget(f"cannot write `{error.filename or final}`: {error.strerror}") from error
+
+
+def _refuse_overlap(final: Path, source: Path, files: Set[Path]) -> None:
+    """Neither may lie in the other: a source stays as it is."""
+    target = final.parent.resolve() / final.name
+    folder = source.resolve()
+    real = {folder, *(file.resolve() for file in files)}
+    if target in real or folder in target.parents or any(target in path.parents for path in real):
+        raise UnwritableTarget(
+            f"`{final}` and the source `{source}` lie in one another", hint="choose a destination beside the source"
+        )
 
 
 def _reserve(plan: Plan, partial: Path) -> None:
@@ -192,25 +184,33 @@ def _here(path: Path, final: Path, partial: Path) -> Path:
 
 
 def _fill(plan: Plan, files: Files, meter: Meter) -> None:
-    stop = threading.Event()
+    """Run every copy. The threads draw from one queue, so that its length costs no memory."""
     final, partial = plan.reservation.path, partial_path(plan.reservation.path)
+    copies = (copy for move in plan.moves for copy in move.copies)
+    drawing, stop = threading.Lock(), threading.Event()
 
-    def run(copy: Copy) -> None:
-        view = copy.target
-        target = View(_here(view.path, final, partial), view.offset, view.shape, view.strides, view.dtype)
-        for done in copy_view(files, copy.source, target):
-            meter.add(done)
-            if stop.is_set():
+    def work() -> None:
+        while not stop.is_set():
+            with drawing:
+                copy = next(copies, None)
+            if copy is None:
                 return
+            target = copy.target._replace(path=_here(copy.target.path, final, partial))
+            try:
+                for done in copy_view(files, copy.source, target):
+                    meter.add(done)
+                    if stop.is_set():
+                        return
+            except BaseException:
+                stop.set()  # the others need not go on
+                raise
 
     with ThreadPoolExecutor(WORKERS) as pool:
         try:
-            for _ in pool.map(run, (copy for move in plan.moves for copy in move.copies)):
-                pass
-        except BaseException:
+            for worker in [pool.submit(work) for _ in range(WORKERS)]:
+                worker.result()
+        finally:
             stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def copy_view(files: Files, source: View, target: View) -> Iterator[int]:
@@ -338,10 +338,3 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -31,12 +31,7 @@ def local_path(source: str, revision: str | None = None) -> Path:
 
 def _download(repo: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     beside = [CONFIG, *CARRIED_FILES]
     try:
@@ -49,6 +44,8 @@ def _download(repo: str, revision: str | None) -> Path:
             f"`{repo}` is neither a directory nor a model on the Hub",
             hint="a gated or private model needs a token: `hf auth login`",
         ) from error
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except HFValidationError as error:
+        raise UnreadableCheckpoint(f"`{repo}` does not exist") from error
+    except Exception as error:  # the client lets through what its HTTP library raises, and has changed that library
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {first}") from error

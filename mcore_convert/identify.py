@@ -115,7 +115,10 @@ def _identify_megatron(
     else:
         args = arguments.normalise(stored)
         family = families.named(name) if name else families.of_arguments(args)
-    rows = checkpoint.tensors[torch_dist.ANCHORS[0]].shape[0]
+    embedding = checkpoint.tensors.get(torch_dist.ANCHORS[0])
+    if embedding is None or not embedding.shape:
+        raise UnreadableCheckpoint(f"`{checkpoint.path}` has no `{torch_dist.ANCHORS[0]}`")
+    rows = embedding.shape[0]
     vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
     if vocab is None:
         vocab = rows
@@ -123,6 +126,8 @@ def _identify_megatron(
             f"the checkpoint does not say its true vocabulary: all {rows} rows of the embedding are kept, "
             "padding included; pass --vocab-size to cut it"
         )
+    if not isinstance(vocab, int):
+        raise ConfigError(f"`vocab_size` = {vocab!r} is not a number of rows")
     if vocab > rows:
         raise ConfigError(f"a vocabulary of {vocab} does not fit an embedding of {rows} rows")
     args = {**args, "vocab_size": vocab}

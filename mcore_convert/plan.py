@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import NamedTuple
 
 from mcore_convert.errors import MappingError, fold
 from mcore_convert.formats.base import Checkpoint, Findings, Reservation
@@ -22,8 +22,7 @@ from mcore_convert.tensors import Slot, View, cut, untiled
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """Two views of equal shape: the bytes of one go to the other."""
 
     source: View
@@ -39,8 +38,7 @@ class Check:
     failure: str
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """All copies of one weight."""
 
     weight: Weight
@@ -157,11 +155,13 @@ def _tied_checks(
 def _refuse(family: Family, source: Checkpoint, findings: Findings, broken: list[str]) -> None:
     where = f"`{source.path}`"
     unused = [key for key in source.tensors if key not in findings.used and not _ignored(family, key)]
-    if findings.missing:
+    # A stacked key holds a weight of all layers, each of which has looked for it.
+    missing, misshapen = list(dict.fromkeys(findings.missing)), list(dict.fromkeys(findings.misshapen))
+    if missing:
         both = [f"{key} (has no place)" for key in fold(unused)]
         raise MappingError(
-            f"{len(findings.missing)} weights of family `{family.name}` are missing in {where}",
-            items=[*fold(findings.missing), *both],
+            f"{len(missing)} weights of family `{family.name}` are missing in {where}",
+            items=[*fold(missing), *both],
         )
     if unused:
         raise MappingError(
@@ -169,10 +169,10 @@ def _refuse(family: Family, source: Checkpoint, findings: Findings, broken: list
             items=fold(unused),
             hint="nothing is dropped in silence: is this another family, or a model with additions?",
         )
-    if findings.misshapen:
+    if misshapen:
         raise MappingError(
-            f"{len(findings.misshapen)} weights in {where} do not have the shape that its configuration demands",
-            items=findings.misshapen,
+            f"{len(misshapen)} weights in {where} do not have the shape that its configuration demands",
+            items=misshapen,
         )
     if broken:
         raise MappingError(f"{len(broken)} weights in {where} are not whole", items=broken)
@@ -208,8 +208,3 @@ def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoi
     if findings.missing or findings.misshapen:
         raise MappingError("the target was not laid out completely; please report this", items=findings.missing)
     return tuple(moves)
-
-
-def partial_path(path: Path) -> Path:
-    """Where a conversion is written until it is complete."""
-    return path.with_name(path.name + ".partial")

@@ -7,7 +7,7 @@ nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint
@@ -147,6 +147,12 @@ def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
                 return other, box
         active.append(box)
     return None
+
+
+def is_inside(file: str) -> bool:
+    """Whether a file that a checkpoint names lies in the checkpoint's own directory."""
+    path = PurePosixPath(file)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def open_error(path: Path, error: OSError) -> UnreadableCheckpoint:

@@ -128,6 +128,8 @@ def _compare(
     """Compare one weight, part by part. A must-be-zero tensor that one side lacks is compared with zeros."""
     weight, at = key
     count, largest = 0, 0.0
+    if not mine and not theirs:  # must be zero, and neither side has a place for it
+        return None
     dtypes = (_dtype(mine, theirs), _dtype(theirs, mine))
     if not mine or not theirs:
         for slot in mine or theirs:

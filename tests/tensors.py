@@ -16,7 +16,8 @@ def hf_tensors(path: Path) -> dict[str, torch.Tensor]:
 
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return load_file(path / "model.safetensors")
+        tensors: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
+        return tensors
     weight_map = json.loads(index.read_text())["weight_map"]
     files = {name: load_file(path / name) for name in sorted(set(weight_map.values()))}
     assert sorted(weight_map) == sorted(key for tensors in files.values() for key in tensors)

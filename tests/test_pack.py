@@ -56,7 +56,9 @@ def slices(box: Box) -> tuple[slice, ...]:
 @pytest.mark.parametrize("pack", PACKS, ids=repr)
 @given(dims=sizes, bias=st.booleans())
 def test_a_pack_moves_every_element_once(pack: Pack, dims: Dims, bias: bool) -> None:
-    shape = (rows_of(pack, dims),) if bias and "Transposed" not in repr(pack) else (rows_of(pack, dims), dims.hidden_size)
+    shape = (
+        (rows_of(pack, dims),) if bias and "Transposed" not in repr(pack) else (rows_of(pack, dims), dims.hidden_size)
+    )
     shapes = pack.shapes(shape, dims)
     pieces = pack.pieces(shape, dims)
     assert untiled([piece.mcore for piece in pieces], shape) is None
@@ -71,8 +73,8 @@ def test_a_pack_moves_every_element_once(pack: Pack, dims: Dims, bias: bool) -> 
     assert sorted(whole.flatten().tolist()) == list(range(start))
     back = [torch.empty(part, dtype=torch.int64) for part in shapes]
     for piece in pieces:
-        part = whole[slices(piece.mcore)]
-        back[piece.tensor][slices(piece.hf)] = part.T if piece.transposed else part
+        moved = whole[slices(piece.mcore)]
+        back[piece.tensor][slices(piece.hf)] = moved.T if piece.transposed else moved
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(back, tensors, strict=True))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -12,6 +14,8 @@ import typer
 from mcore_convert.cli import convert, families, inspect, verify
 from mcore_convert.cli.text import say
 from mcore_convert.errors import ConvertError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 app = typer.Typer(
     name="mcore-convert",
@@ -28,22 +32,46 @@ app.command("inspect")(inspect.command)
 app.command("families")(families.command)
 
 
-def main() -> NoReturn:
-    """Run the command line. Exit code 0: done; 1: refused, or different; 2: wrong usage."""
-    signal.signal(signal.SIGTERM, _terminate)
+class Interrupted(BaseException):
+    """A signal that asks the command to stop. Not a KeyboardInterrupt: typer ends on that without a word."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line. Exit code 0: done; 1: refused, or different; 2: wrong usage; 128 + n: stopped by signal n.
+
+    Args:
+        argv: the words after the command's name; those of this process unless given.
+    """
     try:
-        app()
+        with _interruptible():
+            app(argv)
     except ConvertError as error:
         say(f"error: {error.message}")
         for line in str(error).splitlines()[len(error.message.splitlines()) :]:
             say(line if line.startswith("hint:") else f"       {line}")
         sys.exit(1)
-    except KeyboardInterrupt:
+    except Interrupted as stop:
         say("interrupted; nothing was left behind")
-        sys.exit(130)
+        sys.exit(128 + stop.number)
     sys.exit(0)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """A polite kill cleans up as Ctrl-C does."""
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C, a polite kill and a closed terminal all clean up. A signal that the caller ignores (nohup) stays so."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)

@@ -9,12 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 
 def say(line: str) -> None:
     """A message for the user, on stderr."""
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{printable(line)}\n")
 
 
 def show(line: str = "") -> None:
     """A line of data, on stdout."""
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{printable(line)}\n")
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal would obey or cannot show: names come from files of strangers."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:

@@ -10,18 +10,21 @@ import contextlib
 import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats import pickles
-from mcore_convert.formats.pickles import Call, Global, Instance
+from mcore_convert.formats.pickles import Call, Global, Instance, are_counts
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
-from mcore_convert.tensors import Slot, TensorMeta, View, open_error, untiled
+from mcore_convert.tensors import Slot, TensorMeta, View, is_inside, open_error, untiled
 
 METADATA = ".metadata"
+SIZE = Global("torch", "Size")
+STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
 class Place(NamedTuple):
@@ -110,8 +113,9 @@ def read(path: Path) -> Directory:
             return _decoded(path, pickles.load(opened, f"`{file}`"))
     except OSError as error:
         raise open_error(file, error) from error
-    except (AttributeError, TypeError, KeyError, ValueError) as error:
-        raise UnreadableCheckpoint(f"`{file}` is not the metadata of a checkpoint: {error}") from error
+    except pickles.DAMAGE as error:
+        reason = pickles.reason_of(error)
+        raise UnreadableCheckpoint(f"`{file}` is not the metadata of a checkpoint: {reason}") from error
 
 
 @contextlib.contextmanager
@@ -128,10 +132,18 @@ def _without_collection() -> Iterator[None]:
 
 def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
     places: dict[tuple[str, Shape | None], Place] = {}
+    files = set()
     for index, info in metadata.storage_data.items():
         if info.transform_descriptors:
             raise UnreadableCheckpoint(f"`{path}` stores its chunks compressed, which is not supported")
-        places[index.fqn, index.offset] = Place(str(info.relative_path), info.offset, info.length)
+        place = Place(str(info.relative_path), info.offset, info.length)
+        if not are_counts(place.offset, place.length):
+            raise ValueError(f"{index.fqn} lies at {place.offset!r}, {place.length!r} bytes long")
+        places[index.fqn, index.offset] = place
+        files.add(place.file)
+    outside = sorted(file for file in files if not is_inside(file))
+    if outside:
+        raise UnreadableCheckpoint(f"`{path / METADATA}` names files outside of its directory", items=outside)
     tensors: dict[str, TensorMeta] = {}
     chunks: dict[str, list[Chunk]] = {}
     objects: dict[str, Place] = {}
@@ -139,9 +151,15 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, pickles.TensorStorageMetadata):
             dtype = entry.properties.dtype
-            tensors[key] = TensorMeta(entry.size, "unknown" if dtype is None else dtype.name)
+            if not isinstance(dtype, TorchDtype) or not are_counts(*entry.size):
+                raise ValueError(f"{key} has no shape or no dtype")
+            tensors[key] = TensorMeta(entry.size, dtype.name)
             chunks[key] = []
             for chunk in entry.chunks:
+                if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size) or not are_counts(
+                    *chunk.offsets, *chunk.sizes
+                ):
+                    raise ValueError(f"{key} has a chunk that is no part of it")
                 place = places.get((key, chunk.offsets))
                 if place is None:
                     lost.append(f"{key} at {list(chunk.offsets)}")
@@ -187,14 +205,16 @@ def _index(key: str, offset: Call | None) -> Instance:
 
 def _info(place: Place) -> Instance:
     state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
-    return Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)
+    return Instance(STORAGE_INFO, state)
 
 
 def _size(shape: Shape) -> Call:
-    return Call(Global("torch", "Size"), (shape,))
+    return Call(SIZE, (shape,))
 
 
+@lru_cache
 def _dcp(name: str) -> Global:
+    """A class of torch's metadata; always the same object, so that its name is written once."""
     return Global("torch.distributed.checkpoint.metadata", name)
 
 

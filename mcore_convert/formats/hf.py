@@ -16,7 +16,7 @@ from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Weight
 from mcore_convert.spec.names import Index, spell
-from mcore_convert.tensors import Slot, TensorMeta, View, open_error
+from mcore_convert.tensors import Slot, TensorMeta, View, is_inside, open_error
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -103,9 +103,12 @@ def open_hf(path: Path) -> HfCheckpoint:
 def _indexed_views(path: Path, index: str) -> dict[str, View]:
     """The tensors of a sharded directory; the index must name exactly those that the files hold."""
     weight_map = read_json(path / index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UnreadableCheckpoint(f"`{path / index}` has no `weight_map`")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UnreadableCheckpoint(f"`{path / index}` has no `weight_map` from tensors to files")
     files = sorted(set(weight_map.values()))
+    outside = [file for file in files if not is_inside(file)]
+    if outside:
+        raise UnreadableCheckpoint(f"`{path / index}` names files outside of its directory", items=outside)
     absent = [file for file in files if not (path / file).is_file()]
     if absent:
         raise UnreadableCheckpoint(f"`{path / index}` names files that are not there", items=absent)
@@ -135,14 +138,19 @@ def read_json(path: Path) -> dict[str, Any]:
         UnreadableCheckpoint: the file is missing, or is not one.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), parse_constant=_no_json)
     except OSError as error:
         raise open_error(path, error) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnreadableCheckpoint(f"`{path}` is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UnreadableCheckpoint(f"`{path}` is not a JSON object")
     return content
+
+
+def _no_json(word: str) -> None:
+    """NaN and Infinity, which Python would read."""
+    raise ValueError(f"it says {word}")
 
 
 def carried_files(path: Path) -> list[str]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
+import functools
 import io
 import pickle
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, ClassVar
@@ -154,14 +157,22 @@ class _StorageType:
     dtype: str | None  # None for an untyped storage, which counts bytes
 
 
+def are_counts(*numbers: Any) -> bool:
+    """Whether all of these are integers that count something, as a hostile pickle need not have it."""
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
 def _rebuild_tensor(storage: StorageRef, offset: int, shape: Any, strides: Any, *_: Any) -> TensorRef:
-    return TensorRef(storage, offset, tuple(shape), tuple(strides))
+    sizes, steps = tuple(shape), tuple(strides)
+    if not isinstance(storage, StorageRef) or len(sizes) != len(steps) or not are_counts(offset, *sizes, *steps):
+        raise ValueError("a tensor is not described by its storage and integers")
+    return TensorRef(storage, offset, sizes, steps)
 
 
 def _rebuild_tensor_v3(storage: StorageRef, offset: int, shape: Any, strides: Any, *rest: Any) -> TensorRef:
     dtype = rest[2].name
     typed = StorageRef(storage.key, dtype, storage.numel // DTYPE_SIZES[dtype])
-    return TensorRef(typed, offset, tuple(shape), tuple(strides))
+    return _rebuild_tensor(typed, offset, shape, strides)
 
 
 def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
@@ -183,12 +194,17 @@ def _encode(text: str, encoding: str = "utf-8") -> bytes:
     return text.encode(encoding)
 
 
+def _bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearray:
+    """`bytearray` without its other meaning: given a number, it takes that much memory."""
+    return bytearray(content if isinstance(content, bytes) else _encode(content, encoding))
+
+
 _ALLOWED: dict[str, Any] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.slice": slice,
     "builtins.complex": complex,
-    "builtins.bytearray": bytearray,
+    "builtins.bytearray": _bytearray,
     "__builtin__.set": set,
     "collections.OrderedDict": collections.OrderedDict,
     "argparse.Namespace": argparse.Namespace,
@@ -226,10 +242,19 @@ class RestrictedUnpickler(pickle.Unpickler):
         UnsafePickle: the pickle names something else; its name is in the message.
     """
 
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._found: dict[str, Any] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
+        if full not in self._found:
+            self._found[full] = self._named(module, name, full)
+        return self._found[full]
+
+    def _named(self, module: str, name: str, full: str) -> Any:
         if full in _ALLOWED:
-            return _ALLOWED[full]
+            return _own(_ALLOWED[full])
         if full in STAND_IN_GLOBALS or module.split(".")[0] in STAND_IN_PACKAGES:
             return type(name, (StandIn,), {"__module__": module})
         raise UnsafePickle(
@@ -238,10 +263,20 @@ class RestrictedUnpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> StorageRef:
-        kind, storage, key, _location, numel = pid[:5]
-        if kind != "storage" or not isinstance(storage, _StorageType):
-            raise UnreadableCheckpoint("a pickle refers to something that is not a tensor storage")
-        return StorageRef(str(key), storage.dtype or "uint8", int(numel))
+        kind, storage, key, _location, numel, *view = pid
+        if kind != "storage" or not isinstance(storage, _StorageType) or not are_counts(numel):
+            raise ValueError("it refers to something that is not a tensor storage")
+        if any(view):
+            raise ValueError("it has views of storages, which torch has not written since 0.4")
+        return StorageRef(str(key), storage.dtype or "uint8", numel)
+
+
+def _own(found: Any) -> Any:
+    """A copy of what the table holds: with the opcode BUILD a pickle can change what it is given, and only that."""
+    if isinstance(found, type):
+        ours = issubclass(found, Record | argparse.Namespace)
+        return type(found.__name__, (found,), {"__module__": found.__module__}) if ours else found
+    return functools.partial(found) if isinstance(found, types.FunctionType) else copy.copy(found)
 
 
 # What damaged bytes can make an unpickler raise; anything else is a defect of ours and must be seen.
@@ -256,6 +291,7 @@ DAMAGE = (
     UnicodeDecodeError,
     OverflowError,
     MemoryError,
+    RecursionError,
 )
 
 
@@ -271,7 +307,12 @@ def load(file: IO[bytes], where: str) -> Any:
     except UnsafePickle as error:
         raise UnsafePickle(f"{error.message}, in {where}", hint=error.hint) from None
     except DAMAGE as error:
-        raise UnreadableCheckpoint(f"{where} is damaged: {error}") from error
+        raise UnreadableCheckpoint(f"{where} is damaged: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """What an exception of DAMAGE says."""
+    return f"there is no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -310,8 +351,14 @@ class _Pickler(pickle._Pickler):
     save: Callable[[Any], None]
     write: Callable[[bytes], Any]
 
+    def memoize(self, obj: Any) -> None:
+        """Remember names only: remembering every object would cost more memory than all else that writing needs."""
+        if isinstance(obj, str | Global):
+            super().memoize(obj)  # type: ignore[misc]  # typeshed leaves it out
+
     def save_global_name(self, item: Global) -> None:
         self.write(pickle.GLOBAL + f"{item.module}\n{item.name}\n".encode())
+        self.memoize(item)
 
     def save_call(self, item: Call) -> None:
         self.save(item.function)

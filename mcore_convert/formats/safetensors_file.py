@@ -45,14 +45,18 @@ def read(path: Path) -> dict[str, View]:
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header should have {length} bytes")
             header = json.loads(file.read(length))
+            if not isinstance(header, dict):
+                raise ValueError("its header is not a JSON object")
     except OSError as error:
         raise open_error(path, error) from error
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, RecursionError) as error:
         raise UnreadableCheckpoint(f"`{path}` is damaged, or not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
     try:
         views, end = _views(path, header, 8 + length)
-    except (KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise UnreadableCheckpoint(f"the header of `{path}` is damaged: a tensor has no {error}") from error
+    except (TypeError, ValueError) as error:
         raise UnreadableCheckpoint(f"the header of `{path}` is damaged: {error}") from error
     if end != size:
         raise UnreadableCheckpoint(
@@ -65,8 +69,13 @@ def _views(path: Path, header: Mapping[str, Mapping[str, Any]], start: int) -> t
     views: dict[str, View] = {}
     end = start
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        low, high = map(int, entry["data_offsets"])
-        meta = TensorMeta(tuple(int(n) for n in entry["shape"]), DTYPES[str(entry["dtype"])])
+        low, high = entry["data_offsets"]
+        shape, code = tuple(entry["shape"]), entry["dtype"]
+        if not all(type(number) is int and number >= 0 for number in (low, high, *shape)):
+            raise ValueError(f"`{name}` is not described by integers")
+        if code not in DTYPES:
+            raise ValueError(f"`{name}` has the dtype `{code}`, which is not supported")
+        meta = TensorMeta(shape, DTYPES[code])
         if start + low != end or high - low != meta.nbytes:
             raise ValueError(f"`{name}` does not lie where it should")
         views[name] = View.of(path, start + low, meta)

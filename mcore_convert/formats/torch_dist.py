@@ -168,8 +168,8 @@ class TorchDistCheckpoint:
                 f"`{self.path}` has neither `{COMMON}` nor `{COMMON_STATE}`",
                 hint="the checkpoint was not copied completely",
             )
-        while isinstance(state, list) and len(state) == 1:
-            state = state[0]
+        if isinstance(state, list) and len(state) == 1:  # a sharded object is saved as a list of one
+            (state,) = state
         if not isinstance(state, dict):
             raise UnreadableCheckpoint(f"the common state of `{self.path}` is not a dict")
         args = state.get("args")

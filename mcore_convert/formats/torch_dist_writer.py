@@ -174,7 +174,8 @@ def _refuse_mixed(dtype_of: Mapping[tuple[Weight, Index], str]) -> None:
 def _extra_state() -> torch_file.Archive:
     """The archive of one `_extra_state` object, complete."""
     archive = torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")])
-    return torch_file.Archive(archive.size, (*archive.literals, (archive.holes[0], EXTRA_STATE)), ())
+    pieces = sorted([*archive.literals, (archive.holes[0], EXTRA_STATE)])
+    return torch_file.Archive(archive.size, ((0, b"".join(content for _, content in pieces)),), ())
 
 
 def _extra_state_keys(weights: list[Weight], dims: Dims) -> list[str]:

@@ -58,7 +58,9 @@ class TorchFile:
         except OSError as error:
             raise open_error(path, error) from error
         except (struct.error, *pickles.DAMAGE) as error:
-            raise UnreadableCheckpoint(f"`{path}` is damaged, or not a torch file: {error}") from error
+            raise UnreadableCheckpoint(
+                f"`{path}` is damaged, or not a torch file: {pickles.reason_of(error)}"
+            ) from error
 
     def _bytes(self, start: int, count: int) -> bytes:
         found = os.pread(self._fd, count, self.start + start)
@@ -115,7 +117,7 @@ class TorchFile:
 
         def start_of(storage: StorageRef) -> int:
             if storage.key not in starts:
-                record = self._records[f"data/{storage.key}"]
+                record = self._record(f"data/{storage.key}")
                 if record.size < storage.numel * DTYPE_SIZES[storage.dtype]:
                     raise EOFError(f"storage {storage.key} has {record.size} bytes")
                 starts[storage.key] = self.start + self._data_start(record)
@@ -123,8 +125,13 @@ class TorchFile:
 
         return with_views(tree, lambda ref: _view(self.path, start_of(ref.storage), ref))
 
+    def _record(self, name: str) -> Record:
+        if name not in self._records:
+            raise ValueError(f"it has no record `{name}`")
+        return self._records[name]
+
     def _content(self, name: str) -> bytes:
-        record = self._records[name]
+        record = self._record(name)
         return self._bytes(self._data_start(record), record.size)
 
     def _read_legacy(self, file: io.BufferedReader) -> Any:
@@ -139,9 +146,12 @@ class TorchFile:
         starts = {}
         at = file.tell()
         for key in keys:
+            storage = storages[str(key)]
             (numel,) = struct.unpack("<q", self._bytes(at - self.start, 8))
+            if numel != storage.numel:
+                raise ValueError(f"storage {key} has {numel} of {storage.numel} elements")
             starts[str(key)] = at + 8
-            at += 8 + numel * DTYPE_SIZES[storages[str(key)].dtype]
+            at += 8 + numel * DTYPE_SIZES[storage.dtype]
         if at - self.start > self._length:
             raise EOFError(f"it should have {at} bytes")
         return with_views(tree, lambda ref: _view(self.path, starts[ref.storage.key], ref))
@@ -171,14 +181,30 @@ def _view(path: Path, start: int, ref: TensorRef) -> View:
 
 
 def with_views(tree: Any, view_of: Callable[[TensorRef], Any]) -> Any:
-    """The tree with every TensorRef replaced; dicts and lists are rebuilt, other objects stay as they are."""
-    if isinstance(tree, TensorRef):
-        return view_of(tree)
-    if isinstance(tree, dict):
-        return {key: with_views(value, view_of) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)([with_views(value, view_of) for value in tree])
-    return tree
+    """The tree with every TensorRef replaced; dicts and lists are rebuilt, other objects stay as they are.
+
+    A part that occurs several times is rebuilt once: a hostile tree may hold itself, or as many parts as 2**100.
+    """
+    done: dict[int, Any] = {}
+
+    def rebuilt(part: Any) -> Any:
+        if isinstance(part, TensorRef):
+            return view_of(part)
+        if not isinstance(part, dict | list | tuple):
+            return part
+        if id(part) not in done:
+            if isinstance(part, dict):
+                result: Any = {}
+                done[id(part)] = result
+                result.update((key, rebuilt(value)) for key, value in part.items())
+            elif isinstance(part, list):
+                done[id(part)] = result = []
+                result.extend(rebuilt(value) for value in part)
+            else:
+                done[id(part)] = tuple(rebuilt(value) for value in part)
+        return done[id(part)]
+
+    return rebuilt(tree)
 
 
 @dataclass(frozen=True)
@@ -236,7 +262,18 @@ def lay_out(tree_of: Callable[[list[TensorRef]], Any], tensors: list[TensorMeta]
     size = at + len(directory) + len(end)
     if size > MAX_ZIP:
         raise ValueError(f"{size} bytes are too many for one archive")
-    return Archive(size, tuple(literals), tuple(holes))
+    return Archive(size, tuple(_joined(literals)), tuple(holes))
+
+
+def _joined(literals: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """The same bytes in as few pieces as there are gaps."""
+    joined: list[tuple[int, bytes]] = []
+    for at, content in literals:
+        if joined and joined[-1][0] + len(joined[-1][1]) == at:
+            joined[-1] = (joined[-1][0], joined[-1][1] + content)
+        else:
+            joined.append((at, content))
+    return joined
 
 
 def dumps(tree: Any) -> bytes:

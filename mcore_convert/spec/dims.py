@@ -9,6 +9,8 @@ from typing import Any
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.shard import Shape
 
+MAX_LAYERS = 10_000  # a damaged number must not keep us busy
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -50,6 +52,10 @@ class Dims:
                 "the Megatron arguments do not describe a model",
                 items=[f"{name} = {args.get(name)!r}" for name in bad],
             )
+        if vocab_size < 1:
+            raise ConfigError(f"`vocab_size` = {vocab_size} is no vocabulary")
+        if args["num_layers"] > MAX_LAYERS:
+            raise ConfigError(f"`num_layers` = {args['num_layers']} is more than any model has")
         if args["num_attention_heads"] % args["num_query_groups"]:
             raise ConfigError(
                 f"`num_attention_heads` = {args['num_attention_heads']} cannot be shared by "

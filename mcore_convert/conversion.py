@@ -18,9 +18,8 @@ from mcore_convert.plan import Plan, Sources, find_weights, moves_between
 from mcore_convert.spec import arguments, bridge
 from mcore_convert.spec.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Weight
+from mcore_convert.spec.family import Item
 from mcore_convert.spec.layout import Layout
-from mcore_convert.spec.names import Index
 
 FORMATS = ("hf", "torch_dist")
 COMMAND_FILE = "megatron_args.txt"
@@ -142,7 +141,7 @@ def _folder_with_files(model: Model) -> Path | None:
     return checkpoint.carried if isinstance(checkpoint, TorchDistCheckpoint) else checkpoint.path
 
 
-def _dtype_flags(dtype_of: Mapping[tuple[Weight, Index], str]) -> dict[str, bool]:
+def _dtype_flags(dtype_of: Mapping[Item, str]) -> dict[str, bool]:
     """Megatron's dtype arguments as the weights are, whatever the run's arguments said."""
     dtype = next(iter(dtype_of.values()))
     return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}

@@ -75,7 +75,7 @@ def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:
 
     sources = find_weights(model.family, model.dims, model.checkpoint)
     with Files() as files:
-        for (weight, at), slots in sources.slots.items():
+        for (weight, at, _), slots in sources.slots.items():
             if weight.mcore is not None:
                 array = global_tensor(files, slots, model.family.shape(weight, model.dims))
                 dtype = getattr(torch, slots[0].view.dtype)

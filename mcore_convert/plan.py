@@ -6,15 +6,15 @@ of two boxes: there is one path for every pair of formats and layouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mcore_convert.errors import MappingError, fold
 from mcore_convert.formats.base import Checkpoint, Findings, Reservation
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Family, Weight
-from mcore_convert.spec.names import Index, match, spell
+from mcore_convert.spec.family import Family, Item, Weight
+from mcore_convert.spec.names import PARAM, Index, match
 from mcore_convert.spec.shard import Box
 from mcore_convert.tensors import Slot, View, cut, untiled
 
@@ -41,8 +41,7 @@ class Check:
 class Move(NamedTuple):
     """All copies of one weight."""
 
-    weight: Weight
-    at: Index
+    item: Item
     copies: tuple[Copy, ...]
 
     @property
@@ -80,13 +79,13 @@ class Plan:
 class Sources:
     """The weights of a checkpoint found: their slots without padding, and what must be checked in the data."""
 
-    slots: Mapping[tuple[Weight, Index], list[Slot]]
+    slots: Mapping[Item, list[Slot]]
     checks: tuple[Check, ...]
 
     @property
-    def dtype_of(self) -> dict[tuple[Weight, Index], str]:
+    def dtype_of(self) -> dict[Item, str]:
         """The dtype of every weight; that of the one before where the source has none, as for a must-be-zero row."""
-        dtypes: dict[tuple[Weight, Index], str] = {}
+        dtypes: dict[Item, str] = {}
         last = "float32"
         for key, slots in self.slots.items():
             last = slots[0].view.dtype if slots else last
@@ -94,35 +93,53 @@ class Sources:
         return dtypes
 
 
-def find_weights(family: Family, dims: Dims, source: Checkpoint) -> Sources:
+def find_weights(family: Family, dims: Dims, source: Checkpoint, states: Sequence[str] = (PARAM,)) -> Sources:
     """Find every weight of the model in a checkpoint, and a weight for everything in the checkpoint.
+
+    Args:
+        states: the states to find for each weight; an optimizer keeps none for a buffer.
 
     Raises:
         MappingError: weights that are missing, have another shape, mixed dtypes or incomplete parts; tensors that
             have no place in the family. All problems of the first kind that occurs are in one message.
     """
     findings = Findings()
-    slots: dict[tuple[Weight, Index], list[Slot]] = {}
+    slots: dict[Item, list[Slot]] = {}
     checks: list[Check] = []
     broken = []
-    for weight, at in family.instances(dims):
-        found = _without_padding(weight, dims, source.locate(weight, at, dims, findings))
-        slots[weight, at] = found
+    for item in items_of(family, dims, states):
+        found = _without_padding(item.weight, dims, source.locate(item, dims, findings))
+        slots[item] = found
         if not found:
             continue
-        reason = untiled([slot.box for slot in found], family.shape(weight, dims))
+        reason = untiled([slot.box for slot in found], family.shape(item.weight, dims))
         dtypes = sorted({slot.view.dtype for slot in found})
-        name = spell(weight.name, at)
         if reason is not None:
-            broken.append(f"{name}: {reason}")
+            broken.append(f"{item}: {reason}")
         if len(dtypes) > 1:
-            broken.append(f"{name} is made of {' and '.join(dtypes)} parts")
-        if weight.mcore is None:
-            failure = f"`{name}` is not zero, and Megatron Core has no place for it"
+            broken.append(f"{item} is made of {' and '.join(dtypes)} parts")
+        if item.weight.mcore is None:
+            failure = f"`{item}` is not zero, and Megatron Core has no place for it"
             checks += [Check(slot.view, None, failure) for slot in found]
+        for replica, where in source.replicas(item, dims):
+            failure = f"the ranks do not agree on `{item}`: {where}"
+            checks += equal_checks(replica, found, failure)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
     return Sources(slots, tuple(checks))
+
+
+def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item]:
+    """Every tensor of a model in these states, weight by weight, in the order of the forward pass."""
+    for weight, at in family.instances(dims):
+        for state in states if weight.trained and weight.mcore is not None else states[:1]:
+            yield Item(weight, at, state)
+
+
+def equal_checks(replica: Slot, slots: list[Slot], failure: str) -> Iterator[Check]:
+    """That a slot holds what others hold of the same box."""
+    for part in cut(slots, replica.box):
+        yield Check(replica.view.narrow(part.box.relative_to(replica.box.offsets)), part.view, failure)
 
 
 def _without_padding(weight: Weight, dims: Dims, slots: list[Slot]) -> list[Slot]:
@@ -130,7 +147,7 @@ def _without_padding(weight: Weight, dims: Dims, slots: list[Slot]) -> list[Slot
 
 
 def _tied_checks(
-    family: Family, dims: Dims, source: Checkpoint, slots: Mapping[tuple[Weight, Index], list[Slot]], findings: Findings
+    family: Family, dims: Dims, source: Checkpoint, slots: Mapping[Item, list[Slot]], findings: Findings
 ) -> Iterator[Check]:
     """A tied model may store its head all the same; then it must equal the embedding."""
     if not dims.tied:
@@ -140,16 +157,14 @@ def _tied_checks(
         return
     head, embedding = rows[OUTPUT], rows[EMBEDDING]
     there = Findings()
-    found = _without_padding(head, dims, source.locate(head, Index(), dims, there))
+    found = _without_padding(head, dims, source.locate(Item(head, Index()), dims, there))
     if there.missing:
         return
     findings.used |= there.used
     findings.misshapen += there.misshapen
+    failure = f"the model is tied, but its `{next(iter(there.used))}` differs from its embedding"
     for slot in found:
-        for part in cut(slots[embedding, Index()], slot.box):
-            mine = slot.view.narrow(part.box.relative_to(slot.box.offsets))
-            failure = f"the model is tied, but its `{next(iter(there.used))}` differs from its embedding"
-            yield Check(mine, part.view, failure)
+        yield from equal_checks(slot, slots[Item(embedding, Index())], failure)
 
 
 def _refuse(family: Family, source: Checkpoint, findings: Findings, broken: list[str]) -> None:
@@ -192,9 +207,10 @@ def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoi
     """
     findings = Findings()
     moves = []
-    for (weight, at), slots in sources.slots.items():
+    for item, slots in sources.slots.items():
+        weight = item.weight
         copies = []
-        places = _without_padding(weight, dims, target.locate(weight, at, dims, findings))
+        places = _without_padding(weight, dims, target.locate(item, dims, findings))
         for place in places:
             for part in cut(slots, place.box):
                 copies.append(Copy(part.view, place.view.narrow(part.box.relative_to(place.box.offsets))))
@@ -203,8 +219,8 @@ def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoi
         if weight.mcore is not None and (
             filled != Box.whole(shape).numel or untiled([place.box for place in places], shape) is not None
         ):
-            raise MappingError(f"`{spell(weight.name, at)}` would not be filled completely; please report this")
-        moves.append(Move(weight, at, tuple(copies)))
+            raise MappingError(f"`{item}` would not be filled completely; please report this")
+        moves.append(Move(item, tuple(copies)))
     if findings.missing or findings.misshapen:
         raise MappingError("the target was not laid out completely; please report this", items=findings.missing)
     return tuple(moves)

@@ -14,8 +14,7 @@ from mcore_convert.execute import WORKERS, Files, Meter, Progress, as_float, dif
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
 from mcore_convert.identify import Model
 from mcore_convert.plan import Sources, find_weights
-from mcore_convert.spec.family import Weight
-from mcore_convert.spec.names import Index, spell
+from mcore_convert.spec.family import Item
 from mcore_convert.tensors import Slot, cut
 
 # Fields of a configuration that say nothing about the function: how it is stored, and what training does.
@@ -122,11 +121,8 @@ def _found(model: Model) -> Sources:
     return find_weights(model.family, model.dims, model.checkpoint)
 
 
-def _compare(
-    key: tuple[Weight, Index], mine: list[Slot], theirs: list[Slot], files: Files, meter: Meter
-) -> Difference | None:
+def _compare(item: Item, mine: list[Slot], theirs: list[Slot], files: Files, meter: Meter) -> Difference | None:
     """Compare one weight, part by part. A must-be-zero tensor that one side lacks is compared with zeros."""
-    weight, at = key
     count, largest = 0, 0.0
     if not mine and not theirs:  # must be zero, and neither side has a place for it
         return None
@@ -136,7 +132,7 @@ def _compare(
             values = as_float(files.array(slot.view), slot.view.dtype)
             count += int(np.count_nonzero(values))
             largest = max(largest, float(np.abs(values).max(initial=0.0)))
-        return Difference(spell(weight.name, at), count, largest, dtypes) if count else None
+        return Difference(str(item), count, largest, dtypes) if count else None
     for slot in mine:
         for part in cut(theirs, slot.box):
             view = slot.view.narrow(part.box.relative_to(slot.box.offsets))
@@ -153,7 +149,7 @@ def _compare(
                     largest = float(np.maximum(largest, gap.max(initial=0.0)))
         meter.add(slot.view.nbytes)
     if count or dtypes[0] != dtypes[1]:
-        return Difference(spell(weight.name, at), count, largest, dtypes)
+        return Difference(str(item), count, largest, dtypes)
     return None
 
 

@@ -15,6 +15,7 @@ from mcore_convert.formats.torch_dist import open_torch_dist
 from mcore_convert.identify import identify
 from mcore_convert.logits import tensors_of
 from mcore_convert.spec import Dims, Index, replicated
+from mcore_convert.spec.family import Item
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks
 from tests.tensors import assert_same_tensors, hf_tensors
@@ -100,7 +101,7 @@ def test_the_norm_of_layers_with_experts_has_one_name(dialect: Dialect, moe_norm
     dims = Dims.of({**args, "vocab_size": 32}, vocab_size=32, padded_vocab_size=32)
     for layer in range(2):
         findings = Findings()
-        slots = checkpoint.locate(row, Index(layer), dims, findings)
+        slots = checkpoint.locate(Item(row, Index(layer)), dims, findings)
         assert not findings.missing
         assert [slot.box.sizes for slot in slots] == [(16,)]
         stored = slots[0].view

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Weight
-from mcore_convert.spec.names import Index
+from mcore_convert.spec.family import Item
 from mcore_convert.spec.shard import Shape
 from mcore_convert.tensors import Slot, TensorMeta
 
@@ -53,11 +52,14 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, TensorMeta]:
         """Every tensor that a family must have a place for, by its key in this format."""
 
-    def locate(self, weight: Weight, at: Index, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one weight's global tensor. What is missing or misshapen is noted in `findings`.
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        """The boxes of one global tensor. What is missing or misshapen is noted in `findings`.
 
         Vocabulary rows come as they are stored, padding included.
         """
+
+    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
+        """Further copies of boxes that `locate` gave, which must be equal, and where each is."""
 
 
 @dataclass

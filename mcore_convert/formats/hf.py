@@ -14,8 +14,8 @@ from mcore_convert.formats import safetensors_file
 from mcore_convert.formats.base import Findings, Reservation
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Family, Weight
-from mcore_convert.spec.names import Index, spell
+from mcore_convert.spec.family import Family, Item
+from mcore_convert.spec.names import spell
 from mcore_convert.tensors import Slot, TensorMeta, View, is_inside, open_error
 
 CONFIG = "config.json"
@@ -62,7 +62,11 @@ class HfCheckpoint:
     def tensors(self) -> Mapping[str, TensorMeta]:
         return {name: TensorMeta(view.shape, view.dtype) for name, view in self.views.items()}
 
-    def locate(self, weight: Weight, at: Index, dims: Dims, findings: Findings) -> list[Slot]:
+    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
+        return ()
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        weight, at, _ = item
         shape = dims.shape(weight.shape)
         views = []
         for template, expected in zip(weight.hf, weight.pack.shapes(shape, dims), strict=True):
@@ -164,7 +168,7 @@ def reserve(
     family: Family,
     dims: Dims,
     config: Mapping[str, Any],
-    dtype_of: Mapping[tuple[Weight, Index], str],
+    dtype_of: Mapping[Item, str],
     max_shard_size: int,
 ) -> tuple[HfCheckpoint, Reservation]:
     """Lay out a directory: which tensor lies where in which file. Tensors stand in the order of the forward pass.
@@ -175,7 +179,7 @@ def reserve(
         max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
     """
     metas: dict[str, TensorMeta] = {}
-    for (weight, at), dtype in dtype_of.items():
+    for (weight, at, _), dtype in dtype_of.items():
         for template, shape in zip(weight.hf, weight.pack.shapes(family.shape(weight, dims), dims), strict=True):
             name = spell(template, at)
             if name in metas:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +24,8 @@ from mcore_convert.formats.base import Findings
 from mcore_convert.formats.hf import read_json
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Weight
-from mcore_convert.spec.names import Index, drop, placeholders_of, spell
+from mcore_convert.spec.family import Item
+from mcore_convert.spec.names import drop, placeholders_of, spell
 from mcore_convert.spec.shard import Box
 from mcore_convert.tensors import Slot, TensorMeta
 
@@ -120,7 +120,11 @@ class TorchDistCheckpoint:
         singleton = re.compile(r"linear_fc1\.(weight|bias)_[wv]$|\.experts\.experts\.\d+\.")
         return "singleton" if any(singleton.search(key) for key in self.keys) else "per_layer"
 
-    def locate(self, weight: Weight, at: Index, dims: Dims, findings: Findings) -> list[Slot]:
+    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
+        return ()
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        weight, at, _ = item
         if weight.mcore is None:
             return []
         shape = dims.shape(weight.shape)

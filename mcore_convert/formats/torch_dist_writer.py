@@ -20,7 +20,7 @@ from mcore_convert.formats import dcp, torch_file
 from mcore_convert.formats.base import Reservation
 from mcore_convert.formats.torch_dist import COMMON, COMMON_STATE, TRACKER, TorchDistCheckpoint
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Weight
+from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.names import Index, drop, placeholders_of, spell
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.tensors import DTYPE_SIZES, Slot, TensorMeta, View
@@ -76,7 +76,7 @@ class _Content:
 def reserve(
     path: Path,
     dims: Dims,
-    dtype_of: Mapping[tuple[Weight, Index], str],
+    dtype_of: Mapping[Item, str],
     *,
     tp: int,
     iteration: int | None,
@@ -98,13 +98,13 @@ def reserve(
     reservation = Reservation(path)
     files = _Files(folder, reservation)
     content = _Content()
-    for (weight, at), dtype in dtype_of.items():
-        if weight.mcore is not None:
-            _reserve_weight(weight, at, dtype, dims, tp, files, content)
+    for item, dtype in dtype_of.items():
+        if item.weight.mcore is not None:
+            _reserve_weight(item.weight, item.at, dtype, dims, tp, files, content)
     _refuse_mixed(dtype_of)
     state = {**common, "args": argparse.Namespace(**common["args"])}
     blob = _extra_state()
-    for key in _extra_state_keys([weight for weight, _ in dtype_of], dims):
+    for key in _extra_state_keys([item.weight for item in dtype_of], dims):
         content.objects[key] = files.place(blob)
     content.objects[COMMON_STATE] = files.place(torch_file.lay_out(lambda refs: [state], []))
     reservation.texts = {
@@ -158,10 +158,10 @@ def _bounded(box: Box, dtype: str) -> list[Box]:
     ]
 
 
-def _refuse_mixed(dtype_of: Mapping[tuple[Weight, Index], str]) -> None:
+def _refuse_mixed(dtype_of: Mapping[Item, str]) -> None:
     """A stacked key has one dtype for all its layers."""
     found: dict[str, dict[str, str]] = {}
-    for (weight, at), dtype in dtype_of.items():
+    for (weight, at, _), dtype in dtype_of.items():
         if weight.mcore is not None:
             found.setdefault(weight.mcore, {}).setdefault(dtype, spell(weight.mcore, at))
     mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]

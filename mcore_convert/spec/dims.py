@@ -29,6 +29,8 @@ class Dims:
     qkv_bias: bool
     linear_bias: bool
     num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    shared_ffn_hidden_size: int | None = None
 
     @staticmethod
     def of(args: Mapping[str, Any], *, vocab_size: int, padded_vocab_size: int) -> Dims:
@@ -69,6 +71,9 @@ class Dims:
             qkv_bias=bool(args.get("add_qkv_bias") or args.get("add_bias_linear")),
             linear_bias=bool(args.get("add_bias_linear")),
             num_experts=args.get("num_experts"),
+            moe_ffn_hidden_size=args.get("moe_ffn_hidden_size")
+            or (args["ffn_hidden_size"] if args.get("num_experts") else None),
+            shared_ffn_hidden_size=args.get("moe_shared_expert_intermediate_size"),
         )
 
     def size(self, word: str) -> int:
@@ -81,6 +86,13 @@ class Dims:
             "qkv": (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels,
             "ffn": self.ffn_hidden_size,
             "gated_ffn": 2 * self.ffn_hidden_size,
+            "head": self.kv_channels,
+            "experts": self.num_experts or 0,
+            "moe_ffn": self.moe_ffn_hidden_size or 0,
+            "gated_moe_ffn": 2 * (self.moe_ffn_hidden_size or 0),
+            "shared_ffn": self.shared_ffn_hidden_size or 0,
+            "gated_shared_ffn": 2 * (self.shared_ffn_hidden_size or 0),
+            "one": 1,
         }[word]
 
     def shape(self, words: tuple[str, ...]) -> Shape:

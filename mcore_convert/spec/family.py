@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from mcore_convert.spec.config import ConfigMapping
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.names import Index, placeholders_of
+from mcore_convert.spec.names import PARAM, Index, placeholders_of, spell
 from mcore_convert.spec.pack import Pack, Same
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shape, Shard
 
@@ -26,7 +27,8 @@ class Weight:
 
     `mcore` is the key of Megatron's `torch_dist` format with every placeholder spelled; None for a tensor that only
     Hugging Face has and that must be zero. `shape` is that of the global tensor, in the words of `Dims.size`.
-    `vocab` rows have the vocabulary as their first dimension, which Megatron pads.
+    `vocab` rows have the vocabulary as their first dimension, which Megatron pads. What is not `trained` is a buffer,
+    and has no optimizer state.
     """
 
     mcore: str | None
@@ -36,6 +38,7 @@ class Weight:
     pack: Pack = Same()
     when: Condition = always
     vocab: bool = False
+    trained: bool = True
 
     @property
     def name(self) -> str:
@@ -52,6 +55,18 @@ class Weight:
         if "expert" not in placeholders_of(self.name):
             return [Index(layer)]
         return [Index(layer, expert) for expert in range(dims.num_experts or 0)]
+
+
+class Item(NamedTuple):
+    """One tensor of a model: a weight, where, and which of its states."""
+
+    weight: Weight
+    at: Index
+    state: str = PARAM
+
+    def __str__(self) -> str:
+        name = spell(self.weight.name, self.at)
+        return name if self.state == PARAM else f"{name} ({self.state})"
 
 
 Row = Callable[..., Weight]

@@ -9,6 +9,11 @@ from functools import lru_cache
 PLACEHOLDERS = ("layer", "expert")
 
 
+# The states of a weight: the model's own tensor, and what an optimizer keeps for it, each of the weight's shape.
+PARAM, MASTER, EXP_AVG, EXP_AVG_SQ = "param", "master", "exp_avg", "exp_avg_sq"
+OPTIMIZER_STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
+
+
 @dataclass(frozen=True, order=True)
 class Index:
     """Which layer and which expert; None where a weight stands outside the layers or has no experts."""

@@ -1,0 +1,116 @@
+"""Every weight of a Megatron Core `GPTModel`, from its arguments: what resharding needs, where no family is involved.
+
+Names are those of `torch_dist` with the layer and the expert spelled, as Transformer Engine models have them. The order
+is that of the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+from mcore_convert.spec.config import ConfigMapping
+from mcore_convert.spec.family import Family, Weight
+from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
+
+LAYER = "decoder.layers.{layer}."
+EXPERT = LAYER + "mlp.experts.experts.{expert}."
+
+# Arguments that change which weights there are, in ways that are not described here, and their plain values.
+UNKNOWN: dict[str, tuple[Any, ...]] = {
+    "multi_latent_attention": (None, False),
+    "mtp_num_layers": (None, 0),
+    "is_hybrid_model": (None, False),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "attention_output_gate": (None, False),
+    "softmax_type": (None, "vanilla", "off-by-one"),
+    "moe_latent_size": (None,),
+    "enable_mhc_connections": (None, False),
+    "use_megatron_fsdp": (None, False),
+}
+
+
+def refusals(args: Mapping[str, Any]) -> list[str]:
+    """Why the weights of a model with these arguments are not known, a line each."""
+    lines = [f"`{name}` = {args[name]!r}" for name, plain in UNKNOWN.items() if args.get(name) not in plain]
+    if args.get("num_experts") and args.get("moe_layer_freq") not in (None, 1):
+        lines.append(f"`moe_layer_freq` = {args['moe_layer_freq']!r}: layers with and without experts")
+    return lines
+
+
+def family(args: Mapping[str, Any]) -> Family:
+    """The rows as a family that no Hugging Face model belongs to.
+
+    Raises:
+        ConfigError: the arguments ask for weights that are not described here.
+    """
+    reasons = refusals(args)
+    if reasons:
+        raise ConfigError("the weights of such a Megatron model are not known", items=reasons)
+    return Family("gpt", (), ConfigMapping("gpt", (), ()), weights(args))
+
+
+def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
+    """The rows of a model with these normalised Megatron arguments."""
+    bias, gated = bool(args.get("add_bias_linear")), bool(args.get("swiglu"))
+    qkv_bias = bias or bool(args.get("add_qkv_bias"))
+    norm_bias = args.get("normalization") == "LayerNorm"
+    up, up_shape = (GATED_COLUMN, "gated_") if gated else (COLUMN, "")
+    rows = [_row("embedding.word_embeddings.weight", "vocab hidden", COLUMN, vocab=True)]
+    if args.get("position_embedding_type") == "learned_absolute" and args.get("add_position_embedding", True):
+        rows.append(_row("embedding.position_embeddings.weight", "positions hidden"))
+    rows += _norm(LAYER + "self_attention.linear_qkv.layer_norm_", norm_bias)
+    rows += _linear(LAYER + "self_attention.linear_qkv.", "qkv", "hidden", COLUMN, qkv_bias)
+    if args.get("qk_layernorm"):
+        for part in "qk":
+            rows += _norm(LAYER + f"self_attention.{part}_layernorm.", norm_bias, "head")
+    rows += _linear(LAYER + "self_attention.linear_proj.", "hidden", "heads", ROW, bias)
+    if args.get("num_experts"):
+        rows += _experts(args, norm_bias, bias, up, up_shape)
+    else:
+        rows += _norm(LAYER + "mlp.linear_fc1.layer_norm_", norm_bias)
+        rows += _linear(LAYER + "mlp.linear_fc1.", up_shape + "ffn", "hidden", up, bias)
+        rows += _linear(LAYER + "mlp.linear_fc2.", "hidden", "ffn", ROW, bias)
+    rows += _norm("decoder.final_layernorm.", norm_bias)
+    if args.get("untie_embeddings_and_output_weights"):
+        rows.append(_row("output_layer.weight", "vocab hidden", COLUMN, vocab=True))
+    return tuple(rows)
+
+
+def _experts(args: Mapping[str, Any], norm_bias: bool, bias: bool, up: Shard, up_shape: str) -> list[Weight]:
+    rows = _norm(LAYER + "pre_mlp_layernorm.", norm_bias)
+    rows.append(_row(LAYER + "mlp.router.weight", "experts hidden"))
+    if args.get("moe_router_enable_expert_bias"):
+        rows.append(replace(_row(LAYER + "mlp.router.expert_bias", "experts"), trained=False))
+    rows += _linear(EXPERT + "linear_fc1.", up_shape + "moe_ffn", "hidden", up, bias)
+    rows += _linear(EXPERT + "linear_fc2.", "hidden", "moe_ffn", ROW, bias)
+    if args.get("moe_shared_expert_intermediate_size"):
+        shared = LAYER + "mlp.shared_experts."
+        rows += _linear(shared + "linear_fc1.", up_shape + "shared_ffn", "hidden", up, False)
+        rows += _linear(shared + "linear_fc2.", "hidden", "shared_ffn", ROW, False)
+        if args.get("moe_shared_expert_gate"):
+            rows.append(_row(shared + "gate_weight", "one hidden"))
+    return rows
+
+
+def _row(name: str, shape: str, shard: Shard = REPLICATED, *, vocab: bool = False) -> Weight:
+    return Weight(name, tuple(shape.split()), (), shard, vocab=vocab)
+
+
+def _norm(prefix: str, bias: bool, shape: str = "hidden") -> list[Weight]:
+    return [_row(prefix + "weight", shape), *([_row(prefix + "bias", shape)] if bias else [])]
+
+
+def _linear(prefix: str, rows: str, columns: str, shard: Shard, bias: bool) -> list[Weight]:
+    """A linear layer; the bias is cut as the rows are, so that of a row-parallel layer is not."""
+    weight = _row(prefix + "weight", f"{rows} {columns}", shard)
+    if not bias:
+        return [weight]
+    return [weight, _row(prefix + "bias", rows, REPLICATED if shard == ROW else shard)]

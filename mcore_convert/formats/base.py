@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
@@ -37,6 +37,23 @@ class Findings:
         return True
 
 
+@dataclass(frozen=True)
+class Training:
+    """What a run needs to go on beside its tensors.
+
+    `groups` are the optimizer's parameter groups without their lists of parameters, those of chained optimizers one
+    after the other; each says which it is (`wd_mult`, `lr_mult`, `is_expert_parallel`, `is_decoupled_lr`) and, under
+    `step`, how many steps it took. `distributed` tells Megatron's distributed optimizer from the plain ones, and `rest`
+    holds what is stored beside them (`num_floating_point_operations_so_far` and the like).
+    """
+
+    iteration: int
+    distributed: bool
+    groups: tuple[Mapping[str, Any], ...]
+    scheduler: Mapping[str, Any] | None = None
+    rest: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Checkpoint(Protocol):
     """A checkpoint in some format, open for reading or reserved for writing."""
 
@@ -51,6 +68,14 @@ class Checkpoint(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorMeta]:
         """Every tensor that a family must have a place for, by its key in this format."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states that it holds of every trained weight: `param`, and what an optimizer kept."""
+
+    @property
+    def training(self) -> Training | None:
+        """What a run needs to go on; None where no optimizer state is held."""
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """The boxes of one global tensor. What is missing or misshapen is noted in `findings`.

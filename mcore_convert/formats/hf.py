@@ -11,11 +11,11 @@ from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats import safetensors_file
-from mcore_convert.formats.base import Findings, Reservation
+from mcore_convert.formats.base import Findings, Reservation, Training
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
-from mcore_convert.spec.names import spell
+from mcore_convert.spec.names import PARAM, spell
 from mcore_convert.tensors import Slot, TensorMeta, View, is_inside, open_error
 
 CONFIG = "config.json"
@@ -61,6 +61,14 @@ class HfCheckpoint:
     @property
     def tensors(self) -> Mapping[str, TensorMeta]:
         return {name: TensorMeta(view.shape, view.dtype) for name, view in self.views.items()}
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return (PARAM,)
+
+    @property
+    def training(self) -> Training | None:
+        return None
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
         return ()

@@ -20,12 +20,12 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats import dcp
-from mcore_convert.formats.base import Findings
+from mcore_convert.formats.base import Findings, Training
 from mcore_convert.formats.hf import read_json
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import drop, placeholders_of, spell
+from mcore_convert.spec.names import PARAM, drop, placeholders_of, spell
 from mcore_convert.spec.shard import Box
 from mcore_convert.tensors import Slot, TensorMeta
 
@@ -119,6 +119,14 @@ class TorchDistCheckpoint:
             return "stacked"
         singleton = re.compile(r"linear_fc1\.(weight|bias)_[wv]$|\.experts\.experts\.\d+\.")
         return "singleton" if any(singleton.search(key) for key in self.keys) else "per_layer"
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return (PARAM,)
+
+    @property
+    def training(self) -> Training | None:
+        return None
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
         return ()

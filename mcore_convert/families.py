@@ -66,4 +66,4 @@ def of_arguments(args: Mapping[str, Any]) -> Family:
         if not refusals:
             return family
         reasons += [f"{family.name}: {reason}" for reason in refusals]
-    raise ConfigError("no family can represent this model", items=reasons)
+    raise ConfigError("no family can represent this model", items=dict.fromkeys(reasons))

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mcore_convert.errors import MappingError, fold
+from mcore_convert.errors import MappingError, counted, fold
 from mcore_convert.formats.base import Checkpoint, Findings, Reservation
+from mcore_convert.spec.arguments import DTYPES
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Weight
 from mcore_convert.spec.names import Index, match, spell
@@ -115,10 +116,12 @@ def find_weights(family: Family, dims: Dims, source: Checkpoint) -> Sources:
         name = spell(weight.name, at)
         if reason is not None:
             broken.append(f"{name}: {reason}")
-        if len(dtypes) > 1:
+        if not set(dtypes) <= DTYPES.keys():
+            broken.append(f"{name} is stored as {' and '.join(dtypes)}: a quantised model is not converted")
+        elif len(dtypes) > 1:
             broken.append(f"{name} is made of {' and '.join(dtypes)} parts")
         if weight.mcore is None:
-            failure = f"`{name}` is not zero, and Megatron Core has no place for it"
+            failure = f"`{name}` in `{source.path}` is not zero, and Megatron Core has no place for it"
             checks += [Check(slot.view, None, failure) for slot in found]
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
@@ -148,34 +151,41 @@ def _tied_checks(
     for slot in found:
         for part in cut(slots[embedding, Index()], slot.box):
             mine = slot.view.narrow(part.box.relative_to(slot.box.offsets))
-            failure = f"the model is tied, but its `{next(iter(there.used))}` differs from its embedding"
+            failure = (
+                f"the model in `{source.path}` is tied, but its `{next(iter(there.used))}` differs from its embedding"
+            )
             yield Check(mine, part.view, failure)
 
 
 def _refuse(family: Family, source: Checkpoint, findings: Findings, broken: list[str]) -> None:
-    where = f"`{source.path}`"
+    where, name = f"`{source.path}`", f"`{family.name}`"
     unused = [key for key in source.tensors if key not in findings.used and not _ignored(family, key)]
     # A stacked key holds a weight of all layers, each of which has looked for it.
     missing, misshapen = list(dict.fromkeys(findings.missing)), list(dict.fromkeys(findings.misshapen))
     if missing:
         both = [f"{key} (has no place)" for key in fold(unused)]
         raise MappingError(
-            f"{len(missing)} weights of family `{family.name}` are missing in {where}",
+            counted(len(missing), f"weight of family {name} is missing", f"weights of family {name} are missing")
+            + f" in {where}",
             items=[*fold(missing), *both],
         )
     if unused:
         raise MappingError(
-            f"{len(unused)} keys in {where} have no place in family `{family.name}`",
+            counted(len(unused), f"key in {where} has no place", f"keys in {where} have no place")
+            + f" in family {name}",
             items=fold(unused),
             hint="nothing is dropped in silence: is this another family, or a model with additions?",
         )
     if misshapen:
         raise MappingError(
-            f"{len(misshapen)} weights in {where} do not have the shape that its configuration demands",
+            counted(len(misshapen), f"weight in {where} does not have", f"weights in {where} do not have")
+            + " the shape that its configuration demands",
             items=misshapen,
         )
     if broken:
-        raise MappingError(f"{len(broken)} weights in {where} are not whole", items=broken)
+        raise MappingError(
+            f"{counted(len(broken), 'weight', 'weights')} in {where} cannot be taken as stored", items=fold(broken)
+        )
 
 
 def _ignored(family: Family, key: str) -> bool:

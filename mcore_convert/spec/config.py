@@ -42,6 +42,8 @@ class Field:
     to_hf: Callable[[Values], dict[str, Any]]
 
 
+MAX_SHOWN = 200  # characters of a value that an error shows
+
 # What a field's functions raise where a value is of a kind that makes no sense there, as `"x"` for a number.
 NONSENSE = (TypeError, ValueError, OverflowError)
 
@@ -62,7 +64,8 @@ def architectures_of(config: Values) -> list[str]:
 
 def shown(value: Any) -> str:
     """A value as `config.json` spells it."""
-    return "(absent)" if value is ABSENT else json.dumps(value, default=str)
+    text = "(absent)" if value is ABSENT else json.dumps(value, default=str)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def inner() -> Field:
 
     def to_hf(args: Values) -> dict[str, Any]:
         config = size.to_hf(args)
-        return {"n_inner": None} if config["n_inner"] == 4 * args["hidden_size"] else config
+        return {"n_inner": None} if config["n_inner"] == 4 * stated(args, "hidden_size") else config
 
     return Field(size.hf, size.megatron, size.to_megatron, to_hf)
 

@@ -102,7 +102,7 @@ def _to_torch_dist(
     has_tokenizer = any(file.startswith(("tokenizer", "vocab")) for file in carried)
     tokenizer = target.tokenizer or (str(hf_folder.absolute()) if has_tokenizer else None)
     args = arguments.complete(
-        {**model.args, **_dtype_flags(dtype_of)},
+        {**arguments.plain(model.args), **_dtype_flags(dtype_of)},
         dtype=next(iter(dtype_of.values())),
         tp=layout.tp,
         pp=layout.pp,

@@ -64,6 +64,11 @@ class VerificationError(ConvertError):
     """Two checkpoints that cannot be compared."""
 
 
+def counted(number: int, one: str, many: str) -> str:
+    """`1 key has`, `2 keys have`: the words that agree with a number."""
+    return f"{number} {one if number == 1 else many}"
+
+
 def fold(keys: Iterable[str]) -> list[str]:
     """Keys that differ in one index only, folded: `h.{0...31}.ln_1.weight`. The order of first appearance is kept."""
     lines = list(dict.fromkeys(keys))

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec.config import architectures_of
 from mcore_convert.spec.family import Family
 
 GROUP = "mcore_convert.families"
@@ -42,7 +43,7 @@ def of_config(config: Mapping[str, Any]) -> Family:
     Raises:
         ConfigError: none reads it.
     """
-    architectures = config.get("architectures") or []
+    architectures = architectures_of(config)
     kind = config.get("model_type")
     for family in families().values():
         types = {mapping.model_type for mapping in (family.config, *family.config.dialects)}
@@ -65,4 +66,4 @@ def of_arguments(args: Mapping[str, Any]) -> Family:
         if not refusals:
             return family
         reasons += [f"{family.name}: {reason}" for reason in refusals]
-    raise ConfigError("no family can represent this model", items=reasons)
+    raise ConfigError("no family can represent this model", items=dict.fromkeys(reasons))

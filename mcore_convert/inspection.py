@@ -169,9 +169,9 @@ def optimizer_kind(state: Mapping[str, Any], keys: list[str]) -> str | None:
     """How the optimizer's tensors are stored; None where there are none."""
     if not keys:
         return None
-    said = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    optimizer = state.get("optimizer") or {}
-    for part in (optimizer, optimizer.get(0) or {}):
+    said = _dict(state, "content_metadata").get("distrib_optim_sharding_type")
+    optimizer = _dict(state, "optimizer")
+    for part in (optimizer, _dict(optimizer, 0)):
         said = said or part.get("param_state_sharding_type")
     if said:
         return f"distributed, {said}"
@@ -180,6 +180,11 @@ def optimizer_kind(state: Mapping[str, Any], keys: list[str]) -> str | None:
     if any("optimizer.distributed." in key for key in keys):
         return "distributed, in buckets"
     return "plain"
+
+
+def _dict(state: Mapping[Any, Any], key: object) -> Mapping[Any, Any]:
+    found = state.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def _lines(tensors: Mapping[str, TensorMeta]) -> tuple[WeightLine, ...]:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mcore_convert.errors import MappingError, fold
+from mcore_convert.errors import MappingError, counted, fold
 from mcore_convert.formats.base import Checkpoint, Findings, Reservation
+from mcore_convert.spec.arguments import DTYPES
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item, Weight
 from mcore_convert.spec.names import PARAM, Index, match
@@ -116,10 +117,12 @@ def find_weights(family: Family, dims: Dims, source: Checkpoint, states: Sequenc
         dtypes = sorted({slot.view.dtype for slot in found})
         if reason is not None:
             broken.append(f"{item}: {reason}")
-        if len(dtypes) > 1:
+        if not set(dtypes) <= DTYPES.keys():
+            broken.append(f"{item} is stored as {' and '.join(dtypes)}: a quantised model is not converted")
+        elif len(dtypes) > 1:
             broken.append(f"{item} is made of {' and '.join(dtypes)} parts")
         if item.weight.mcore is None:
-            failure = f"`{item}` is not zero, and Megatron Core has no place for it"
+            failure = f"`{item}` in `{source.path}` is not zero, and Megatron Core has no place for it"
             checks += [Check(slot.view, None, failure) for slot in found]
         for replica, where in source.replicas(item, dims):
             failure = f"the ranks do not agree on `{item}`: {where}"
@@ -164,33 +167,47 @@ def _tied_checks(
     findings.misshapen += there.misshapen
     failure = f"the model is tied, but its `{next(iter(there.used))}` differs from its embedding"
     for slot in found:
+<<<<<<< HEAD
         yield from equal_checks(slot, slots[Item(embedding, Index())], failure)
+=======
+        for part in cut(slots[embedding, Index()], slot.box):
+            mine = slot.view.narrow(part.box.relative_to(slot.box.offsets))
+            failure = (
+                f"the model in `{source.path}` is tied, but its `{next(iter(there.used))}` differs from its embedding"
+            )
+            yield Check(mine, part.view, failure)
+>>>>>>> main
 
 
 def _refuse(family: Family, source: Checkpoint, findings: Findings, broken: list[str]) -> None:
-    where = f"`{source.path}`"
+    where, name = f"`{source.path}`", f"`{family.name}`"
     unused = [key for key in source.tensors if key not in findings.used and not _ignored(family, key)]
     # A stacked key holds a weight of all layers, each of which has looked for it.
     missing, misshapen = list(dict.fromkeys(findings.missing)), list(dict.fromkeys(findings.misshapen))
     if missing:
         both = [f"{key} (has no place)" for key in fold(unused)]
         raise MappingError(
-            f"{len(missing)} weights of family `{family.name}` are missing in {where}",
+            counted(len(missing), f"weight of family {name} is missing", f"weights of family {name} are missing")
+            + f" in {where}",
             items=[*fold(missing), *both],
         )
     if unused:
         raise MappingError(
-            f"{len(unused)} keys in {where} have no place in family `{family.name}`",
+            counted(len(unused), f"key in {where} has no place", f"keys in {where} have no place")
+            + f" in family {name}",
             items=fold(unused),
             hint="nothing is dropped in silence: is this another family, or a model with additions?",
         )
     if misshapen:
         raise MappingError(
-            f"{len(misshapen)} weights in {where} do not have the shape that its configuration demands",
+            counted(len(misshapen), f"weight in {where} does not have", f"weights in {where} do not have")
+            + " the shape that its configuration demands",
             items=misshapen,
         )
     if broken:
-        raise MappingError(f"{len(broken)} weights in {where} are not whole", items=broken)
+        raise MappingError(
+            f"{counted(len(broken), 'weight', 'weights')} in {where} cannot be taken as stored", items=fold(broken)
+        )
 
 
 def _ignored(family: Family, key: str) -> bool:

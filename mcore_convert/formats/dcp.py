@@ -136,11 +136,11 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
     for index, info in metadata.storage_data.items():
         if info.transform_descriptors:
             raise UnreadableCheckpoint(f"`{path}` stores its chunks compressed, which is not supported")
-        place = Place(str(info.relative_path), info.offset, info.length)
-        if not are_counts(place.offset, place.length):
-            raise ValueError(f"{index.fqn} lies at {place.offset!r}, {place.length!r} bytes long")
-        places[index.fqn, index.offset] = place
-        files.add(place.file)
+        if not are_counts(info.offset, info.length):
+            raise ValueError(f"{index.fqn} lies at {info.offset!r}, {info.length!r} bytes long")
+        file = str(info.relative_path)
+        files.add(file)
+        places[index.fqn, index.offset] = Place(file, info.offset, info.length)
     outside = sorted(file for file in files if not is_inside(file))
     if outside:
         raise UnreadableCheckpoint(f"`{path / METADATA}` names files outside of its directory", items=outside)
@@ -156,9 +156,8 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
             tensors[key] = TensorMeta(entry.size, dtype.name)
             chunks[key] = []
             for chunk in entry.chunks:
-                if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size) or not are_counts(
-                    *chunk.offsets, *chunk.sizes
-                ):
+                fits = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+                if not fits or not are_counts(*chunk.offsets, *chunk.sizes):
                     raise ValueError(f"{key} has a chunk that is no part of it")
                 place = places.get((key, chunk.offsets))
                 if place is None:

@@ -153,8 +153,10 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes(), parse_constant=_no_json)
     except OSError as error:
         raise open_error(path, error) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UnreadableCheckpoint(f"`{path}` is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UnreadableCheckpoint(f"`{path}` is nested too deeply") from error
     if not isinstance(content, dict):
         raise UnreadableCheckpoint(f"`{path}` is not a JSON object")
     return content

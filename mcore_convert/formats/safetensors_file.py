@@ -41,7 +41,10 @@ def read(path: Path) -> dict[str, View]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
+            head = file.read(8)
+            if len(head) < 8:
+                raise ValueError(f"it ends at byte {len(head)}")
+            (length,) = struct.unpack("<Q", head)
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header should have {length} bytes")
             header = json.loads(file.read(length))
@@ -49,8 +52,9 @@ def read(path: Path) -> dict[str, View]:
                 raise ValueError("its header is not a JSON object")
     except OSError as error:
         raise open_error(path, error) from error
-    except (struct.error, ValueError, RecursionError) as error:
-        raise UnreadableCheckpoint(f"`{path}` is damaged, or not a safetensors file: {error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UnreadableCheckpoint(f"`{path}` is damaged, or not a safetensors file: {reason}") from error
     header.pop("__metadata__", None)
     try:
         views, end = _views(path, header, 8 + length)
@@ -68,6 +72,9 @@ def read(path: Path) -> dict[str, View]:
 def _views(path: Path, header: Mapping[str, Mapping[str, Any]], start: int) -> tuple[dict[str, View], int]:
     views: dict[str, View] = {}
     end = start
+    strange = [name for name, entry in header.items() if not isinstance(entry, dict)]
+    if strange:
+        raise ValueError(f"`{strange[0]}` is not described")
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         low, high = entry["data_offsets"]
         shape, code = tuple(entry["shape"]), entry["dtype"]

@@ -32,6 +32,7 @@ from mcore_convert.tensors import Slot, TensorMeta
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
 COMMON_STATE = "common_state/shard_0_1"
+MAX_DIGITS = 18  # of an iteration: more are no number that training could reach
 CARRIED = "hf"  # folder for what a Hugging Face model has beside its weights
 
 # Keys that are no weights: optimizer state (plain, distributed and chained), random states, bookkeeping.
@@ -68,7 +69,7 @@ def resolve(path: Path) -> Path:
             hint=f"name the directory of one iteration: `{found[-1]}`" if found else "is this a Megatron checkpoint?",
         )
     said = tracker.read_text(errors="replace").strip()
-    if said != "release" and not said.isdecimal():
+    if said != "release" and not (said.isdecimal() and len(said) <= MAX_DIGITS):
         raise UnreadableCheckpoint(f"`{tracker}` says `{said[:40]}`, which is neither an iteration nor `release`")
     chosen = path / (said if said == "release" else f"iter_{int(said):07d}")
     if not dcp.exists(chosen):

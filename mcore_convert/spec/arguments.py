@@ -59,11 +59,34 @@ def true_vocab_size(stored: Values) -> int | None:
     size = stored.get("vocab_size")
     if size is None:
         return None
+    _refuse_no_integers(stored, "vocab_size")
     tokenizer = stored.get("tokenizer_type")
     short = tokenizer == "NullMultimodalTokenizer" or (
         tokenizer == "NullTokenizer" and "null_tokenizer_eod_id" not in stored
     )
     return int(size) + short
+
+
+def _refuse_no_integers(stored: Values, *names: str) -> None:
+    wrong = [f"`{name}` = {stored[name]!r}" for name in names if not isinstance(stored.get(name), int | None)]
+    if wrong:
+        raise ConfigError("the Megatron arguments do not describe a model", items=wrong)
+
+
+def plain(stored: Values) -> dict[str, Any]:
+    """The arguments without those of Megatron's own classes (enums), which only Megatron could write again.
+
+    They say how a run computes, and Megatron takes its default where a checkpoint does not have them.
+    """
+
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, dict):
+            return all(is_plain(part) for item in value.items() for part in item)
+        if isinstance(value, list | tuple):
+            return all(is_plain(part) for part in value)
+        return value is None or isinstance(value, bool | int | float | str | TorchDtype)
+
+    return {name: value for name, value in stored.items() if is_plain(value)}
 
 
 def padded_vocab_size(vocab: int, tp: int, divisible_by: int = 128) -> int:
@@ -96,6 +119,7 @@ def normalise(stored: Values) -> dict[str, Any]:
             args["tokenizer_type"], args["null_tokenizer_eod_id"] = "NullTokenizer", args["vocab_size"]
         args["vocab_size"] = vocab
 
+    _refuse_no_integers(args, "hidden_size", "num_attention_heads")
     hidden, heads = args.get("hidden_size"), args.get("num_attention_heads")
     if heads and (args.get("num_query_groups") is None or not args["group_query_attention"]):
         args["num_query_groups"] = heads
@@ -240,6 +264,7 @@ def complete(
         "vocab_size": vocab_size,
         # divisible by the run's tp: a run that takes it over with another tp checks that
         "padded_vocab_size": padded_vocab_size(vocab_size, tp),
+        "make_vocab_size_divisible_by": PLAIN["make_vocab_size_divisible_by"],
         "tokenizer_type": "HuggingFaceTokenizer" if tokenizer_model else None,
         "tokenizer_model": tokenizer_model,
         "seq_length": args["max_position_embeddings"],

@@ -109,7 +109,7 @@ def _section(name: str, values: dict[str, Any]) -> list[str]:
 
 def _scalar(value: Any) -> str:
     """JSON scalars are YAML scalars, but for small floats: YAML 1.1 reads `1e-05` as a string, `1.0e-05` as a float."""
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     if isinstance(value, float) and "e" in text and "." not in text:
         return text.replace("e", ".0e")
     return text

@@ -42,9 +42,30 @@ class Field:
     to_hf: Callable[[Values], dict[str, Any]]
 
 
+MAX_SHOWN = 200  # characters of a value that an error shows
+
+# What a field's functions raise where a value is of a kind that makes no sense there, as `"x"` for a number.
+NONSENSE = (TypeError, ValueError, OverflowError)
+
+
+def architectures_of(config: Values) -> list[str]:
+    """The `architectures` of a `config.json`.
+
+    Raises:
+        ConfigError: it is not a list of names.
+    """
+    found = config.get("architectures")
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"`architectures` = {shown(found)} is not a list of names")
+    return found
+
+
 def shown(value: Any) -> str:
     """A value as `config.json` spells it."""
-    return "(absent)" if value is ABSENT else json.dumps(value, default=str)
+    text = "(absent)" if value is ABSENT else json.dumps(value, default=str)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -121,11 +142,11 @@ class ConfigMapping:
         for mapping in (self, *self.dialects):
             if config.get("model_type", ABSENT) == mapping.model_type:
                 break
-            if "model_type" not in config and set(config.get("architectures") or ()) & set(mapping.architectures):
+            if "model_type" not in config and set(architectures_of(config)) & set(mapping.architectures):
                 break
         else:
             raise ConfigError(f"`model_type` = {shown(config.get('model_type', ABSENT))} is not `{self.model_type}`")
-        stranger = [name for name in config.get("architectures") or () if name not in mapping.architectures]
+        stranger = [name for name in architectures_of(config) if name not in mapping.architectures]
         if stranger:
             known = ", ".join(f"`{name}`" for name in mapping.architectures)
             raise ConfigError(f"`architectures` = {shown(stranger)} is not {known}")
@@ -155,6 +176,8 @@ class ConfigMapping:
                 args |= field.to_megatron(filled)
             except Refused as refused:
                 problems += refused.lines
+            except NONSENSE:
+                problems.append(" and ".join(f"`{key}` = {shown(filled[key])}" for key in field.hf) + " makes no sense")
         return args, problems
 
     def _write(self, args: Values) -> tuple[dict[str, Any], list[str]]:
@@ -170,6 +193,9 @@ class ConfigMapping:
                 config |= field.to_hf(args)
             except Refused as refused:
                 problems += refused.lines
+            except NONSENSE:
+                said = [f"`{name}` = {args.get(name)!r}" for name in field.megatron]
+                problems.append(" and ".join(said) + " makes no sense")
         return config, problems
 
 
@@ -177,6 +203,6 @@ def _differs(field: Field, filled: Values, args: Values) -> bool:
     """Whether the arguments prove that the field of a configuration says something else."""
     try:
         said = field.to_megatron(filled)
-    except (Refused, KeyError):  # not representable, or absent without a default: the arguments know better
+    except (Refused, KeyError, *NONSENSE):  # not representable, or absent without a default: the arguments know better
         return True
     return any(args.get(name) is not None and args[name] != value for name, value in said.items())

@@ -1,0 +1,182 @@
+"""Imports run one way, the library stays light, and its files stay small."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mcore_convert
+from tests.conftest import HfMaker
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("mcore_convert", "converters", "train_entry")
+HEAVY = ("torch", "transformers", "megatron", "accelerate", "huggingface_hub", "tokenizers")
+LONGEST = 320  # lines of a file: one responsibility
+
+# A module may import those of the lines above its own, and nothing else of the project. Names without a package are
+# those of `mcore_convert`.
+LAYERS = """
+errors
+spec.names  spec.neutral  spec.shard  spec.arguments
+spec.config  spec.dims  spec.bridge  spec.command_line
+spec.fields  spec.layout  spec.pack
+spec.rope  spec.family
+spec
+converters.gpt2  converters.llama
+converters
+tensors
+formats  formats.base  formats.pickles  formats.safetensors_file
+formats.torch_file
+formats.dcp  formats.hf
+formats.torch_dist
+formats.torch_dist_writer
+families  plan
+identify
+conversion
+destination
+execute
+megatron  megatron.cpu  megatron.norm
+megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights
+megatron.model
+verification  inspection  hub
+logits
+api
+mcore_convert
+train_entry
+cli.text
+cli.convert  cli.families  cli.inspect  cli.verify
+cli
+__main__
+"""
+
+# Files that are longer than they should be, and how long they may be until they are split.
+TOO_LONG = {"mcore_convert/execute.py": 350, "mcore_convert/formats/pickles.py": 410}
+
+
+def full_name(short: str) -> str:
+    return short if short.partition(".")[0] in PACKAGES else f"mcore_convert.{short}"
+
+
+def rank_of() -> dict[str, int]:
+    lines = LAYERS.split("\n")
+    return {full_name(short): rank for rank, line in enumerate(lines) for short in line.split()}
+
+
+def files() -> dict[str, Path]:
+    """Every module of the installed packages, by its name."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = files()
+
+
+def imported(module: str) -> Iterator[str]:
+    """The modules of the project that a module imports, inside functions and for type checking too."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            base = node.module or ""
+            names = [f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.partition(".")[0] in PACKAGES)
+
+
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def test_every_module_has_its_layer() -> None:
+    assert sorted(rank_of()) == sorted(MODULES), "say in LAYERS where a new module stands"
+
+
+def test_imports_run_one_way() -> None:
+    rank = rank_of()
+    wrong = [
+        f"{module} imports {other}" for module in MODULES for other in imported(module) if rank[other] >= rank[module]
+    ]
+    assert not wrong
+
+
+def test_families_are_found_and_not_imported() -> None:
+    """No module names a family, so that another package can bring its own; and a family's file knows the spec alone."""
+    for module in MODULES:
+        family = is_in(module, "converters")
+        room = (
+            ("mcore_convert.spec", "mcore_convert.errors", "converters") if family else ("mcore_convert", "train_entry")
+        )
+        assert [other for other in imported(module) if not any(is_in(other, package) for package in room)] == [], module
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(MODULES) if "megatron" not in m and not m.endswith("__main__")])
+def test_a_module_can_be_imported_first(module: str) -> None:
+    """No order of imports closes a circle, and none of these modules brings torch in."""
+    assert loaded(f"import {module}") == []
+
+
+def loaded(code: str) -> list[str]:
+    """Which heavy packages a fresh interpreter has loaded after running this."""
+    report = f"\nimport sys, json\nsys.stderr.write(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return found
+
+
+def command(*arguments: str) -> str:
+    """Code that runs a command of `mcore-convert` to its end."""
+    return f"""
+import sys
+from mcore_convert.cli import main
+sys.argv = ["mcore-convert", *{list(arguments)}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+
+
+def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    source, dist, back = str(hf_checkpoint("llama-gqa")), str(tmp_path / "dist"), str(tmp_path / "back")
+    assert loaded(command("--help")) == []
+    assert loaded(command("families", "llama")) == []
+    assert loaded(command("convert", source, dist, "--tp", "2")) == []
+    assert loaded(command("inspect", dist)) == []
+    assert loaded(command("convert", dist, back)) == []
+    assert loaded(command("verify", source, back)) == []
+
+
+def test_the_public_names() -> None:
+    names = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "verify"]
+    assert mcore_convert.__all__ == names
+    assert dir(mcore_convert) == sorted([*names, "__version__"])
+    for name in names:
+        assert getattr(mcore_convert, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute `reshape`"):
+        _ = mcore_convert.reshape
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "fixtures", "benchmarks"])
+def test_files_stay_small(package: str) -> None:
+    long = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in (ROOT / package).rglob("*.py")}
+    assert not {file: lines for file, lines in long.items() if lines > TOO_LONG.get(file, LONGEST)}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_nothing_prints(module: str) -> None:
+    """Data goes through the command's own writer, and the library says nothing."""
+    tree = ast.parse(MODULES[module].read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]

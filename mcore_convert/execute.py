@@ -25,7 +25,7 @@ from mcore_convert.destination import check_free, claimed, partial_path, replace
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableTarget
 from mcore_convert.plan import Check, Plan
 from mcore_convert.spec.shard import Shape
-from mcore_convert.tensors import Slot, View, open_error
+from mcore_convert.tensors import DTYPE_SIZES, Slot, View, open_error
 
 BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
@@ -128,9 +128,9 @@ def execute(plan: Plan, *, overwrite: bool = False, progress: Progress | None = 
     check_free(final, overwrite=overwrite)
     sources = {copy.source.path for move in plan.moves for copy in move.copies} | {*plan.reservation.carried.values()}
     _refuse_overlap(final, plan.source.path, sources)
-    with Files() as files:
-        for check in plan.checks:
-            _check(check, files)
+    with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
+        for _ in pool.map(lambda check: _check(check, files), plan.checks):
+            pass
     partial = partial_path(final)
     with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite):
         with Files() as files:
@@ -307,8 +307,20 @@ def as_float(array: Bytes, dtype: str) -> NDArray[np.float64]:
     return np.ascontiguousarray(array).view(dtype).astype(np.float64)
 
 
+def round_to(array: Bytes, dtype: str) -> Bytes:
+    """fp32 values, read as unsigned integers, rounded to the nearest of a dtype, ties to even, as torch does."""
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(array)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.ascontiguousarray(array).view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
+
+
 def _check(check: Check, files: Files) -> None:
-    if check.other is not None:
+    if check.other is not None and check.rounded:
+        exact, rounded = files.array(check.view), files.array(check.other)
+        blocks = _blocks(check.view.shape, check.view.itemsize)
+        failed = any(bool((round_to(exact[block], check.other.dtype) != rounded[block]).any()) for block in blocks)
+    elif check.other is not None:
         failed = next(differing(files, check.view, check.other), None) is not None
     else:
         array = files.array(check.view)

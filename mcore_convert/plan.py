@@ -7,7 +7,7 @@ of two boxes: there is one path for every pair of formats and layouts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mcore_convert.errors import MappingError, counted, fold
@@ -15,7 +15,7 @@ from mcore_convert.formats.base import Checkpoint, Findings, Reservation
 from mcore_convert.spec.arguments import DTYPES
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item, Weight
-from mcore_convert.spec.names import PARAM, Index, match
+from mcore_convert.spec.names import MASTER, PARAM, Index, match
 from mcore_convert.spec.shard import Box
 from mcore_convert.tensors import Slot, View, cut, untiled
 
@@ -32,11 +32,15 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must hold before anything is written: `view` is all zero, or equals `other`."""
+    """Something that must hold before anything is written: `view` is all zero, or equals `other`.
+
+    `rounded`: `view` is fp32 and equals `other` when rounded to its dtype, as a master copy does.
+    """
 
     view: View
     other: View | None
     failure: str
+    rounded: bool = False
 
 
 class Move(NamedTuple):
@@ -127,9 +131,22 @@ def find_weights(family: Family, dims: Dims, source: Checkpoint, states: Sequenc
         for replica, where in source.replicas(item, dims):
             failure = f"the ranks do not agree on `{item}`: {where}"
             checks += equal_checks(replica, found, failure)
+    if source.found_by_order:
+        checks += _master_checks(slots)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
     return Sources(slots, tuple(checks))
+
+
+def _master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
+    """That every master copy rounds to its weight: the proof that state found by its order was found right."""
+    for item, masters in slots.items():
+        if item.state == MASTER:
+            failure = f"the master copy of `{item.weight.mcore}` does not round to the weight"
+            for check in (
+                c for slot in masters for c in equal_checks(slot, slots[item._replace(state=PARAM)], failure)
+            ):
+                yield replace(check, rounded=check.view.dtype != check.other.dtype if check.other else False)
 
 
 def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item]:
@@ -165,18 +182,9 @@ def _tied_checks(
         return
     findings.used |= there.used
     findings.misshapen += there.misshapen
-    failure = f"the model is tied, but its `{next(iter(there.used))}` differs from its embedding"
+    failure = f"the model in `{source.path}` is tied, but its `{next(iter(there.used))}` differs from its embedding"
     for slot in found:
-<<<<<<< HEAD
         yield from equal_checks(slot, slots[Item(embedding, Index())], failure)
-=======
-        for part in cut(slots[embedding, Index()], slot.box):
-            mine = slot.view.narrow(part.box.relative_to(slot.box.offsets))
-            failure = (
-                f"the model in `{source.path}` is tied, but its `{next(iter(there.used))}` differs from its embedding"
-            )
-            yield Check(mine, part.view, failure)
->>>>>>> main
 
 
 def _refuse(family: Family, source: Checkpoint, findings: Findings, broken: list[str]) -> None:
@@ -215,6 +223,13 @@ def _ignored(family: Family, key: str) -> bool:
     return any(match(t, key) is not None or match(t.removeprefix(prefix), key) is not None for t in family.ignore)
 
 
+def _copies(slots: list[Slot], place: Slot) -> list[Copy]:
+    """What fills a slot of the target, from those of the source."""
+    return [
+        Copy(part.view, place.view.narrow(part.box.relative_to(place.box.offsets))) for part in cut(slots, place.box)
+    ]
+
+
 def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoint) -> tuple[Move, ...]:
     """The copies that fill every slot of the target, each element once.
 
@@ -226,12 +241,14 @@ def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoi
     moves = []
     for item, slots in sources.slots.items():
         weight = item.weight
-        copies = []
+        copies: list[Copy] = []
         places = _without_padding(weight, dims, target.locate(item, dims, findings))
-        for place in places:
-            for part in cut(slots, place.box):
-                copies.append(Copy(part.view, place.view.narrow(part.box.relative_to(place.box.offsets))))
-        filled = sum(Box.whole(copy.target.shape).numel for copy in copies)
+        again = _without_padding(weight, dims, [slot for slot, _ in target.replicas(item, dims)])
+        for place in again:
+            copies += _copies(slots, place)
+        first = [copy for place in places for copy in _copies(slots, place)]
+        filled = sum(Box.whole(copy.target.shape).numel for copy in first)
+        copies += first
         shape = family.shape(weight, dims)
         if weight.mcore is not None and (
             filled != Box.whole(shape).numel or untiled([place.box for place in places], shape) is not None

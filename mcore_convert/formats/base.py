@@ -77,6 +77,10 @@ class Checkpoint(Protocol):
     def training(self) -> Training | None:
         """What a run needs to go on; None where no optimizer state is held."""
 
+    @property
+    def found_by_order(self) -> bool:
+        """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
+
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """The boxes of one global tensor. What is missing or misshapen is noted in `findings`.
 

@@ -129,6 +129,10 @@ class TorchDistCheckpoint:
     def training(self) -> Training | None:
         return None
 
+    @property
+    def found_by_order(self) -> bool:
+        return False
+
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
         return ()
 

@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mcore_convert.api import Conversion, convert, inspect, verify
+    from mcore_convert.api import Conversion, convert, inspect, reshard, verify
     from mcore_convert.errors import ConvertError
     from mcore_convert.inspection import Inspection
     from mcore_convert.verification import Verification
 
 __version__ = "0.1.0"
-__all__ = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "verify"]
+__all__ = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "reshard", "verify"]
 
 _HOMES = {
     "Conversion": "api",
@@ -18,6 +18,7 @@ _HOMES = {
     "Verification": "verification",
     "convert": "api",
     "inspect": "api",
+    "reshard": "api",
     "verify": "api",
 }
 

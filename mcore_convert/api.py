@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.conversion import FORMATS, Target, plan_conversion
+from mcore_convert.conversion import plan_conversion
 from mcore_convert.destination import check_free
 from mcore_convert.errors import ConvertError
 from mcore_convert.execute import Progress, execute, expected_memory
 from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
 from mcore_convert.hub import local_path
-from mcore_convert.identify import identify
+from mcore_convert.identify import identify, open_checkpoint
 from mcore_convert.inspection import Inspection, inspect_checkpoint
 from mcore_convert.plan import Plan
 from mcore_convert.spec.layout import Layout
+from mcore_convert.targets import FORMATS, Target
 from mcore_convert.tensors import open_error
 from mcore_convert.verification import Verification, compare
 
@@ -91,10 +92,19 @@ def convert(
     to: str | None = None,
     tp: int = 1,
     pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    pipeline_layout: str | None = None,
+    optimizer: bool = True,
+    implementation: str | None = None,
     iteration: int | None = None,
     family: str | None = None,
     hf_config: PathLike | None = None,
     vocab_size: int | None = None,
+    given: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
     max_shard_size: int = DEFAULT_SHARD_SIZE,
     revision: str | None = None,
@@ -107,13 +117,18 @@ def convert(
     Args:
         source: a Hugging Face or Megatron directory, or a Hub id.
         destination: the directory to make. It appears when it is complete; until then it is `destination.partial`.
-        to: `hf` or `torch_dist`; the other one than the source's unless given.
-        tp: tensor-parallel size that the chunks and the vocabulary padding are made for. Any size can load them.
-        pp: pipeline-parallel size for the stored arguments and the printed command line.
-        iteration: write `iter_*` with this number instead of `release`.
+        to: `hf`, `torch_dist` or `torch`; between Hugging Face and `torch_dist` the other one unless given.
+        tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers, pipeline_layout: the layout of a Megatron target,
+            as `Layout` describes it. `torch` has a file for each of its ranks; `torch_dist` can be loaded at any
+            layout, which only decides its chunks, the vocabulary padding and the stored arguments.
+        optimizer: carry optimizer state from Megatron to Megatron.
+        implementation: `local` or `transformer_engine`, whose names the `torch` format shall have.
+        iteration: number of the `iter_*` directory. Without one, weights alone become a `release`, and weights with
+            optimizer state keep the number that they have.
         family: take this family instead of finding it.
         hf_config: original `config.json` (or its directory): kept, but for what the checkpoint proves different.
         vocab_size: true vocabulary of a Megatron checkpoint that does not store it.
+        given: Megatron arguments that an old checkpoint does not store.
         tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
         max_shard_size: largest safetensors file, in bytes.
         revision: branch, tag or commit of a Hub id.
@@ -127,15 +142,44 @@ def convert(
     final = Path(destination)
     check_free(final, overwrite=overwrite or dry_run)
     path = local_path(str(source), revision)
-    model = identify(path, family=family, hf_config=_path(hf_config), vocab_size=vocab_size)
+    model = identify(path, family=family, hf_config=_path(hf_config), vocab_size=vocab_size, given=given)
     chosen = to or ("torch_dist" if model.checkpoint.format == "hf" else "hf")
     if iteration is not None and chosen == "hf":
         raise ConvertError("an iteration number needs a Megatron target", hint="leave --iteration out")
-    layout = Layout(tp=tp, pp=pp)
-    plan = plan_conversion(model, Target(final, chosen, layout, iteration, max_shard_size, tokenizer))
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        ep=ep,
+        etp=etp,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
+        pipeline_layout=pipeline_layout,
+    )
+    target = Target(final, chosen, layout, iteration, max_shard_size, tokenizer, implementation, optimizer)
+    plan = plan_conversion(model, target)
     if not dry_run:
         execute(plan, overwrite=overwrite, progress=progress)
     return Conversion(plan, dry_run)
+
+
+def reshard(source: PathLike, destination: PathLike, *, to: str | None = None, **options: Any) -> Conversion:
+    """Bring a Megatron checkpoint to another layout, its optimizer state with it.
+
+    Args:
+        source: a Megatron directory.
+        destination: the directory to make.
+        to: `torch_dist` or `torch`; the format of the source unless given.
+        options: as for `convert`.
+
+    Raises:
+        ConvertError: as `convert`; or the source is not Megatron's.
+    """
+    with _refusals():
+        found = open_checkpoint(Path(source), options.get("given")).format
+    if found == "hf" or to == "hf":
+        raise ConvertError("only Megatron checkpoints have a layout", hint="to or from Hugging Face: `convert`")
+    return convert(source, destination, to=to or found, **options)
 
 
 @_refusals()
@@ -184,4 +228,4 @@ def _path(path: PathLike | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-__all__ = ["FORMATS", "Conversion", "convert", "inspect", "verify"]
+__all__ = ["FORMATS", "Conversion", "convert", "inspect", "reshard", "verify"]

@@ -312,7 +312,8 @@ def round_to(array: Bytes, dtype: str) -> Bytes:
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(array)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.ascontiguousarray(array).view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
+    rounded: Bytes = np.ascontiguousarray(array).view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
+    return rounded
 
 
 def _check(check: Check, files: Files) -> None:

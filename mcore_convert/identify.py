@@ -9,12 +9,15 @@ from typing import Any
 
 from mcore_convert import families
 from mcore_convert.errors import ConfigError, UnreadableCheckpoint
-from mcore_convert.formats import hf, torch_dist
+from mcore_convert.formats import hf, mp_rank, torch_dist, zarr
 from mcore_convert.formats.hf import HfCheckpoint
+from mcore_convert.formats.mp_rank import MpRankCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint
-from mcore_convert.spec import arguments
+from mcore_convert.spec import arguments, gpt
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
+
+MegatronCheckpoint = TorchDistCheckpoint | MpRankCheckpoint
 
 
 @dataclass(frozen=True)
@@ -23,18 +26,24 @@ class Model:
 
     `args` are normalised Megatron arguments of the architecture; `config` is the original `config.json` where one is
     known: that of the directory, the one supplied, or the one carried along since the checkpoint came from there.
+    Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusals` says
+    why.
     """
 
-    checkpoint: HfCheckpoint | TorchDistCheckpoint
+    checkpoint: HfCheckpoint | MegatronCheckpoint
     family: Family
     dims: Dims
     args: Mapping[str, Any]
     config: Mapping[str, Any] | None
     notes: tuple[str, ...] = field(default=())
+    refusals: tuple[str, ...] = field(default=())
 
 
-def open_checkpoint(path: Path) -> HfCheckpoint | TorchDistCheckpoint:
+def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfCheckpoint | MegatronCheckpoint:
     """Open a directory in whatever format it has; headers only.
+
+    Args:
+        given: Megatron arguments that a checkpoint without stored ones needs.
 
     Raises:
         UnreadableCheckpoint: it is missing, is in no known format, or is damaged.
@@ -45,6 +54,10 @@ def open_checkpoint(path: Path) -> HfCheckpoint | TorchDistCheckpoint:
         raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory that holds the checkpoint")
     if hf.detect(path):
         return hf.open_hf(path)
+    if mp_rank.detect(path):
+        return mp_rank.open_mp_rank(path, given)
+    if zarr.detect(path):
+        return zarr.open_zarr(path)
     if torch_dist.detect(path):
         return torch_dist.open_torch_dist(path)
     if (path / hf.CONFIG).is_file():
@@ -61,6 +74,7 @@ def identify(
     family: str | None = None,
     hf_config: Path | None = None,
     vocab_size: int | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> Model:
     """Open a checkpoint and find out what it is.
 
@@ -68,11 +82,12 @@ def identify(
         family: take this family instead of finding it.
         hf_config: an original `config.json`, or the directory with it, of a Megatron checkpoint.
         vocab_size: the true vocabulary of a Megatron checkpoint that does not say it.
+        given: Megatron arguments that the checkpoint does not store.
 
     Raises:
         ConvertError: it cannot be read, no family represents it, or its arguments are contradictory.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, given)
     if isinstance(checkpoint, HfCheckpoint):
         return _identify_hf(checkpoint, family)
     config = _read_config(hf_config)
@@ -97,10 +112,11 @@ def _identify_hf(checkpoint: HfCheckpoint, name: str | None) -> Model:
 
 
 def _identify_megatron(
-    checkpoint: TorchDistCheckpoint, name: str | None, config: Mapping[str, Any] | None, vocab_size: int | None
+    checkpoint: MegatronCheckpoint, name: str | None, config: Mapping[str, Any] | None, vocab_size: int | None
 ) -> Model:
     stored = checkpoint.common.args
-    notes = []
+    notes: list[str] = []
+    refusals: tuple[str, ...] = ()
     if stored is None:
         if config is None:
             raise ConfigError(
@@ -114,11 +130,14 @@ def _identify_megatron(
         )
     else:
         args = arguments.normalise(stored)
-        family = families.named(name) if name else families.of_arguments(args)
-    embedding = checkpoint.tensors.get(torch_dist.ANCHORS[0])
-    if embedding is None or not embedding.shape:
-        raise UnreadableCheckpoint(f"`{checkpoint.path}` has no `{torch_dist.ANCHORS[0]}`")
-    rows = embedding.shape[0]
+        try:
+            family = families.named(name) if name else families.of_arguments(args)
+        except ConfigError as error:
+            if name:
+                raise
+            refusals = (error.message, *error.items)
+            family = gpt.family(args)
+    rows = checkpoint.embedding_rows
     vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
     if vocab is None:
         vocab = rows
@@ -132,5 +151,11 @@ def _identify_megatron(
         raise ConfigError(f"a vocabulary of {vocab} does not fit an embedding of {rows} rows")
     args = {**args, "vocab_size": vocab}
     return Model(
-        checkpoint, family, Dims.of(args, vocab_size=vocab, padded_vocab_size=rows), args, config, tuple(notes)
+        checkpoint,
+        family,
+        Dims.of(args, vocab_size=vocab, padded_vocab_size=rows),
+        args,
+        config,
+        tuple(notes),
+        refusals,
     )

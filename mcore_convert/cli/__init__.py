@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import typer
 
-from mcore_convert.cli import convert, families, inspect, verify
+from mcore_convert.cli import convert, families, inspect, reshard, verify
 from mcore_convert.cli.text import say
 from mcore_convert.errors import ConvertError
 
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("convert")(convert.command)
+app.command("reshard")(reshard.command)
 app.command("verify")(verify.command)
 app.command("inspect")(inspect.command)
 app.command("families")(families.command)

@@ -1,0 +1,69 @@
+"""`mcore-convert reshard`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mcore_convert.cli import options
+from mcore_convert.cli.convert import report
+from mcore_convert.cli.text import progress, show
+
+
+def command(
+    source: Annotated[Path, typer.Argument(help="Megatron directory")],
+    destination: Annotated[Path, typer.Argument(help="Directory to make; it appears when it is complete")],
+    tp: options.Tp = 1,
+    pp: options.Pp = 1,
+    vpp: options.Vpp = None,
+    ep: options.Ep = 1,
+    first_stage_layers: options.FirstStage = None,
+    last_stage_layers: options.LastStage = None,
+    pipeline_layout: options.PipelineLayout = None,
+    to: Annotated[
+        options.MegatronFormat | None, typer.Option(help="Format to write; that of the source unless given")
+    ] = None,
+    no_optimizer: options.NoOptimizer = False,
+    implementation: options.Names = None,
+    iteration: options.Iteration = None,
+    vocab_size: options.VocabSize = None,
+    arg: options.Given = None,
+    overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Bring a Megatron checkpoint to another layout, its optimizer state with it.
+
+    Example: mcore-convert reshard ./tp2pp2 ./tp1 --tp 1 --pp 1
+    """
+    from mcore_convert.api import reshard
+
+    with progress(quiet=quiet) as update:
+        done = reshard(
+            source,
+            destination,
+            to=to.value if to else None,
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            ep=ep,
+            first_stage_layers=first_stage_layers,
+            last_stage_layers=last_stage_layers,
+            pipeline_layout=pipeline_layout,
+            optimizer=not no_optimizer,
+            implementation=implementation.value if implementation else None,
+            iteration=iteration,
+            vocab_size=vocab_size,
+            given=options.arguments(arg),
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=update,
+        )
+    if json:
+        show(jsonlib.dumps(done.as_dict(), indent=2))
+    elif not quiet:
+        report(done)

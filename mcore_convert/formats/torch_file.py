@@ -180,6 +180,24 @@ def _view(path: Path, start: int, ref: TensorRef) -> View:
     return View(path, start + ref.offset * size, ref.shape, strides, ref.storage.dtype)
 
 
+def scalar(view: View) -> int | float | bool:
+    """The value of a tensor of one element.
+
+    Raises:
+        UnreadableCheckpoint: it has several, or its file is shorter than it was.
+    """
+    codes = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
+    code = {**codes, "uint8": "B", "bool": "?"}.get(view.dtype)
+    if code is None or view.nbytes != view.itemsize:
+        raise UnreadableCheckpoint(f"`{view.path}` has a tensor of {view.dtype} {list(view.shape)} in a number's place")
+    with view.path.open("rb") as file:
+        content = os.pread(file.fileno(), view.itemsize, view.offset)
+    if len(content) != view.itemsize:
+        raise UnreadableCheckpoint(f"`{view.path}` is damaged: it ends at byte {view.offset + len(content)}")
+    value: int | float | bool = struct.unpack(f"<{code}", content)[0]
+    return value
+
+
 def with_views(tree: Any, view_of: Callable[[TensorRef], Any]) -> Any:
     """The tree with every TensorRef replaced; dicts and lists are rebuilt, other objects stay as they are.
 

@@ -1,0 +1,151 @@
+"""Which rank files a layout has, and which layout a set of rank files has: from the run's arguments and the layers.
+
+The name of a rank's directory is `mp_rank_TT[_PPP][_EEE]` (Megatron-LM, `get_checkpoint_name`): an index is left out
+where its size is 1, so that names alone do not tell expert from pipeline ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_convert.errors import LayoutError, UnreadableCheckpoint
+from mcore_convert.spec.layout import Layout, Rank, Stage
+
+RANK_NAME = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+
+# Arguments in which every rank of a run agrees; others, as `rank`, are its own.
+SHARED_ARGS = (
+    "tensor_model_parallel_size",
+    "model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "num_experts",
+    "padded_vocab_size",
+    "untie_embeddings_and_output_weights",
+    "use_distributed_optimizer",
+)
+
+
+def rank_name(rank: Rank, layout: Layout) -> str:
+    """The directory of a rank."""
+    pipeline = f"_{rank.pp:03d}" if layout.pp > 1 else ""
+    return f"mp_rank_{rank.tp:02d}{pipeline}" + (f"_{rank.ep:03d}" if layout.ep > 1 else "")
+
+
+def layout_of(args: Mapping[str, Any]) -> Layout:
+    """The layout that the arguments of a run describe.
+
+    Raises:
+        LayoutError: it cannot be, or experts are cut for another tensor parallelism than the rest of the model.
+    """
+
+    def size(*names: str) -> int:
+        return next((args[name] for name in names if isinstance(args.get(name), int)), 1)
+
+    tp = size("tensor_model_parallel_size", "model_parallel_size")
+    etp = size("expert_tensor_parallel_size") if args.get("expert_tensor_parallel_size") else tp
+    if args.get("num_experts") and etp != tp:
+        raise LayoutError(
+            f"experts are cut for etp = {etp} and the rest for tp = {tp}, which the format `torch` cannot tell apart",
+            hint="save such a run as `torch_dist`",
+        )
+    pp = size("pipeline_model_parallel_size")
+    text = args.get("pipeline_model_parallel_layout")
+    return Layout(
+        tp=tp,
+        pp=pp,
+        vpp=args.get("virtual_pipeline_model_parallel_size") if pp > 1 else None,
+        ep=size("expert_model_parallel_size"),
+        first_stage_layers=args.get("decoder_first_pipeline_num_layers"),
+        last_stage_layers=args.get("decoder_last_pipeline_num_layers"),
+        account_for_embedding=bool(args.get("account_for_embedding_in_pipeline_split")),
+        account_for_loss=bool(args.get("account_for_loss_in_pipeline_split")),
+        pipeline_layout=text if isinstance(text, str) else None,
+    )
+
+
+def check_names(layout: Layout, names: Iterable[str], where: str) -> None:
+    """That there is exactly one directory for each rank.
+
+    Raises:
+        UnreadableCheckpoint: some are missing, or they are those of another layout.
+    """
+    found, wanted = set(names), {rank_name(rank, layout) for rank in layout.ranks()}
+    said = f"tp = {layout.tp}, pp = {layout.pp}, ep = {layout.ep}"
+    foreign = sorted(found - wanted)
+    if foreign:
+        raise UnreadableCheckpoint(
+            f"{where} has {len(found)} ranks, which do not fit its arguments ({said}: {len(wanted)} ranks)",
+            items=[*(f"{name} has no place" for name in foreign), *(f"{n} is missing" for n in sorted(wanted - found))],
+        )
+    if found != wanted:
+        raise UnreadableCheckpoint(
+            f"{where} lacks {len(wanted - found)} of the {len(wanted)} ranks that its arguments have ({said})",
+            items=sorted(wanted - found),
+            hint="the checkpoint was not copied completely, or a rank failed to save",
+        )
+
+
+def check_agreement(args: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    """That the arguments of all ranks, by their names, describe one run.
+
+    Raises:
+        UnreadableCheckpoint: with every argument that differs from that of the first rank.
+    """
+    first, reference = next(iter(args.items()))
+    differing = [
+        f"{key}: {reference.get(key)!r} on {first}, {each.get(key)!r} on {name}"
+        for name, each in args.items()
+        for key in SHARED_ARGS
+        if repr(reference.get(key)) != repr(each.get(key))
+    ]
+    if differing:
+        raise UnreadableCheckpoint(f"the ranks of {where} are of different runs", items=differing)
+
+
+def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, Any], where: str) -> Layout:
+    """The layout once the layers that each stage really holds are known and agree with it.
+
+    A pipeline layout that was not stored as text is read off the layers.
+
+    Raises:
+        UnreadableCheckpoint: the stages hold other layers than the arguments demand.
+    """
+    chunks = {stage.vpp for stage in counts}
+    num_layers = args.get("num_layers") or args.get("encoder_num_layers")
+    found = sum(counts.values())
+    if num_layers != found:
+        raise UnreadableCheckpoint(f"the stages of {where} hold {found} layers, its arguments have {num_layers}")
+    if layout.pipeline_layout is None and args.get("pipeline_model_parallel_layout") is not None:
+        stages = ["t" * counts[stage] for stage in sorted(counts)]
+        text = "|".join(["E" + stages[0], *stages[1:]]) + "L"
+        layout = replace(layout, vpp=len(chunks) if len(chunks) > 1 else None, pipeline_layout=text)
+    if len(chunks) != layout.num_virtual_stages:
+        raise UnreadableCheckpoint(
+            f"the ranks of {where} hold {len(chunks)} model chunks, its arguments have {layout.num_virtual_stages}"
+        )
+    demanded = {stage: len(layers) for stage, layers in layout.stages(found).items()}
+    if demanded != dict(counts):
+        raise UnreadableCheckpoint(
+            f"the stages of {where} do not hold the layers that its arguments demand",
+            items=[
+                f"pipeline rank {stage.pp}, model chunk {stage.vpp}: {counts[stage]} layers, not {count}"
+                for stage, count in demanded.items()
+                if counts[stage] != count
+            ],
+        )
+    return layout

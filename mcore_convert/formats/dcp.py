@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,12 +44,17 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Directory:
-    """What `.metadata` says: for each key its tensor and chunks, or where its object lies."""
+    """What `.metadata` says: for each key its tensor and chunks, or where its object lies.
+
+    `unflattened` has the shape `[sizes]` of a tensor that Megatron Core 0.8 to 0.15 stored as `[*grid, elements]`: cut
+    into equal cells, each of them flattened.
+    """
 
     path: Path
     tensors: dict[str, TensorMeta]
     chunks: dict[str, list[Chunk]]
     objects: dict[str, Place]
+    unflattened: Mapping[str, Shape] = field(default_factory=dict)
 
     def check(self, keys: Iterable[str]) -> None:
         """Prove that the chunks of these keys tile their tensors, and that every file is there and long enough.
@@ -82,9 +87,10 @@ class Directory:
 
     def slots(self, key: str) -> list[Slot]:
         """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers."""
-        return [Slot(self._view(key, chunk), chunk.box) for chunk in self.chunks[key]]
+        return [Slot(self.view(key, chunk), chunk.box) for chunk in self.chunks[key]]
 
-    def _view(self, key: str, chunk: Chunk) -> View:
+    def view(self, key: str, chunk: Chunk) -> View:
+        """The tensor of one chunk; reads its header."""
         place = chunk.place
         view = TorchFile(self.path / place.file, place.offset, place.length).tree
         meta = self.tensors[key]
@@ -170,7 +176,24 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
             lost.append(key)
     if lost:
         raise UnreadableCheckpoint(f"`{path / METADATA}` does not say where these lie", items=fold(lost))
-    return Directory(path, tensors, chunks, objects)
+    return Directory(path, tensors, chunks, objects, _unflattened(metadata, tensors))
+
+
+def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> dict[str, Shape]:
+    """The shapes from before flattening (Megatron Core, `strategies/torch.py`, `mcore_data`)."""
+    found: dict[str, Shape] = {}
+    for key, known in getattr(metadata, "mcore_data", {}).items():
+        shape = known.get("nd_reformulated_orig_global_shape")
+        if shape is None or key not in tensors:
+            continue
+        stored, whole = tensors[key], TensorMeta(tuple(shape), tensors[key].dtype)
+        grid = stored.shape[:-1]
+        if len(grid) != len(shape) or not are_counts(*shape) or stored.numel != whole.numel:
+            raise ValueError(f"{key} {list(stored.shape)} cannot have been {shape!r} before it was flattened")
+        if any(count == 0 or size % count for size, count in zip(shape, grid, strict=True)):
+            raise ValueError(f"{key} {list(stored.shape)} is not made of equal parts of {shape!r}")
+        found[key] = whole.shape
+    return found
 
 
 def metadata_bytes(tensors: dict[str, TensorMeta], chunks: dict[str, list[Chunk]], objects: dict[str, Place]) -> bytes:

@@ -1,11 +1,6 @@
 """Format `torch_dist`: Megatron Core's distributed checkpoints, read as 0.8 to 0.19 write them.
 
-A placeholder of a weight's name is either spelled into the key or becomes a leading axis of its tensor. That is the
-whole difference between the three dialects (Megatron Core, `transformer_block.py`, `sharded_state_dict`):
-
-    stacked     decoder.layers.mlp.linear_fc1.weight      [layers, ...], experts [layers, experts, ...]
-    per_layer   decoder.layers.7.mlp.linear_fc1.weight    [...], experts [experts, ...]
-    singleton   decoder.layers.7.mlp.linear_fc1.weight_w  gated parts under two keys, each expert under its own
+Its names are those of `torch_dist_keys`, and the optimizer's state is found by `torch_dist_optimizer`.
 """
 
 from __future__ import annotations
@@ -22,11 +17,12 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats import dcp
 from mcore_convert.formats.base import Findings, Training
 from mcore_convert.formats.hf import read_json
+from mcore_convert.formats.torch_dist_keys import StateKeys, with_expert_norms
+from mcore_convert.formats.torch_dist_optimizer import OptimizerState, find, training_of
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import PARAM, drop, placeholders_of, spell
-from mcore_convert.spec.shard import Box
+from mcore_convert.spec.names import PARAM
 from mcore_convert.tensors import Slot, TensorMeta
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -38,9 +34,6 @@ CARRIED = "hf"  # folder for what a Hugging Face model has beside its weights
 # Keys that are no weights: optimizer state (plain, distributed and chained), random states, bookkeeping.
 NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state/|rerun_state_machine_state/|common_state/")
 ANCHORS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
-
-# Layers whose experts were built from the local spec have their pre-MLP norm under the name that dense layers use.
-DENSE_NORM, EXPERT_NORM, ROUTER = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.", "mlp.router.weight"
 
 
 def detect(path: Path) -> bool:
@@ -98,75 +91,59 @@ class TorchDistCheckpoint:
     format: str = "torch_dist"
 
     @cached_property
-    def tensors(self) -> Mapping[str, TensorMeta]:
-        return {key: self.directory.tensors[on_disk] for key, on_disk in self.keys.items()}
+    def weights(self) -> StateKeys:
+        """The model's own tensors."""
+        return StateKeys(self.directory, self.keys, reserved=self.reserved)
 
     @cached_property
-    def _slots(self) -> dict[str, list[Slot]]:
-        return {}
+    def optimizer(self) -> OptimizerState | None:
+        """The optimizer's tensors; None where there are none.
+
+        Raises:
+            ConvertError: they are in a form that is not read, or one of them has no place.
+        """
+        if not self.optimizer_keys:
+            return None
+        state = {} if self.reserved is not None else self.common.state
+        return find(self.directory, self.prefix, self.weights, self.optimizer_keys, state, self.reserved)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        return self.weights.tensors
 
     def slots(self, key: str) -> list[Slot]:
-        """The chunks of a key; their headers are read once."""
-        if self.reserved is not None:
-            return self.reserved[key]
-        if key not in self._slots:
-            self._slots[key] = self.directory.slots(self.keys[key])
-        return self._slots[key]
+        """The chunks of a weight's key; their headers are read once."""
+        return self.weights.slots(key)
 
-    @cached_property
+    @property
     def dialect(self) -> str:
         """`stacked`, `per_layer` or `singleton`."""
-        if not any(re.search(r"decoder\.layers\.\d+\.", key) for key in self.keys):
-            return "stacked"
-        singleton = re.compile(r"linear_fc1\.(weight|bias)_[wv]$|\.experts\.experts\.\d+\.")
-        return "singleton" if any(singleton.search(key) for key in self.keys) else "per_layer"
+        return self.weights.dialect
 
     @property
     def states(self) -> tuple[str, ...]:
-        return (PARAM,)
+        return (PARAM, *(() if self.optimizer is None else self.optimizer.states))
 
-    @property
+    @cached_property
     def training(self) -> Training | None:
-        return None
+        if not self.optimizer_keys or self.reserved is not None:
+            return None
+        return training_of(self.directory, self.prefix, self.optimizer_keys, self.common.state)
 
     @property
     def found_by_order(self) -> bool:
-        return False
-
-    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
-        return ()
+        return self.optimizer is not None and self.optimizer.found_by_order
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        weight, at, _ = item
-        if weight.mcore is None:
+        if item.state == PARAM or item.weight.mcore is None:
+            return self.weights.locate(item.weight, item.at, dims, findings)
+        if self.optimizer is None:
+            findings.missing.append(str(item))
             return []
-        shape = dims.shape(weight.shape)
-        axes = self._axes(weight.mcore)
-        name = spell(drop(weight.mcore, *axes), at)
-        parts = [name]
-        if name not in self.keys and weight.shard.parts == 2 and f"{name}_w" in self.keys:
-            parts = [f"{name}_w", f"{name}_v"]  # gate and up under keys of their own
-            shape = (shape[0] // 2, *shape[1:])
-        leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
-        lead = tuple(leading[axis] for axis in axes)
-        place = tuple(getattr(at, axis) for axis in axes)
-        slots: list[Slot] = []
-        for number, part in enumerate(parts):
-            meta = self.tensors.get(part)
-            if meta is not None and weight.vocab and meta.shape[1:] == shape[1:] and meta.shape[0] >= shape[0]:
-                findings.used.add(part)
-            elif not findings.expect(part, meta, (*lead, *shape)):
-                continue
-            for slot in self.slots(part):
-                selected = _select(slot, place)
-                if selected is not None:
-                    slots.append(_moved(selected, number * shape[0]))
-        return slots
+        return self.optimizer.locate(item, dims, findings)
 
-    def _axes(self, template: str) -> tuple[str, ...]:
-        """Which placeholders are leading axes here."""
-        held = placeholders_of(template)
-        return {"stacked": held, "per_layer": tuple(a for a in held if a == "expert"), "singleton": ()}[self.dialect]
+    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
+        return () if item.state == PARAM or self.optimizer is None else self.optimizer.replicas(item, dims)
 
     @cached_property
     def common(self) -> Common:
@@ -198,6 +175,14 @@ class TorchDistCheckpoint:
         )
 
     @property
+    def embedding_rows(self) -> int:
+        """Rows of the word embedding, padding included."""
+        embedding = self.tensors.get(ANCHORS[0])
+        if embedding is None or not embedding.shape:
+            raise UnreadableCheckpoint(f"`{self.path}` has no `{ANCHORS[0]}`")
+        return embedding.shape[0]
+
+    @property
     def optimizer_keys(self) -> list[str]:
         """The keys of the optimizer's tensors and objects."""
         every = [*self.directory.tensors, *self.directory.objects]
@@ -208,22 +193,6 @@ class TorchDistCheckpoint:
         """The folder of a Hugging Face model's other files, where the checkpoint was converted from one."""
         folder = self.path / CARRIED
         return folder if folder.is_dir() else None
-
-
-def _select(slot: Slot, place: tuple[int, ...]) -> Slot | None:
-    """The part of a chunk that lies at one index of each leading axis, without those axes; None where it has none."""
-    view, box = slot.view, slot.box
-    for index in place:
-        if not box.offsets[0] <= index < box.offsets[0] + box.sizes[0]:
-            return None
-        view = view.select(index - box.offsets[0])
-        box = Box(box.offsets[1:], box.sizes[1:])
-    return Slot(view, box)
-
-
-def _moved(slot: Slot, rows: int) -> Slot:
-    box = slot.box
-    return Slot(slot.view, Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)) if rows else slot
 
 
 def open_torch_dist(path: Path) -> TorchDistCheckpoint:
@@ -246,7 +215,7 @@ def open_torch_dist(path: Path) -> TorchDistCheckpoint:
         key = on_disk.removeprefix(prefix)
         if not NO_WEIGHT.match(key) and not NO_WEIGHT.match(on_disk) and "_extra_state" not in key:
             keys[key] = on_disk
-    return TorchDistCheckpoint(path, directory, _with_expert_norms(keys), prefix)
+    return TorchDistCheckpoint(path, directory, with_expert_norms(keys), prefix)
 
 
 def check_whole(checkpoint: TorchDistCheckpoint) -> None:
@@ -272,13 +241,3 @@ def _prefix(path: Path, directory: dcp.Directory) -> str:
             items=sorted(found) or [f"no key ends in {anchor}" for anchor in ANCHORS],
         )
     return found.pop()
-
-
-def _with_expert_norms(keys: Mapping[str, str]) -> dict[str, str]:
-    """The pre-MLP norm of layers with experts under the one name that Transformer Engine models give it."""
-    renamed = {}
-    for key, on_disk in keys.items():
-        head, found, tail = key.partition(DENSE_NORM)
-        has_experts = found and f"{head}{ROUTER}" in keys
-        renamed[f"{head}{EXPERT_NORM}{tail}" if has_experts else key] = on_disk
-    return renamed

@@ -55,12 +55,16 @@ Chunk = Mapping[str, LocalTensor]
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank saved. `tree` is the content of its file without the model."""
+    """What one rank saved. `tree` is the content of its file without the model.
+
+    `reserved_buffers` is the content of a `distrib_optim.pt` that is laid out but not there yet.
+    """
 
     name: str
     path: Path
     tree: Mapping[str, Any]
     chunks: tuple[Chunk, ...]
+    reserved_buffers: Any = None
 
     @property
     def iteration(self) -> Any:
@@ -74,6 +78,8 @@ class RankFile:
     @cached_property
     def distributed(self) -> Any:
         """The content of `distrib_optim.pt`, or None."""
+        if self.reserved_buffers is not None:
+            return self.reserved_buffers
         file = self.path.with_name(DISTRIBUTED_FILE)
         return TorchFile(file).tree if file.is_file() else None
 

@@ -199,7 +199,7 @@ def _in_groups(
     """The states of a plain optimizer: numbered through its groups."""
     inner, masters = _inner(part), _masters(part)
     groups = inner.get("param_groups", [])
-    dealt = _dealt(parameters, groups, args)
+    dealt = dealt_to(groups, parameters, args)
     problems = [
         f"group {number} has {len(group['params'])} parameters, the model has {len(members)} of its kind"
         for number, (group, members) in enumerate(zip(groups, dealt, strict=True))
@@ -219,8 +219,8 @@ def _in_groups(
                 yield member, state, _checked(file, member, state, inner["state"].get(key, {}).get(state))
 
 
-def _dealt(
-    parameters: list[Parameter], groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]
+def dealt_to(
+    groups: Sequence[Mapping[str, Any]], parameters: list[Parameter], args: Mapping[str, Any]
 ) -> list[list[Parameter]]:
     """The parameters of each group, in their order: groups differ in weight decay and in a learning rate of their own
     for the embedding and the output layer."""
@@ -253,9 +253,7 @@ def _in_buffers(
     file: RankFile, parameters: list[Parameter], buffers: Mapping[Any, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[Parameter, str, View]]:
     """The states of the distributed optimizer: one flat buffer for each chunk and dtype, in their order."""
-    kinds: dict[tuple[int, str], list[Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.chunk, parameter.local.view.dtype), []).append(parameter)
+    kinds = by_buffer(parameters)
     stored = [
         (dtypes[0].name if isinstance(dtypes, tuple) else str(dtypes), tensors)
         for number in sorted(key for key in buffers if isinstance(key, int))
@@ -271,6 +269,14 @@ def _in_buffers(
         )
     for members, (_, tensors) in zip(kinds.values(), stored, strict=True):
         yield from _in_buffer(file, members, tensors, args)
+
+
+def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Parameter]]:
+    """The parameters of each flat buffer, in the order of the modules: one for each chunk and dtype."""
+    kinds: dict[tuple[int, str], list[Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.chunk, parameter.local.view.dtype), []).append(parameter)
+    return kinds
 
 
 def _in_buffer(

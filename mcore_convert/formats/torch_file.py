@@ -24,7 +24,7 @@ from mcore_convert.tensors import DTYPE_SIZES, TensorMeta, View, contiguous_stri
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 ALIGNMENT = 64  # torch aligns every record to this, so that it can be mapped
 TAIL = 4096  # bytes read from the end at first: they hold the whole directory of a single tensor's archive
-MAX_ZIP = 2**32 - 1  # larger archives need zip64, which is read but not written: the callers cut tensors smaller
+MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # what is as large or larger has its place in fields of zip64
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class TorchFile:
         if end < 0:
             raise ValueError("its end is missing")
         count, size, start = struct.unpack_from("<HLL", tail, end + 10)
-        if MAX_ZIP in (size, start) or count == 0xFFFF:
+        if MAX_ZIP in (size, start) or count == MAX_RECORDS:
             (locator,) = struct.unpack_from("<Q", tail, end - 20 + 8)
             count, size, start = struct.unpack_from("<QQQ", self._bytes(locator, 56), 32)
         if start >= tail_start:
@@ -257,17 +257,21 @@ def lay_out(tree_of: Callable[[list[TensorRef]], Any], tensors: list[TensorMeta]
     at = 0
     literals: list[tuple[int, bytes]] = []
     holes: list[int] = []
-    directory = b""
+    directory: list[bytes] = []
     for entry, content in records:
         size = content if isinstance(content, int) else len(content)
         checksum = 0 if isinstance(content, int) else zlib.crc32(content)
         path = f"{name}/{entry}".encode()
-        pad = -(at + 30 + len(path) + 4) % ALIGNMENT
-        extra = b"FB" + struct.pack("<H", pad) + b"Z" * pad  # torch's own padding field
-        fields = struct.pack("<HHHHHLLLH", 0, 0, 0, 0, 0, checksum, size, size, len(path))
+        sizes = [size, size] if size >= MAX_ZIP else []
+        shown = MAX_ZIP if sizes else size
+        fields = struct.pack("<HHHHHLLLH", 0, 0, 0, 0, 0, checksum, shown, shown, len(path))
+        large = _large(sizes)
+        pad = -(at + 30 + len(path) + len(large) + 4) % ALIGNMENT
+        extra = large + b"FB" + struct.pack("<H", pad) + b"Z" * pad  # torch's own padding field
         header = b"PK\x03\x04" + fields + struct.pack("<H", len(extra)) + path + extra
-        directory += b"PK\x01\x02" + struct.pack("<H", 0) + fields
-        directory += struct.pack("<HHHHLL", 0, 0, 0, 0, 0, at) + path
+        large = _large([*sizes, at] if at >= MAX_ZIP else sizes)
+        directory += [b"PK\x01\x02" + struct.pack("<H", 0) + fields]
+        directory += [struct.pack("<HHHHLL", len(large), 0, 0, 0, 0, min(at, MAX_ZIP)) + path + large]
         literals.append((at, header))
         at += len(header)
         if isinstance(content, int):
@@ -275,12 +279,25 @@ def lay_out(tree_of: Callable[[list[TensorRef]], Any], tensors: list[TensorMeta]
         else:
             literals.append((at, content))
         at += size
-    end = struct.pack("<4sHHHHLLH", b"PK\x05\x06", 0, 0, len(records), len(records), len(directory), at, 0)
-    literals.append((at, directory + end))
-    size = at + len(directory) + len(end)
-    if size > MAX_ZIP:
-        raise ValueError(f"{size} bytes are too many for one archive")
+    end = b"".join(directory) + _end(at, sum(map(len, directory)), len(records))
+    literals.append((at, end))
+    size = at + len(end)
     return Archive(size, tuple(_joined(literals)), tuple(holes))
+
+
+def _large(values: list[int]) -> bytes:
+    """The field that holds what is too large for a record's own."""
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+
+
+def _end(start: int, size: int, count: int) -> bytes:
+    """What follows the directory, which begins at `start`."""
+    end = b""
+    if start + size >= MAX_ZIP or count >= MAX_RECORDS:
+        end += struct.pack("<4sQHHLLQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
+        end += struct.pack("<4sLQL", b"PK\x06\x07", 0, start + size, 1)
+        start, size, count = MAX_ZIP, min(size, MAX_ZIP), min(count, MAX_RECORDS)
+    return end + struct.pack("<4sHHHHLLH", b"PK\x05\x06", 0, 0, count, count, size, start, 0)
 
 
 def _joined(literals: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:

@@ -18,7 +18,8 @@ from mcore_convert.formats import dcp
 from mcore_convert.formats.base import Findings, Training
 from mcore_convert.formats.hf import read_json
 from mcore_convert.formats.torch_dist_keys import StateKeys, with_expert_norms
-from mcore_convert.formats.torch_dist_optimizer import OptimizerState, find, training_of
+from mcore_convert.formats.torch_dist_optimizer import OptimizerState, find
+from mcore_convert.formats.torch_dist_training import training_of
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item

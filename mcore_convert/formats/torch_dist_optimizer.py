@@ -1,4 +1,4 @@
-"""Optimizer state in `torch_dist`: which of Megatron's forms it has, and what stands beside its tensors.
+"""Optimizer state in `torch_dist`: which of Megatron's forms its tensors have.
 
     optimizer.state.fp32_param.<key>    the plain optimizers, and the distributed one's `fully_sharded_model_space`
                                         (Megatron Core 0.8 to 0.14), whose tensors are stored flattened
@@ -12,7 +12,6 @@ parameters of experts and one for all others: then a form that is bound to its l
 from __future__ import annotations
 
 import re
-import struct
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,33 +19,25 @@ from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats import dcp
-from mcore_convert.formats.base import Findings, Training
+from mcore_convert.formats.base import Findings
 from mcore_convert.formats.module_buffers import Place
 from mcore_convert.formats.torch_dist_buckets import BUCKET_KEY, BucketState
 from mcore_convert.formats.torch_dist_keys import StateKeys, with_expert_norms
-from mcore_convert.spec.arguments import TorchDtype
+from mcore_convert.formats.torch_dist_training import GROUP_KEY, sharding_types
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, OPTIMIZER_STATES
-from mcore_convert.tensors import Slot, View
+from mcore_convert.tensors import Slot
 
 STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
-GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
 KINDS = {"param": MASTER, "fp32_param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 
-FULLY_RESHARDABLE = "fully_reshardable"
 UNREADABLE_TYPES = {
     "dp_zero_gather_scatter": "save it again without `--no-ckpt-fully-parallel-save`, or",
     "fully_sharded_bucket_space": "save it again with Megatron Core 0.8 or later, or",
     "fsdp_dtensor": "save it again without Megatron-FSDP, or",
 }
 WITHOUT = "leave the optimizer state behind with --no-optimizer"
-
-# What tells two parameter groups apart (Megatron Core, `optimizer.py`, `param_group_identifier_keys`).
-IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-
-# What has a place of its own in `Training`, or is bound to the ranks that saved it.
-NOT_REST = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "content_metadata")
 
 
 @dataclass(frozen=True)
@@ -153,13 +144,6 @@ def check_whole(directory: dcp.Directory, state: OptimizerState | None) -> None:
         directory.check(on_disk for keys in state.by_state.values() for on_disk in keys.keys.values())
 
 
-def sharding_types(common: Mapping[str, Any]) -> set[str]:
-    """What Megatron's distributed optimizers said that their form is; nothing for plain ones and before 0.8."""
-    said = [(common.get("content_metadata") or {}).get("distrib_optim_sharding_type")]
-    said += [each.get("param_state_sharding_type") for each in _optimizers(common)]
-    return {each for each in said if isinstance(each, str)}
-
-
 def _refuse_types(directory: dcp.Directory, common: Mapping[str, Any]) -> None:
     for kind in sorted(sharding_types(common) & UNREADABLE_TYPES.keys()):
         raise UnreadableCheckpoint(
@@ -171,113 +155,3 @@ def _refuse_types(directory: dcp.Directory, common: Mapping[str, Any]) -> None:
             f"the optimizer state in `{directory.path}` is flattened, and the shapes from before are not stored",
             hint=f"save it again with Megatron Core 0.8 or later, or {WITHOUT}",
         )
-
-
-def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], common: Mapping[str, Any]) -> Training:
-    """What a run needs to go on, from the common state and from the objects that a data-parallel group stores.
-
-    Raises:
-        UnreadableCheckpoint: there are no parameter groups, or groups do not agree on the steps that they took.
-    """
-    optimizers = _optimizers(common)
-    extra: dict[str, Any] = {}
-    by_chain: dict[int, dict[str, Any]] = {}
-    for on_disk in sorted(keys, key=_natural):
-        found = GROUP_KEY.fullmatch(on_disk.removeprefix(prefix))
-        if found is not None and found[3] in ("optimizer", "grad_scaler"):
-            (content,) = _unwrapped(directory.object(on_disk))
-            _add_groups(by_chain.setdefault(int(found[1] or 0), {}), {found[3]: content})
-    stored = [by_chain[chain] for chain in sorted(by_chain)] if by_chain else optimizers
-    groups: list[dict[str, Any]] = []
-    for each in stored:
-        inner = each.get("optimizer", each)
-        step = inner.get("state", {}).get("common_step") if isinstance(inner.get("state"), dict) else None
-        for group in inner.get("param_groups", ()):
-            known = {name: plain(value) for name, value in group.items() if name != "params"}
-            groups.append({**({} if step is None else {"step": plain(step)}), **known})
-        if each.get("grad_scaler"):
-            extra["grad_scaler"] = plain(each["grad_scaler"])
-    steps = {group["step"] for group in groups if "step" in group}
-    if not groups or len(steps) != 1:
-        raise UnreadableCheckpoint(
-            f"the optimizer in `{directory.path}` {'took several' if steps else 'has no'} "
-            f"{'numbers of steps' if groups else 'parameter groups'}",
-            items=[str(step) for step in sorted(steps)],
-            hint=WITHOUT,
-        )
-    (step,) = steps
-    rest = {name: value for name, value in common.items() if name not in NOT_REST and is_plain(value)}
-    scheduler = common.get("opt_param_scheduler")
-    iteration = common.get("iteration")
-    return Training(
-        iteration if isinstance(iteration, int) else 0,
-        bool(sharding_types(common)),
-        tuple({**group, "step": step} for group in groups),
-        None if scheduler is None else plain(scheduler),
-        {**rest, **extra},
-    )
-
-
-def _optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What the common state holds of each optimizer: of one, or of several that are chained."""
-    stored = common.get("optimizer")
-    if not isinstance(stored, dict):
-        return []
-    chained = stored and all(isinstance(key, int) for key in stored)
-    return [stored[key] for key in sorted(stored)] if chained else [stored]
-
-
-def _add_groups(into: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Add the parameter groups of one more rank to those of its optimizer; a stage may lack some."""
-    into.update({name: content for name, content in found.items() if name != "optimizer"})
-    if "optimizer" not in found:
-        return
-    groups = into.setdefault("optimizer", {"param_groups": []})["param_groups"]
-    for group in found["optimizer"].get("param_groups", ()):
-        mine = [group.get(name, group.get(f"pre_{name}")) for name in IDENTIFIERS]
-        same = [g for g in groups if [g.get(name, g.get(f"pre_{name}")) for name in IDENTIFIERS] == mine]
-        if not same:
-            groups.append(dict(group))
-        elif "step" not in same[0] or same[0]["step"] == group.get("step", same[0]["step"]):
-            same[0].setdefault("step", group.get("step")) if "step" in group else None
-        else:
-            groups.append(dict(group))  # the steps differ, which the caller refuses
-
-
-def _unwrapped(stored: Any) -> tuple[Any]:
-    """A sharded object is saved as a list of one."""
-    return (stored[0],) if isinstance(stored, list) and len(stored) == 1 else (stored,)
-
-
-def _natural(key: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", key)]
-
-
-def plain(value: Any) -> Any:
-    """The value with every tensor of one element in it read as a number."""
-    if isinstance(value, View):
-        return _number(value)
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(plain(each) for each in value)
-    return value
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value consists of numbers, texts and containers of these, so that it can be written again."""
-    if isinstance(value, dict):
-        return all(is_plain(each) for pair in value.items() for each in pair)
-    if isinstance(value, list | tuple):
-        return all(is_plain(each) for each in value)
-    return value is None or isinstance(value, bool | int | float | str | TorchDtype)
-
-
-def _number(view: View) -> Any:
-    codes = {"float32": "f", "float64": "d", "int64": "q", "int32": "i", "float16": "e", "bool": "?"}
-    if view.nbytes != view.itemsize or view.dtype not in codes:
-        raise UnreadableCheckpoint(f"`{view.path}` has a tensor of shape {list(view.shape)} where a number belongs")
-    with view.path.open("rb") as file:
-        file.seek(view.offset)
-        (number,) = struct.unpack(f"<{codes[view.dtype]}", file.read(view.itemsize))
-    return number

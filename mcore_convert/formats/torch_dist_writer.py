@@ -10,18 +10,20 @@ import argparse
 import itertools
 import json
 import pickle
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, fold
 from mcore_convert.formats import dcp, torch_file
-from mcore_convert.formats.base import Reservation
+from mcore_convert.formats.base import Reservation, Training
 from mcore_convert.formats.torch_dist import COMMON, COMMON_STATE, TRACKER, TorchDistCheckpoint
+from mcore_convert.formats.torch_dist_training import common_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
-from mcore_convert.spec.names import Index, drop, placeholders_of, spell
+from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.tensors import DTYPE_SIZES, Slot, TensorMeta, View
 
@@ -29,6 +31,7 @@ from mcore_convert.tensors import DTYPE_SIZES, Slot, TensorMeta, View
 MAX_CHUNK = 2**30
 MAX_FILE = 2**31  # several files of this size are read in parallel
 ALIGNMENT = 64
+STATE_PREFIX = "optimizer.state."
 
 # What a module without FP8 state saves, in the one form that Transformer Engine 1.x to 2.x, Megatron's grouped linears
 # and its local modules all accept: a byte tensor of pickle.dumps(None).
@@ -82,53 +85,89 @@ def reserve(
     iteration: int | None,
     common: Mapping[str, Any],
     run_config: str,
+    training: Training | None = None,
 ) -> tuple[TorchDistCheckpoint, Reservation]:
     """Lay out a checkpoint directory with its tracker file.
 
     Args:
         path: the directory that `--load` will name.
-        dtype_of: the dtype of every weight that the model has.
+        dtype_of: the dtype of every weight that the model has, and of its states where the optimizer goes along.
         tp: how many chunks a layer's tensor is cut into; any TP can load them.
         iteration: number of the `iter_*` directory; None for `release`, which needs no flags to load.
         common: the common state; its `args` are a dict.
         run_config: content of Megatron-Bridge's `run_config.yaml`.
+        training: what stands beside the optimizer's states; there are none without it.
     """
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     folder = path / name
     reservation = Reservation(path)
     files = _Files(folder, reservation)
     content = _Content()
+    distributed = training is not None and training.distributed
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
-            _reserve_weight(item.weight, item.at, dtype, dims, tp, files, content)
+            _reserve_weight(item, _prefix(item.state, distributed), dtype, dims, tp, files, content)
     _refuse_mixed(dtype_of)
-    state = {**common, "args": argparse.Namespace(**common["args"])}
-    blob = _extra_state()
+    state = _common_state(common, training, dtype_of)
+    blob = _filled(torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]), EXTRA_STATE)
     for key in _extra_state_keys([item.weight for item in dtype_of], dims):
         content.objects[key] = files.place(blob)
-    content.objects[COMMON_STATE] = files.place(torch_file.lay_out(lambda refs: [state], []))
+    content.objects[COMMON_STATE] = files.place(state(True))
     reservation.texts = {
-        folder / COMMON: torch_file.dumps(state),
+        folder / COMMON: state(False).literals[0][1],
         folder / "run_config.yaml": run_config.encode(),
         folder / "metadata.json": json.dumps(METADATA_JSON).encode(),
         folder / dcp.METADATA: dcp.metadata_bytes(content.tensors, content.chunks, content.objects),
         path / TRACKER: (name if iteration is None else str(iteration)).encode(),
     }
     directory = dcp.Directory(folder, content.tensors, content.chunks, content.objects)
-    keys = {key: key for key in content.tensors}
+    keys = {key: key for key in content.tensors if not key.startswith(STATE_PREFIX)}
     return TorchDistCheckpoint(folder, directory, keys, "", content.slots), reservation
 
 
-def _reserve_weight(
-    weight: Weight, at: Index, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content
-) -> None:
-    """Add the chunks of one weight of one layer to its stacked key."""
+def _prefix(state: str, distributed: bool) -> str:
+    """What stands before a weight's key in the key of one of its states."""
+    if state == PARAM:
+        return ""
+    masters = "param" if distributed else "fp32_param"
+    return f"{STATE_PREFIX}{masters if state == MASTER else state}."
+
+
+def _common_state(
+    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str]
+) -> Callable[[bool], torch_file.Archive]:
+    """The archive of the common state, complete: as it stands, or in a list as objects are saved."""
+    args = common["args"]
+    state = {**common, "args": argparse.Namespace(**args)}
+    if training is None:
+        return lambda listed: _filled(torch_file.lay_out(lambda _: [state] if listed else state, []))
+    biases = any("expert" in placeholders_of(i.weight.mcore or "") and len(i.weight.shape) == 1 for i in dtype_of)
+    masters = any(item.state == MASTER for item in dtype_of)
+
+    def archive(listed: bool) -> torch_file.Archive:
+        def tree(refs: list[Any]) -> Any:
+            scale = refs[0] if refs else None
+            beside = common_of(training, args, has_masters=masters, has_expert_biases=biases, scale=scale)
+            whole = {**state, **beside, "iteration": common["iteration"]}
+            return [whole] if listed else whole
+
+        scaler = training.rest.get("grad_scaler")
+        if scaler is None:
+            return _filled(torch_file.lay_out(tree, []))
+        return _filled(torch_file.lay_out(tree, [TensorMeta((1,), "float32")]), struct.pack("<f", scaler["scale"]))
+
+    return archive
+
+
+def _reserve_weight(item: Item, prefix: str, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
+    """Add the chunks of one state of one weight of one layer to its stacked key."""
+    weight, at, _ = item
     assert weight.mcore is not None
     axes = placeholders_of(weight.mcore)
     leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
     lead = tuple(leading[axis] for axis in axes)
     place = tuple(getattr(at, axis) for axis in axes)
-    key = spell(drop(weight.mcore, *axes), at)
+    key = prefix + spell(drop(weight.mcore, *axes), at)
     shape = padded_shape(weight, dims)
     content.tensors.setdefault(key, TensorMeta((*lead, *shape), dtype))
     chunks = content.chunks.setdefault(key, [])
@@ -160,10 +199,10 @@ def _bounded(box: Box, dtype: str) -> list[Box]:
 
 def _refuse_mixed(dtype_of: Mapping[Item, str]) -> None:
     """A stacked key has one dtype for all its layers."""
-    found: dict[str, dict[str, str]] = {}
-    for (weight, at, _), dtype in dtype_of.items():
-        if weight.mcore is not None:
-            found.setdefault(weight.mcore, {}).setdefault(dtype, spell(weight.mcore, at))
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for item, dtype in dtype_of.items():
+        if item.weight.mcore is not None:
+            found.setdefault((item.weight.mcore, item.state), {}).setdefault(dtype, str(item))
     mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
     if mixed:
         raise MappingError(
@@ -171,10 +210,9 @@ def _refuse_mixed(dtype_of: Mapping[Item, str]) -> None:
         )
 
 
-def _extra_state() -> torch_file.Archive:
-    """The archive of one `_extra_state` object, complete."""
-    archive = torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")])
-    pieces = sorted([*archive.literals, (archive.holes[0], EXTRA_STATE)])
+def _filled(archive: torch_file.Archive, *contents: bytes) -> torch_file.Archive:
+    """An archive with what belongs into its holes: complete."""
+    pieces = sorted([*archive.literals, *zip(archive.holes, contents, strict=True)])
     return torch_file.Archive(archive.size, ((0, b"".join(content for _, content in pieces)),), ())
 
 

@@ -234,7 +234,8 @@ def test_names_and_relative_paths(
 
 
 @contextlib.contextmanager
-def small_disk(path: Path, size: str) -> Iterator[None]:
+def small_disk(path: Path, size: str, *, unmount: Path | None = None) -> Iterator[None]:
+    """A disk of this size; `unmount` is where it is at the end."""
     path.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, check=False
@@ -244,7 +245,7 @@ def small_disk(path: Path, size: str) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", path], check=True)
+        subprocess.run(["umount", unmount or path], check=True)
 
 
 def test_a_disk_without_room_is_seen_beforehand(source: Path, tmp_path: Path) -> None:
@@ -353,6 +354,29 @@ def test_what_no_conversion_left_is_not_removed(source: Path, tmp_path: Path) ->
     assert refusal(source) == message
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_output_that_cannot_be_written(options: list[str], source: Path) -> None:
+    code = "import sys; from mcore_convert.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "inspect", str(source), *options]
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (process.returncode, process.stderr) == (1, "error: cannot write the output: No space left on device\n")
+
+
+def test_what_cannot_be_removed_is_said(source: Path, tmp_path: Path) -> None:
+    """A disk that is mounted in the old destination stays; the new one is whole."""
+    (tmp_path / "DST").mkdir()
+    with small_disk(tmp_path / "DST" / "disk", "100k", unmount=tmp_path / "DST.partial.old" / "disk"):
+        ended = run("convert", source, tmp_path / "DST", "--overwrite")
+    assert ended.code == 1
+    assert ended.err.replace(f"{tmp_path}/", "").splitlines()[-2:] == [
+        "error: `DST` is complete, but what it has replaced cannot be removed: Device or resource busy",
+        "hint: remove `DST.partial.old`",
+    ]
+    assert verify(source, tmp_path / "DST").equal
+
+
 def test_a_reader_of_the_output_that_goes_away(source: Path) -> None:
     code = "import sys; from mcore_convert.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, "inspect", str(source)]
@@ -361,3 +385,4 @@ def test_a_reader_of_the_output_that_goes_away(source: Path) -> None:
         process.stdout.close()
         assert process.stderr is not None
         assert process.stderr.read() == ""
+    assert process.returncode == 1

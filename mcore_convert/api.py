@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,13 @@ def convert(
     path = local_path(str(source), revision)
     model = identify(path, family=family, hf_config=_path(hf_config), vocab_size=vocab_size)
     chosen = to or ("torch_dist" if model.checkpoint.format == "hf" else "hf")
-    if iteration is not None and chosen == "hf":
-        raise ConvertError("an iteration number needs a Megatron target", hint="leave --iteration out")
+    if chosen == "hf":
+        idle = {"iteration": iteration, "tp": tp if tp > 1 else None, "pp": pp if pp > 1 else None}
+        _refuse_idle("a Hugging Face target", {**idle, "tokenizer": tokenizer})
+    if model.checkpoint.format == "hf":
+        _refuse_idle("a Hugging Face source", {"hf_config": hf_config, "vocab_size": vocab_size})
+    if Path(source).exists():
+        _refuse_idle("a directory", {"revision": revision})
     layout = Layout(tp=tp, pp=pp)
     plan = plan_conversion(model, Target(final, chosen, layout, iteration, max_shard_size, tokenizer))
     if not dry_run:
@@ -178,6 +183,13 @@ def inspect(path: PathLike) -> Inspection:
         UnreadableCheckpoint: it is no checkpoint, or its headers are damaged.
     """
     return inspect_checkpoint(Path(path))
+
+
+def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that would change nothing: a user who gives one expects something of it."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
+    if given:
+        raise ConvertError(f"{what} has no use for {', '.join(given)}", hint="leave it out")
 
 
 def _path(path: PathLike | None) -> Path | None:

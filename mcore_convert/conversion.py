@@ -73,6 +73,11 @@ def _to_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> 
         config: Mapping[str, Any] = model.checkpoint.config
     elif model.config is None:
         config = model.family.config.to_hf(args)
+        if model.folder is None:
+            notes.append(
+                "no original configuration: which tokens begin and end a text is not known, and no tokenizer is "
+                "carried along; --hf-config DIR supplies both"
+            )
     else:
         config, changes = model.family.config.merge(model.config, args)
         notes += [f"config.json: {change}, as the checkpoint has it" for change in changes]
@@ -81,7 +86,7 @@ def _to_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> 
             f"{model.dims.padded_vocab_size} embedding rows are cut to the vocabulary of {model.dims.vocab_size}"
         )
     checkpoint, reservation = hf.reserve(target.path, model.family, model.dims, config, dtype_of, target.max_shard_size)
-    folder = _folder_with_files(model)
+    folder = model.folder
     if folder is not None:
         reservation.carried = {target.path / name: folder / name for name in hf.carried_files(folder)}
     return checkpoint, reservation, model.dims
@@ -96,7 +101,7 @@ def _to_torch_dist(
     dims = Dims.of(model.args, vocab_size=vocab, padded_vocab_size=padded)
     layout.check(dims)
     dtype_of = sources.dtype_of
-    folder = _folder_with_files(model)
+    folder = model.folder
     carried = [] if folder is None else [*hf.carried_files(folder), hf.CONFIG]
     name = "release" if target.iteration is None else f"iter_{target.iteration:07d}"
     hf_folder = target.path / name / CARRIED
@@ -134,12 +139,6 @@ def _to_torch_dist(
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried = {hf_folder / file: folder / file for file in there}
     return checkpoint, reservation, dims
-
-
-def _folder_with_files(model: Model) -> Path | None:
-    """Where the source keeps its tokenizer and the like."""
-    checkpoint = model.checkpoint
-    return checkpoint.carried if isinstance(checkpoint, TorchDistCheckpoint) else checkpoint.path
 
 
 def _dtype_flags(dtype_of: Mapping[tuple[Weight, Index], str]) -> dict[str, bool]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from mcore_convert.conversion import FORMATS, Target, plan_conversion
 from mcore_convert.destination import check_free
+from mcore_convert.elements import Progress
 from mcore_convert.errors import ConvertError
-from mcore_convert.execute import Progress, execute, expected_memory
+from mcore_convert.execute import execute, expected_memory
 from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
 from mcore_convert.hub import local_path
 from mcore_convert.identify import identify

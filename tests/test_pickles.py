@@ -27,8 +27,8 @@ from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_convert import convert
+from mcore_convert.elements import Files
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
-from mcore_convert.execute import Files
 from mcore_convert.formats import dcp, pickles, safetensors_file, torch_file
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.arguments import TorchDtype

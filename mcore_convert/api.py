@@ -11,8 +11,9 @@ from typing import Any
 
 from mcore_convert.conversion import plan_conversion
 from mcore_convert.destination import check_free
+from mcore_convert.elements import Progress
 from mcore_convert.errors import ConvertError
-from mcore_convert.execute import Progress, execute, expected_memory
+from mcore_convert.execute import execute, expected_memory
 from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
 from mcore_convert.hub import local_path
 from mcore_convert.identify import identify, open_checkpoint
@@ -144,8 +145,6 @@ def convert(
     path = local_path(str(source), revision)
     model = identify(path, family=family, hf_config=_path(hf_config), vocab_size=vocab_size, given=given)
     chosen = to or ("torch_dist" if model.checkpoint.format == "hf" else "hf")
-    if iteration is not None and chosen == "hf":
-        raise ConvertError("an iteration number needs a Megatron target", hint="leave --iteration out")
     layout = Layout(
         tp=tp,
         pp=pp,
@@ -156,6 +155,13 @@ def convert(
         last_stage_layers=last_stage_layers,
         pipeline_layout=pipeline_layout,
     )
+    if chosen == "hf":
+        idle = {"iteration": iteration, "implementation": implementation, "tokenizer": tokenizer}
+        _refuse_idle("a Hugging Face target", {**idle, **_changed(layout)})
+    if model.checkpoint.format == "hf":
+        _refuse_idle("a Hugging Face source", {"hf_config": hf_config, "vocab_size": vocab_size, "arg": given or None})
+    if Path(source).exists():
+        _refuse_idle("a directory", {"revision": revision})
     target = Target(final, chosen, layout, iteration, max_shard_size, tokenizer, implementation, optimizer)
     plan = plan_conversion(model, target)
     if not dry_run:
@@ -222,6 +228,18 @@ def inspect(path: PathLike) -> Inspection:
         UnreadableCheckpoint: it is no checkpoint, or its headers are damaged.
     """
     return inspect_checkpoint(Path(path))
+
+
+def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that would change nothing: a user who gives one expects something of it."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
+    if given:
+        raise ConvertError(f"{what} has no use for {', '.join(given)}", hint="leave it out")
+
+
+def _changed(layout: Layout) -> dict[str, Any]:
+    """The fields of a layout that are not what a single rank has."""
+    return {name: value for name, value in vars(layout).items() if value != getattr(Layout(), name)}
 
 
 def _path(path: PathLike | None) -> Path | None:

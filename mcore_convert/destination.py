@@ -86,10 +86,15 @@ def _settle(final: Path, old: Path) -> None:
         return
     if not os.path.lexists(final):
         old.rename(final)
-    elif old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old)
-    else:
-        old.unlink()
+        return
+    try:
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
+    except OSError as error:
+        message = f"`{final}` is complete, but what it has replaced cannot be removed: {error.strerror}"
+        raise UnwritableTarget(message, hint=f"remove `{old}`") from error
 
 
 def _clear(final: Path, partial: Path) -> None:

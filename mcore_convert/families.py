@@ -43,25 +43,35 @@ def of_config(config: Mapping[str, Any]) -> Family:
     Raises:
         ConfigError: none reads it.
     """
-    architectures = architectures_of(config)
-    kind = config.get("model_type")
-    for family in families().values():
-        types = {mapping.model_type for mapping in (family.config, *family.config.dialects)}
-        if set(architectures) & set(family.architectures) or (not architectures and kind in types):
-            return family
+    family = _reader_of(config)
+    if family is not None:
+        return family
+    architectures, kind = architectures_of(config), config.get("model_type")
     shown = f"`architectures` = {architectures}" if architectures else f"`model_type` = {kind!r}"
     known = [name for family in families().values() for name in family.architectures]
     raise ConfigError(f"no family reads a model with {shown}", hint=f"known architectures are {', '.join(known)}")
 
 
-def of_arguments(args: Mapping[str, Any]) -> Family:
+def _reader_of(config: Mapping[str, Any]) -> Family | None:
+    architectures, kind = architectures_of(config), config.get("model_type")
+    for family in families().values():
+        types = {mapping.model_type for mapping in (family.config, *family.config.dialects)}
+        if set(architectures) & set(family.architectures) or (not architectures and kind in types):
+            return family
+    return None
+
+
+def of_arguments(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Family:
     """The family of normalised Megatron arguments: the first that can represent them.
+
+    Several families may be the same to Megatron. Where an original `config.json` is known, its family comes first.
 
     Raises:
         ConfigError: none can; the reasons of each are listed.
     """
     reasons = []
-    for family in families().values():
+    reader = None if config is None else _reader_of(config)
+    for family in [*([reader] if reader else []), *families().values()]:
         refusals = family.config.refusals(args)
         if not refusals:
             return family

@@ -8,6 +8,7 @@ from pathlib import Path
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.hf import CARRIED_FILES, CONFIG, INDEX
 
+TIMEOUT = 10.0  # seconds
 REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -35,7 +36,9 @@ def _download(repo: str, revision: str | None) -> Path:
 
     beside = [CONFIG, *CARRIED_FILES]
     try:
-        files = HfApi().list_repo_files(repo, revision=revision)
+        # One request with a limit: the call that lists files repeats it for half a minute where there is no network.
+        found = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
+        files = [file.rfilename for file in found.siblings or ()]
         safe = any(file == "model.safetensors" or file == INDEX for file in files)
         weights = ["model*.safetensors", INDEX] if safe else ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
         return Path(snapshot_download(repo, revision=revision, allow_patterns=[*beside, *weights]))

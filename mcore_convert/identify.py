@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Model:
 
     `args` are normalised Megatron arguments of the architecture; `config` is the original `config.json` where one is
     known: that of the directory, the one supplied, or the one carried along since the checkpoint came from there.
+    `folder` is where its tokenizer and the like are.
     Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusals` says
     why.
     """
@@ -37,6 +38,7 @@ class Model:
     config: Mapping[str, Any] | None
     notes: tuple[str, ...] = field(default=())
     refusals: tuple[str, ...] = field(default=())
+    folder: Path | None = None
 
 
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfCheckpoint | MegatronCheckpoint:
@@ -90,10 +92,13 @@ def identify(
     checkpoint = open_checkpoint(path, given)
     if isinstance(checkpoint, HfCheckpoint):
         return _identify_hf(checkpoint, family)
+    folder = checkpoint.carried
     config = _read_config(hf_config)
-    if config is None and checkpoint.carried is not None and (checkpoint.carried / hf.CONFIG).is_file():
-        config = hf.read_json(checkpoint.carried / hf.CONFIG)
-    return _identify_megatron(checkpoint, family, config, vocab_size)
+    if hf_config is not None and hf_config.is_dir():
+        folder = hf_config
+    if config is None and folder is not None and (folder / hf.CONFIG).is_file():
+        config = hf.read_json(folder / hf.CONFIG)
+    return replace(_identify_megatron(checkpoint, family, config, vocab_size), folder=folder)
 
 
 def _read_config(path: Path | None) -> Mapping[str, Any] | None:
@@ -108,7 +113,7 @@ def _identify_hf(checkpoint: HfCheckpoint, name: str | None) -> Model:
     vocab = args["vocab_size"]
     dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)
     opened = HfCheckpoint(checkpoint.path, checkpoint.views, checkpoint.config, family.optional_prefix)
-    return Model(opened, family, dims, args, checkpoint.config)
+    return Model(opened, family, dims, args, checkpoint.config, folder=checkpoint.path)
 
 
 def _identify_megatron(
@@ -131,7 +136,7 @@ def _identify_megatron(
     else:
         args = arguments.normalise(stored)
         try:
-            family = families.named(name) if name else families.of_arguments(args)
+            family = families.named(name) if name else families.of_arguments(args, config)
         except ConfigError as error:
             if name:
                 raise

@@ -148,21 +148,18 @@ def _common_of(checkpoint: HfCheckpoint | TorchDistCheckpoint) -> dict[str, Any]
 def written_by(checkpoint: TorchDistCheckpoint) -> str:
     """The Megatron Core versions that write such files; no version is stored, so it is told from their traits."""
     args, state = checkpoint.common.args or {}, checkpoint.common.state
-    low, high = "0.8", "main"
+    if "norm_epsilon" in args and "layernorm_epsilon" in args:
+        return "mcore-convert"
     traits = (
         ("content_metadata" in state, "0.13", "0.12"),
         ("layernorm_epsilon" in args, "0.16", "0.15"),
         ("null_tokenizer_eod_id" in args, "0.18", "0.17"),
         (not (checkpoint.path / "common.pt").is_file(), "0.19", "0.18"),
     )
-    if "norm_epsilon" in args and "layernorm_epsilon" in args:
-        return "mcore-convert"
-    for there, since, before in traits:
-        if there:
-            low = since
-        elif high == "main":
-            high = before
-    return f"Megatron Core {low} or later" if high == "main" else f"Megatron Core {low} to {high}"
+    low = next((since for there, since, _ in reversed(traits) if there), "0.8")
+    # Only what is absent after the last trait that is there bounds it: an object of arguments may be incomplete.
+    after = traits[[since for _, since, _ in traits].index(low) + 1 :] if low != "0.8" else traits
+    return f"Megatron Core {low} to {after[0][2]}" if after else f"Megatron Core {low} or later"
 
 
 def optimizer_kind(state: Mapping[str, Any], keys: list[str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mcore_convert.execute import Files, global_tensor
+from mcore_convert.elements import Files, global_tensor
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.identify import Model
 from mcore_convert.plan import find_weights

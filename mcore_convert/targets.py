@@ -51,6 +51,11 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         config: Mapping[str, Any] = model.checkpoint.config
     elif model.config is None:
         config = model.family.config.to_hf(args)
+        if model.folder is None:
+            notes.append(
+                "no original configuration: which tokens begin and end a text is not known, and no tokenizer is "
+                "carried along; --hf-config DIR supplies both"
+            )
     else:
         config, changes = model.family.config.merge(model.config, args)
         notes += [f"config.json: {change}, as the checkpoint has it" for change in changes]
@@ -59,7 +64,7 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
             f"{model.dims.padded_vocab_size} embedding rows are cut to the vocabulary of {model.dims.vocab_size}"
         )
     checkpoint, reservation = hf.reserve(target.path, model.family, model.dims, config, dtype_of, target.max_shard_size)
-    folder = _folder_with_files(model)
+    folder = model.folder
     if folder is not None:
         reservation.carried = {target.path / name: folder / name for name in hf.carried_files(folder)}
     return checkpoint, reservation
@@ -71,7 +76,7 @@ def lay_out_megatron(
     """A Megatron directory in either format, with its arguments, its command line, and the original's other files."""
     layout = target.layout
     layout.check(dims)
-    folder = _folder_with_files(model)
+    folder = model.folder
     carried = [] if folder is None else [*hf.carried_files(folder), hf.CONFIG]
     name = "release" if target.iteration is None else f"iter_{target.iteration:07d}"
     hf_folder = target.path / name / CARRIED
@@ -213,12 +218,6 @@ def _note(
     elif target.iteration is not None:
         notes.append(f"Megatron-LM loads `{name}` with --finetune, or with --no-load-optim --no-load-rng")
     notes += caveats(args)
-
-
-def _folder_with_files(model: Model) -> Path | None:
-    """Where the source keeps its tokenizer and the like."""
-    checkpoint = model.checkpoint
-    return checkpoint.path if isinstance(checkpoint, HfCheckpoint) else checkpoint.carried
 
 
 def _dtype_flags(dtype_of: Mapping[Item, str]) -> dict[str, Any]:

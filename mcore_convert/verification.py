@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mcore_convert.elements import WORKERS, Files, Meter, Progress, as_float, differing
 from mcore_convert.errors import VerificationError
-from mcore_convert.execute import WORKERS, Files, Meter, Progress, as_float, differing
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
 from mcore_convert.identify import Model
 from mcore_convert.plan import Sources, find_weights

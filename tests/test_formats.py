@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fixtures.hf import VARIANTS
-from mcore_convert import convert, inspect, verify
+from mcore_convert import ConvertError, convert, inspect, verify
 from mcore_convert.identify import identify
 from mcore_convert.plan import find_weights
 from mcore_convert.spec.names import drop, placeholders_of, spell
@@ -197,3 +197,38 @@ def test_what_was_planned_is_what_is_written(hf_checkpoint: HfMaker, tmp_path: P
     model = identify(source)
     assert facts["num_parameters"] * 4 == facts["nbytes"]
     assert len(find_weights(model.family, model.dims, model.checkpoint).slots) == len(dry.plan.moves)
+
+
+def test_a_given_directory_brings_its_tokenizer(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    import shutil
+
+    source = hf_checkpoint("llama-gqa")
+    convert(source, tmp_path / "dist")
+    shutil.rmtree(tmp_path / "dist/release/hf")
+    bare = convert(tmp_path / "dist", tmp_path / "bare")
+    assert any("no tokenizer is carried along" in note for note in bare.notes)
+    done = convert(tmp_path / "dist", tmp_path / "back", hf_config=source)
+    assert not done.notes[:-1]  # the last says that the padding is cut
+    for file in ["config.json", *CARRIED]:
+        assert (tmp_path / "back" / file).read_bytes() == (source / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("direction", "options", "named"),
+    [
+        ("import", {"hf_config": "config.json"}, "a Hugging Face source has no use for --hf-config"),
+        ("import", {"vocab_size": 421}, "a Hugging Face source has no use for --vocab-size"),
+        ("import", {"revision": "main"}, "a directory has no use for --revision"),
+        ("export", {"tp": 2, "pp": 2}, "a Hugging Face target has no use for --tp, --pp"),
+        ("export", {"tokenizer": "gpt2"}, "a Hugging Face target has no use for --tokenizer"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    direction: str, options: dict[str, Any], named: str, hf_checkpoint: HfMaker, tmp_path: Path
+) -> None:
+    source = hf_checkpoint("llama-gqa")
+    if direction == "export":
+        convert(source, tmp_path / "dist")
+        source = tmp_path / "dist"
+    with pytest.raises(ConvertError, match=named):
+        convert(source, tmp_path / "out", **options)

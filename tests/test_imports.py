@@ -31,7 +31,8 @@ spec
 converters.gpt2  converters.llama
 converters
 tensors
-formats  formats.base  formats.pickles  formats.safetensors_file
+elements  formats  formats.base  formats.pickles  formats.safetensors_file
+formats.pickle_writer
 formats.torch_file
 formats.dcp  formats.hf
 formats.torch_dist
@@ -54,9 +55,6 @@ cli.convert  cli.families  cli.inspect  cli.verify
 cli
 __main__
 """
-
-# Files that are longer than they should be, and how long they may be until they are split.
-TOO_LONG = {"mcore_convert/execute.py": 350, "mcore_convert/formats/pickles.py": 410}
 
 
 def full_name(short: str) -> str:
@@ -171,7 +169,7 @@ def test_the_public_names() -> None:
 @pytest.mark.parametrize("package", [*PACKAGES, "fixtures", "benchmarks"])
 def test_files_stay_small(package: str) -> None:
     long = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in (ROOT / package).rglob("*.py")}
-    assert not {file: lines for file, lines in long.items() if lines > TOO_LONG.get(file, LONGEST)}
+    assert not {file: lines for file, lines in long.items() if lines > LONGEST}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,8 +49,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         argv: the words after the command's name; those of this process unless given.
     """
     try:
-        with _interruptible():
-            app(argv)
+        try:
+            with _interruptible():
+                app(argv)
+        finally:
+            sys.stdout.flush()  # here, and not when Python ends, where a failure could not be told
     except ConvertError as error:
         say(f"error: {error.message}")
         for line in str(error).splitlines()[len(error.message.splitlines()) :]:
@@ -57,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except Interrupted as stop:
         say("interrupted; nothing was left behind")
         sys.exit(128 + stop.number)
+    except OSError as error:  # those of checkpoints are ConvertErrors: this is our own output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:  # a reader that has gone (`| head`) needs no message
+            say(f"error: cannot write the output: {error.strerror}")
+        sys.exit(1)
     sys.exit(0)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 def say(line: str) -> None:
     """A message for the user, on stderr."""
+    sys.stdout.flush()  # or a pipe that takes both would show the messages first
     sys.stderr.write(f"{printable(line)}\n")
 
 

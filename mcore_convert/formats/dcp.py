@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
-from mcore_convert.formats import pickles
-from mcore_convert.formats.pickles import Call, Global, Instance, are_counts
+from mcore_convert.formats import pickle_writer, pickles
+from mcore_convert.formats.pickle_writer import Call, Global, Instance
+from mcore_convert.formats.pickles import are_counts
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
@@ -218,7 +219,7 @@ def metadata_bytes(tensors: dict[str, TensorMeta], chunks: dict[str, list[Chunk]
         entries[key] = Instance(_dcp("BytesStorageMetadata"), None)
         storage[_index(key, None)] = _info(place)
     state = {"state_dict_metadata": entries, "planner_data": None, "storage_data": storage, "storage_meta": None}
-    return pickles.dumps(Instance(_dcp("Metadata"), {**state, "version": None}))
+    return pickle_writer.dumps(Instance(_dcp("Metadata"), {**state, "version": None}))
 
 
 def _index(key: str, offset: Call | None) -> Instance:

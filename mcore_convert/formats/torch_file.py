@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats import pickles
+from mcore_convert.formats import pickle_writer, pickles
 from mcore_convert.formats.pickles import StorageRef, TensorRef
 from mcore_convert.tensors import DTYPE_SIZES, TensorMeta, View, contiguous_strides, open_error
 
@@ -249,7 +249,7 @@ def lay_out(tree_of: Callable[[list[TensorRef]], Any], tensors: list[TensorMeta]
         strides = contiguous_strides(meta.shape, 1)
         refs.append(TensorRef(StorageRef(str(key), meta.dtype, meta.numel), 0, meta.shape, strides))
     records: list[tuple[str, bytes | int]] = [
-        ("data.pkl", pickles.dumps(tree_of(refs))),
+        ("data.pkl", pickle_writer.dumps(tree_of(refs))),
         ("byteorder", b"little"),
         *((f"data/{key}", meta.nbytes) for key, meta in enumerate(tensors)),
         ("version", b"3\n"),

@@ -33,6 +33,12 @@ SCRIPTS_ROPE_SCALING_FACTOR = 8.0
 # Flags without one, and the value of the argument that asks for them.
 SWITCHES = {
     "--swiglu": ("swiglu", True),
+    "--squared-relu": ("squared_relu", True),
+    "--quick-geglu": ("quick_geglu", True),
+    "--openai-gelu": ("openai_gelu", True),
+    "--qk-layernorm": ("qk_layernorm", True),
+    "--rotary-interleaved": ("rotary_interleaved", True),
+    "--apply-layernorm-1p": ("layernorm_zero_centered_gamma", True),
     "--disable-bias-linear": ("add_bias_linear", False),
     "--untie-embeddings-and-output-weights": ("untie_embeddings_and_output_weights", True),
     "--bf16": ("bf16", True),
@@ -56,6 +62,8 @@ def command_line(args: Values) -> list[str]:
         flags += ["--no-bias-gelu-fusion"]
     if args["position_embedding_type"] == "rope":
         flags += ["--rotary-base", _text(args["rotary_base"])]
+        if args["rotary_percent"] != 1.0:
+            flags += ["--rotary-percent", _text(args["rotary_percent"])]
         if args.get("rotary_seq_len_interpolation_factor") is not None:
             flags += ["--rotary-seq-len-interpolation-factor", _text(args["rotary_seq_len_interpolation_factor"])]
         if args["use_rope_scaling"]:

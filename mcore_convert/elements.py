@@ -199,6 +199,7 @@ def round_to(array: Bytes, dtype: str) -> Bytes:
     """fp32 values, read as unsigned integers, rounded to the nearest of a dtype, ties to even, as torch does."""
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(array)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        nearest: Bytes = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return nearest
     rounded: Bytes = np.ascontiguousarray(array).view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
     return rounded

@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,9 +45,7 @@ def execute(plan: Plan, *, overwrite: bool = False, progress: Progress | None = 
     check_free(final, overwrite=overwrite)
     sources = {copy.source.path for move in plan.moves for copy in move.copies} | {*plan.reservation.carried.values()}
     _refuse_overlap(final, plan.source.path, sources)
-    with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
-        for _ in pool.map(lambda check: _check(check, files), plan.checks):
-            pass
+    prove(plan.checks)
     partial = partial_path(final)
     with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite):
         with Files() as files:
@@ -128,6 +126,17 @@ def _fill(plan: Plan, files: Files, meter: Meter) -> None:
                 worker.result()
         finally:
             stop.set()
+
+
+def prove(checks: Iterable[Check]) -> None:
+    """Run checks on the data.
+
+    Raises:
+        ConvertError: the first that fails, in its own words.
+    """
+    with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
+        for _ in pool.map(lambda check: _check(check, files), checks):
+            pass
 
 
 def _check(check: Check, files: Files) -> None:

@@ -8,12 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.errors import ConfigError
+from mcore_convert.errors import ConfigError, LayoutError
 from mcore_convert.formats.hf import HfCheckpoint
+from mcore_convert.formats.mp_rank import MpRankCheckpoint
+from mcore_convert.formats.mp_rank_layout import layout_of
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint
-from mcore_convert.identify import Model, identify, open_checkpoint
+from mcore_convert.identify import MegatronCheckpoint, Model, identify, open_checkpoint
+from mcore_convert.ranks import RankPart, rank_parts
+from mcore_convert.spec import gpt
 from mcore_convert.tensors import TensorMeta
 
+RANK = re.compile(r"mp_rank_[\d_]+( model\d+)?: ")  # tensors of all ranks are counted together
 INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -52,6 +57,7 @@ class Inspection:
     optimizer_keys: int
     weights: tuple[WeightLine, ...]
     notes: tuple[str, ...]
+    ranks: tuple[RankPart, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -69,8 +75,8 @@ def inspect_checkpoint(path: Path) -> Inspection:
     refusals: tuple[str, ...] = ()
     try:
         model = identify(path)
-        checkpoint = model.checkpoint
-    except ConfigError as error:  # readable, but of no known family
+        checkpoint, refusals = model.checkpoint, model.refusals
+    except ConfigError as error:  # readable, but of no known model
         checkpoint = open_checkpoint(path)
         refusals = (error.message, *error.items)
     tensors = checkpoint.tensors
@@ -81,7 +87,7 @@ def inspect_checkpoint(path: Path) -> Inspection:
         format=checkpoint.format,
         written_by=common["written_by"],
         iteration=common["iteration"],
-        family=model.family.name if model else None,
+        family=model.family.name if model and not refusals else None,
         refusals=refusals,
         layout=common["layout"],
         dialect=checkpoint.dialect if isinstance(checkpoint, TorchDistCheckpoint) else None,
@@ -92,11 +98,12 @@ def inspect_checkpoint(path: Path) -> Inspection:
         tied=dims.tied if dims else None,
         vocab_size=dims.vocab_size if dims else None,
         padded_vocab_size=dims.padded_vocab_size if dims else None,
-        architecture=_architecture(model) if model else {},
+        architecture=dict(model.family.config.to_hf(model.args)) if model and not refusals else {},
         optimizer=common["optimizer"],
         optimizer_keys=common["optimizer_keys"],
         weights=_lines(tensors),
         notes=model.notes if model else (),
+        ranks=_ranks(model) if model else (),
     )
 
 
@@ -107,20 +114,30 @@ def _num_parameters(model: Model) -> int:
     )
 
 
-def _num_files(checkpoint: HfCheckpoint | TorchDistCheckpoint) -> int:
+def _num_files(checkpoint: HfCheckpoint | MegatronCheckpoint) -> int:
     if isinstance(checkpoint, HfCheckpoint):
         return len({view.path for view in checkpoint.views.values()})
+    if isinstance(checkpoint, MpRankCheckpoint):
+        return len(checkpoint.files)
     directory = checkpoint.directory
     chunks = (chunk for chunks in directory.chunks.values() for chunk in chunks)
     return len({chunk.place.file for chunk in chunks} | {place.file for place in directory.objects.values()})
 
 
-def _architecture(model: Model) -> dict[str, Any]:
-    """The model in the words of its `config.json`."""
-    return {**model.family.config.to_hf(model.args)}
+def _ranks(model: Model) -> tuple[RankPart, ...]:
+    """What each rank of the run held; nothing where its arguments do not tell."""
+    checkpoint = model.checkpoint
+    if isinstance(checkpoint, HfCheckpoint):
+        return ()
+    try:
+        layout = checkpoint.layout if isinstance(checkpoint, MpRankCheckpoint) else layout_of(model.args)
+        dtype = next(iter(checkpoint.tensors.values())).dtype
+        return tuple(rank_parts(gpt.family(model.args), model.dims, layout, dtype))
+    except (LayoutError, ConfigError):
+        return ()
 
 
-def _common_of(checkpoint: HfCheckpoint | TorchDistCheckpoint) -> dict[str, Any]:
+def _common_of(checkpoint: HfCheckpoint | MegatronCheckpoint) -> dict[str, Any]:
     """What only a Megatron checkpoint says."""
     if isinstance(checkpoint, HfCheckpoint):
         names = ("written_by", "iteration", "layout", "optimizer")
@@ -137,12 +154,21 @@ def _common_of(checkpoint: HfCheckpoint | TorchDistCheckpoint) -> dict[str, Any]
         "world_size": args.get("world_size"),
     }
     return {
-        "written_by": written_by(checkpoint),
+        "written_by": written_by(checkpoint) if isinstance(checkpoint, TorchDistCheckpoint) else None,
         "iteration": common.iteration,
         "layout": {name: size for name, size in layout.items() if size is not None} or None,
-        "optimizer": optimizer_kind(common.state, keys),
+        "optimizer": _kind_in_ranks(checkpoint)
+        if isinstance(checkpoint, MpRankCheckpoint)
+        else optimizer_kind(common.state, keys),
         "optimizer_keys": len(keys),
     }
+
+
+def _kind_in_ranks(checkpoint: MpRankCheckpoint) -> str | None:
+    training = checkpoint.training
+    if training is None:
+        return None
+    return "distributed" if training.distributed else "plain"
 
 
 def written_by(checkpoint: TorchDistCheckpoint) -> str:
@@ -187,7 +213,8 @@ def _dict(state: Mapping[Any, Any], key: object) -> Mapping[Any, Any]:
 def _lines(tensors: Mapping[str, TensorMeta]) -> tuple[WeightLine, ...]:
     """The tensors with layer and expert indices folded, in the order in which they are stored."""
     groups: dict[tuple[str, TensorMeta], list[list[int]]] = {}
-    for name, meta in tensors.items():
+    for key, meta in tensors.items():
+        name = RANK.sub("", key)
         indices = [int(found) for found in INDEX.findall(name)]
         groups.setdefault((INDEX.sub("{}", name), meta), []).append(indices)
     return tuple(

@@ -11,10 +11,15 @@ import numpy as np
 
 from mcore_convert.elements import WORKERS, Files, Meter, Progress, as_float, differing
 from mcore_convert.errors import VerificationError
+from mcore_convert.execute import prove
+from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
 from mcore_convert.identify import Model
 from mcore_convert.plan import Sources, find_weights
-from mcore_convert.spec.family import Item
+from mcore_convert.spec import gpt
+from mcore_convert.spec.family import Family, Item
+from mcore_convert.spec.names import PARAM
+from mcore_convert.spec.neutral import NEUTRAL
 from mcore_convert.tensors import Slot, cut
 
 # Fields of a configuration that say nothing about the function: how it is stored, and what training does.
@@ -68,22 +73,22 @@ class Verification:
 
 
 def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verification:
-    """Compare the weights and configurations of two checkpoints.
+    """Compare the weights and configurations of two checkpoints; those of Megatron with their optimizer state.
 
     Vocabulary padding is left out, and a tied head is the embedding.
 
     Raises:
-        ConvertError: one of them is not whole.
+        ConvertError: one of them is not whole, or contradicts itself.
         VerificationError: they are models of different families or sizes.
     """
-    differences = _config_differences(a, b)
-    if a.family is not b.family:
+    if a.family.name != b.family.name:
         raise VerificationError(f"a `{a.family.name}` cannot be compared with a `{b.family.name}`")
     if _sizes(a) != _sizes(b):
         mine, theirs = _sizes(a), _sizes(b)
         items = [f"{name}: {mine[name]} and {theirs[name]}" for name in mine if mine[name] != theirs[name]]
         raise VerificationError("the models have different sizes", items=items)
-    found_a, found_b = _found(a), _found(b)
+    family, states, notes = _common_ground(a, b)
+    found_a, found_b = _found(a, family, states), _found(b, family, states)
     nbytes = sum(slot.view.nbytes for slots in found_a.slots.values() for slot in slots)
     meter = Meter(nbytes, progress)
     with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
@@ -95,10 +100,24 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         a.family.name,
         len(results),
         nbytes,
-        tuple(differences),
+        tuple(_config_differences(a, b)),
         tuple(result for result in results if result is not None),
-        tuple(dict.fromkeys([*a.notes, *b.notes])),
+        tuple(dict.fromkeys([*a.notes, *b.notes, *notes])),
     )
+
+
+def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[str]]:
+    """The rows and states in which two checkpoints can be compared, and what is left out."""
+    first, second = a.checkpoint, b.checkpoint
+    if isinstance(first, HfCheckpoint) or isinstance(second, HfCheckpoint):
+        if a.refusals:
+            raise VerificationError(a.refusals[0], items=a.refusals[1:])
+        return a.family, (PARAM,), []
+    if gpt.weights(a.args) != gpt.weights(b.args):
+        raise VerificationError("the models have different weights")
+    states = tuple(state for state in first.states if state in second.states)
+    left = sorted({*first.states, *second.states} - {*states})
+    return gpt.family(a.args), states, [f"only one has {', '.join(left)} of an optimizer"] if left else []
 
 
 def _sizes(model: Model) -> Mapping[str, Any]:
@@ -106,7 +125,10 @@ def _sizes(model: Model) -> Mapping[str, Any]:
 
 
 def _config_differences(a: Model, b: Model) -> list[str]:
-    first, second = (model.family.config.to_hf(model.args) for model in (a, b))
+    if a.refusals:  # no family can put it into the words of a `config.json`
+        first, second = ({name: model.args.get(name) for name in NEUTRAL} for model in (a, b))
+    else:
+        first, second = (model.family.config.to_hf(model.args) for model in (a, b))
     names = [name for name in {**first, **second} if name not in NO_FUNCTION]
     return [
         f"`{name}` is {first.get(name)!r} and {second.get(name)!r}"
@@ -115,10 +137,13 @@ def _config_differences(a: Model, b: Model) -> list[str]:
     ]
 
 
-def _found(model: Model) -> Sources:
+def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
+    """The weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
     if isinstance(model.checkpoint, TorchDistCheckpoint):
         check_whole(model.checkpoint)
-    return find_weights(model.family, model.dims, model.checkpoint)
+    found = find_weights(family, model.dims, model.checkpoint, states)
+    prove(check for check in found.checks if check.other is not None)
+    return found
 
 
 def _compare(item: Item, mine: list[Slot], theirs: list[Slot], files: Files, meter: Meter) -> Difference | None:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_convert.cli.text import in_bytes, in_parameters, say, show, table
+from mcore_convert.spec.layout import Rank
 
 if TYPE_CHECKING:
     from mcore_convert.inspection import Inspection
+    from mcore_convert.ranks import RankPart
 
 
 def command(
@@ -29,6 +31,38 @@ def command(
         show(jsonlib.dumps(found.as_dict(), indent=2, default=str))
     else:
         report(found)
+
+
+def grid(ranks: tuple[RankPart, ...]) -> list[str]:
+    """A picture of a layout: a column for each pipeline stage, a row for each tensor- and expert-parallel rank."""
+    if len(ranks) < 2:
+        return []
+    columns = sorted({part.rank.pp for part in ranks})
+    cells = {part.rank: part for part in ranks}
+    rows = [("", *(f"pp {pp}" for pp in columns))]
+    for tp, ep in sorted({(part.rank.tp, part.rank.ep) for part in ranks}, key=lambda at: (at[1], at[0])):
+        with_experts = any(part.experts is not None for part in ranks)
+        name = f"tp {tp}" + (f" ep {ep}" if with_experts else "")
+        rows.append((name, *(cell(cells[Rank(tp, pp, ep)]) for pp in columns)))
+    return ["", *table(rows)]
+
+
+def cell(part: RankPart) -> str:
+    """What one rank holds: `embedding, layers 0-1 | 4-5, 62 kB`."""
+    spans = " | ".join(span(layers) for layers in part.layers if layers)
+    words = [f"layers {spans}" if spans else "no layers"]
+    if "embedding" in part.ends:
+        words.insert(0, "embedding")
+    if "output" in part.ends:
+        words.append("output")
+    if part.experts is not None:
+        words.append(f"experts {span(part.experts)}")
+    return f"{', '.join(words)}: {in_bytes(part.nbytes)}"
+
+
+def span(indices: range) -> str:
+    """`0-3`, or `2` where it is one."""
+    return f"{indices[0]}-{indices[-1]}" if len(indices) > 1 else str(indices[0])
 
 
 def report(found: Inspection) -> None:
@@ -52,6 +86,8 @@ def report(found: Inspection) -> None:
         ("optimizer", f"{found.optimizer} ({found.optimizer_keys} keys)" if found.optimizer else "none"),
     ]
     for line in table([(name, str(value)) for name, value in facts if value not in (None, "")]):
+        show(line)
+    for line in grid(found.ranks):
         show(line)
     show()
     rows = [("weight", "shape", "dtype", "count", "bytes")]

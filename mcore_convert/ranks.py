@@ -1,0 +1,74 @@
+"""What each rank of a layout holds: layers, the share of their weights, and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Family, Weight
+from mcore_convert.spec.layout import Layout, Rank
+from mcore_convert.spec.names import Index
+from mcore_convert.spec.shard import Box
+from mcore_convert.tensors import DTYPE_SIZES
+
+EMBEDDING, OUTPUT = "embedding", "output"
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """One rank: the layers of each of its stages, what else it holds, and the bytes of its weights.
+
+    `layers` are global indices, a range for each virtual stage. `experts` are global indices, where there are any.
+    """
+
+    rank: Rank
+    layers: tuple[range, ...]
+    ends: tuple[str, ...]
+    experts: range | None
+    nbytes: int
+    num_parameters: int
+
+
+def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[RankPart]:
+    """The parts of all ranks, as Megatron Core builds them.
+
+    Args:
+        dtype: of the weights.
+
+    Raises:
+        LayoutError: the model does not fit the layout.
+    """
+    layout.check(dims)
+    stages = layout.stages(dims.num_layers)
+    first, last = min(stages), max(stages)
+    parts = []
+    for rank in layout.ranks():
+        mine = {stage: layers for stage, layers in stages.items() if stage.pp == rank.pp}
+        held = {layer for layers in mine.values() for layer in layers}
+        experts = layout.experts(dims.num_experts, rank.ep) if dims.num_experts else None
+        ends = tuple(name for stage, name in ((first, EMBEDDING), (last, OUTPUT)) if stage in mine)
+        numel = 0
+        for weight, at in family.instances(dims):
+            if _is_held(weight, at, held, experts, ends):
+                numel += _local_numel(weight, dims, layout.tp)
+        if dims.tied and last in mine and first not in mine:  # the copy of the embedding that serves as the head
+            numel += _local_numel(family.weights[0], dims, layout.tp)
+        nbytes = numel * DTYPE_SIZES[dtype]
+        parts.append(RankPart(rank, tuple(mine.values()), ends, experts, nbytes, numel))
+    return parts
+
+
+def _is_held(weight: Weight, at: Index, layers: set[int], experts: range | None, ends: tuple[str, ...]) -> bool:
+    if weight.mcore is None:
+        return False
+    if at.layer is not None:
+        return at.layer in layers and (at.expert is None or (experts is not None and at.expert in experts))
+    return (EMBEDDING if weight.mcore.startswith("embedding.") else OUTPUT) in ends
+
+
+def _local_numel(weight: Weight, dims: Dims, tp: int) -> int:
+    shape = dims.shape(weight.shape)
+    if weight.vocab:
+        shape = (dims.padded_vocab_size, *shape[1:])
+    whole = Box.whole(shape).numel
+    return whole if weight.shard.dim is None else whole // tp

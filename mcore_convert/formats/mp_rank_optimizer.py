@@ -7,24 +7,27 @@ of the modules is needed; every number and length must fit, and the master copie
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint
 from mcore_convert.formats.base import Training
-from mcore_convert.formats.flat import ALIGNMENT
-from mcore_convert.formats.mp_rank_files import DISTRIBUTED_FILE, LocalTensor, RankFile
+from mcore_convert.formats.mp_rank_files import DISTRIBUTED_FILE, RankFile
+from mcore_convert.formats.mp_rank_parameters import (
+    FLOAT16,
+    MOMENTS,
+    Parameter,
+    are_shared,
+    bucket_size_of,
+    buffer_starts,
+    by_buffer,
+    dealt_to,
+    owned_by,
+)
 from mcore_convert.formats.torch_file import scalar
 from mcore_convert.spec import arguments
-from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_convert.spec.names import MASTER
 from mcore_convert.tensors import TensorMeta, View
-
-MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-FLOAT16 = ("float16", "bfloat16")
-BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert)$")  # in a state dict, but no parameters
-EXPERTS = ".mlp.experts."
-EMBEDDING_OR_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 # What a file holds beside its model, optimizer and random states, under the names of all versions.
 KNOWN = ("args", "checkpoint_version", "iteration", "total_iters", "optimizer", "opt_param_scheduler", "lr_scheduler")
@@ -40,14 +43,6 @@ class Proof(NamedTuple):
     master: View
     param: View
     where: str
-
-
-class Parameter(NamedTuple):
-    """A trained tensor of a rank: its chunk, its name and the tensor."""
-
-    chunk: int
-    name: str
-    local: LocalTensor
 
 
 def states_in(file: RankFile) -> tuple[str, ...]:
@@ -88,7 +83,9 @@ def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, .
     """
     parts = _parts(file.tree.get("optimizer"))
     found: tuple[dict[str, dict[str, View]], ...] = tuple({} for _ in file.chunks)
-    owned = list(_owned(file, len(parts)))
+    if len(parts) > 2:
+        raise _refusal(file, [f"{len(parts)} optimizers are chained; known are one, and one more for experts"])
+    owned = owned_by(file, len(parts))
     if _is_distributed(parts):
         buffers = _parts(file.distributed)
         if not buffers:
@@ -99,49 +96,12 @@ def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, .
         if len(buffers) != len(parts):
             raise _refusal(file, [f"{DISTRIBUTED_FILE} is of {len(buffers)} optimizers, not of {len(parts)}"])
         for parameters, buffer in zip(owned, buffers, strict=True):
-            _assign(found, _in_buffers(file, parameters, buffer, args))
+            if buffer is not None:  # of what all expert ranks hold, the first alone saves the state
+                _assign(found, _in_buffers(file, parameters, buffer, args))
     else:
         for parameters, part in zip(owned, parts, strict=True):
             _assign(found, _in_groups(file, parameters, part, args))
     return found
-
-
-def buffer_starts(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None = None) -> tuple[list[int], int]:
-    """Where parameters begin in a stored buffer, and its end (Megatron Core, `_ParamAndGradBuffer`).
-
-    The buffer is cut into buckets, and stored without the padding at their ends. An embedding shared between stages
-    has a bucket `alone`; with `bucket_size`, a bucket ends once it has so many elements (`--overlap-grad-reduce`).
-    """
-    starts = [0] * len(sizes)
-    base = end = 0  # of the current bucket in what is stored, and within the bucket
-    filled = False
-    for number in reversed(range(len(sizes))):
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        if alone[number] and filled:
-            base, start = base + start, 0
-        starts[number] = base + start
-        end, filled = start + sizes[number], True
-        if alone[number] or (bucket_size is not None and end >= bucket_size):
-            base, end, filled = base + end, 0, False
-    return starts, base + end
-
-
-def parameters_of(file: RankFile) -> Iterator[Parameter]:
-    """The trained tensors of a rank, in the order of its modules."""
-    for number, chunk in enumerate(file.chunks):
-        for name, local in chunk.items():
-            if not BUFFERS.search(name):
-                yield Parameter(number, name, local)
-
-
-def is_undecayed(parameter: Parameter) -> bool:
-    """Whether weight decay passes it by: norms and biases (Megatron Core, `get_standard_config_overrides`)."""
-    return len(parameter.local.view.shape) == 1 or parameter.name.endswith(".bias")
-
-
-def is_expert(parameter: Parameter) -> bool:
-    """Whether it belongs to an expert, which has an optimizer of its own under expert parallelism."""
-    return EXPERTS in parameter.name
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -166,18 +126,6 @@ def _masters(part: Mapping[str, Any]) -> Any:
 def _is_distributed(parts: list[Any]) -> bool:
     """Whether the state lies elsewhere: the distributed optimizer leaves only its groups here."""
     return any(part and "state" not in _inner(part) and "param_groups" in _inner(part) for part in parts)
-
-
-def _owned(file: RankFile, count: int) -> Iterator[list[Parameter]]:
-    """The parameters of each chained optimizer: under expert parallelism the second has those of the experts."""
-    every = list(parameters_of(file))
-    if count == 1:
-        yield every
-    elif count == 2:
-        yield [parameter for parameter in every if not is_expert(parameter)]
-        yield [parameter for parameter in every if is_expert(parameter)]
-    else:
-        raise _refusal(file, [f"{count} optimizers are chained; known are one, and one more for experts"])
 
 
 def _assign(found: Sequence[dict[str, dict[str, View]]], states: Iterable[tuple[Parameter, str, View]]) -> None:
@@ -219,28 +167,6 @@ def _in_groups(
                 yield member, state, _checked(file, member, state, inner["state"].get(key, {}).get(state))
 
 
-def dealt_to(
-    groups: Sequence[Mapping[str, Any]], parameters: list[Parameter], args: Mapping[str, Any]
-) -> list[list[Parameter]]:
-    """The parameters of each group, in their order: groups differ in weight decay and in a learning rate of their own
-    for the embedding and the output layer."""
-    if len(groups) == 1:
-        return [parameters]
-    apart = args.get("decoupled_lr")
-    kinds = [
-        (group.get("wd_mult") == 0, bool(group.get("is_decoupled_lr") or (apart and group.get("max_lr") == apart)))
-        for group in groups
-    ]
-    return [
-        [
-            parameter
-            for parameter in parameters
-            if kind == (is_undecayed(parameter), bool(apart) and parameter.name in EMBEDDING_OR_OUTPUT)
-        ]
-        for kind in kinds
-    ]
-
-
 def _checked(file: RankFile, parameter: Parameter, state: str, view: Any) -> View:
     wanted = parameter.local.view.shape
     if not isinstance(view, View) or view.shape != wanted:
@@ -271,14 +197,6 @@ def _in_buffers(
         yield from _in_buffer(file, members, tensors, args)
 
 
-def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Parameter]]:
-    """The parameters of each flat buffer, in the order of the modules: one for each chunk and dtype."""
-    kinds: dict[tuple[int, str], list[Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.chunk, parameter.local.view.dtype), []).append(parameter)
-    return kinds
-
-
 def _in_buffer(
     file: RankFile, members: list[Parameter], tensors: Any, args: Mapping[str, Any]
 ) -> Iterator[tuple[Parameter, str, View]]:
@@ -303,19 +221,12 @@ def _fitting_starts(
 ) -> list[int] | None:
     """Where the parameters begin, by the first way of cutting buckets that gives a buffer of this length."""
     alone = [are_shared(member, args) for member in members]
-    dp = args.get("data_parallel_size") or 1
-    default = max(40_000_000, 1_000_000 * dp)
-    for cut in (None, args.get("ddp_bucket_size") or default, default):
+    cuts = [None, bucket_size_of(args)]
+    for cut in reversed(cuts) if args.get("overlap_grad_reduce") else cuts:
         starts, end = buffer_starts(sizes, alone, cut)
         if end == length:
             return starts
     return None
-
-
-def are_shared(parameter: Parameter, args: Mapping[str, Any]) -> bool:
-    """Whether it is an embedding of which another pipeline stage has a copy."""
-    tied = not args.get("untie_embeddings_and_output_weights")
-    return tied and (args.get("pipeline_model_parallel_size") or 1) > 1 and parameter.name in EMBEDDING_OR_OUTPUT
 
 
 def _groups_with_steps(inner: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

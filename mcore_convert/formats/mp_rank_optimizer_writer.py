@@ -9,16 +9,16 @@ from mcore_convert.errors import MappingError
 from mcore_convert.formats.base import Training
 from mcore_convert.formats.modules import EXPERT
 from mcore_convert.formats.mp_rank_files import RankFile
-from mcore_convert.formats.mp_rank_optimizer import (
+from mcore_convert.formats.mp_rank_parameters import (
     FLOAT16,
     MOMENTS,
     Parameter,
     are_shared,
+    bucket_size_of,
     buffer_starts,
     by_buffer,
     dealt_to,
-    is_expert,
-    parameters_of,
+    owned_by,
 )
 from mcore_convert.formats.torch_tree import Hole
 from mcore_convert.spec.arguments import TorchDtype
@@ -58,7 +58,7 @@ def optimizer_of(
         MappingError: there is no group for a parameter.
     """
     parts = []
-    for parameters, groups in zip(_owned(file, len(chained)), chained, strict=True):
+    for parameters, groups in zip(owned_by(file, len(chained)), chained, strict=True):
         inner, copies = _distributed(groups) if training.distributed else _plain(file, parameters, groups, args)
         if not masters and not training.distributed:
             parts.append(inner)
@@ -73,34 +73,28 @@ def optimizer_of(
 
 
 def buffers_of(file: RankFile, rank: Rank, count: int, args: Mapping[str, Any]) -> Any:
-    """The content of `distrib_optim.pt`, for `count` chained optimizers."""
-    parts = []
-    for parameters in _owned(file, count):
+    """The content of `distrib_optim.pt`, for `count` chained optimizers.
+
+    The data-parallel group of what is no expert's reaches over the expert ranks, and its first rank alone saves.
+    """
+    parts: list[Any] = []
+    for which, parameters in enumerate(owned_by(file, count)):
+        if count > 1 and which == 0 and rank.ep > 0:
+            parts.append(None)
+            continue
         part: dict[Any, Any] = {"buckets_coalesced": True}
         for number, ((chunk, dtype), members) in enumerate(by_buffer(parameters).items()):
             bucketed = args.get("overlap_grad_reduce") and rank.pp == chunk == 0
             _, length = buffer_starts(
                 [member.local.meta.numel for member in members],
                 [are_shared(member, args) for member in members],
-                _bucket_size(args) if bucketed else None,
+                bucket_size_of(args) if bucketed else None,
             )
             tensors: dict[str, Any] = {state: Hole(TensorMeta((length,), "float32")) for state in ("param", *MOMENTS)}
             gradients = dtype if args.get("accumulate_allreduce_grads_in_fp32") is False else "float32"
             part[number] = {(TorchDtype(dtype), TorchDtype(gradients)): {**tensors, "numel_unpadded": length}}
         parts.append(part)
     return parts[0] if len(parts) == 1 else parts
-
-
-def _bucket_size(args: Mapping[str, Any]) -> int:
-    """What a bucket holds at least, in elements (Megatron Core, `DistributedDataParallel`)."""
-    return args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * (args.get("data_parallel_size") or 1))
-
-
-def _owned(file: RankFile, count: int) -> list[list[Parameter]]:
-    every = list(parameters_of(file))
-    if count == 1:
-        return [every]
-    return [[p for p in every if not is_expert(p)], [p for p in every if is_expert(p)]]
 
 
 def _distributed(groups: Groups) -> tuple[dict[str, Any], None]:

@@ -20,7 +20,7 @@ from mcore_convert.formats.modules import (
     in_module_order,
     name_in_module,
 )
-from mcore_convert.formats.mp_rank import EMBEDDING, HEAD, MpRankCheckpoint
+from mcore_convert.formats.mp_rank_checkpoint import EMBEDDING, HEAD, MpRankCheckpoint
 from mcore_convert.formats.mp_rank_files import DISTRIBUTED_FILE, MODEL_FILE, Chunk, LocalTensor, RankFile
 from mcore_convert.formats.mp_rank_optimizer_writer import Groups, buffers_of, groups_of, optimizer_of
 from mcore_convert.formats.torch_dist import TRACKER

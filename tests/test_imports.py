@@ -30,15 +30,26 @@ spec.rope  spec.family
 spec
 converters.gpt2  converters.llama
 converters
+spec.gpt
 tensors
-elements  formats  formats.base  formats.pickles  formats.safetensors_file
-formats.pickle_writer
-formats.torch_file
-formats.dcp  formats.hf
+ranks
+elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
+formats.module_buffers  formats.old_names  formats.pickle_writer
+formats.old_classes  formats.torch_file
+formats.dcp  formats.hf  formats.torch_tree
+formats.torch_dist_keys  formats.torch_dist_training
+formats.torch_dist_buckets
+formats.torch_dist_optimizer
 formats.torch_dist
-formats.torch_dist_writer
+formats.torch_dist_writer  formats.zarr
+formats.mp_rank_files  formats.mp_rank_layout
+formats.mp_rank_parameters
+formats.mp_rank_optimizer  formats.mp_rank_optimizer_writer
+formats.mp_rank_checkpoint
+formats.mp_rank  formats.mp_rank_writer
 families  plan
 identify
+targets
 conversion
 destination
 execute
@@ -50,8 +61,9 @@ logits
 api
 mcore_convert
 train_entry
-cli.text
+cli.options  cli.text
 cli.convert  cli.families  cli.inspect  cli.verify
+cli.reshard
 cli
 __main__
 """
@@ -154,10 +166,14 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
     assert loaded(command("inspect", dist)) == []
     assert loaded(command("convert", dist, back)) == []
     assert loaded(command("verify", source, back)) == []
+    ranks, whole = str(tmp_path / "ranks"), str(tmp_path / "whole")
+    assert loaded(command("reshard", dist, ranks, "--to", "torch", "--tp", "2", "--pp", "2")) == []
+    assert loaded(command("reshard", ranks, whole)) == []
+    assert loaded(command("inspect", ranks)) == []
 
 
 def test_the_public_names() -> None:
-    names = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "verify"]
+    names = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "reshard", "verify"]
     assert mcore_convert.__all__ == names
     assert dir(mcore_convert) == sorted([*names, "__version__"])
     for name in names:

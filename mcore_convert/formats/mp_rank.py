@@ -91,6 +91,12 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
     given = {name: value for name, value in (args or {}).items() if value is not None}
     merged = {**(stored[folders[0].name] or {}), **given}
     layout = mp_rank_layout.layout_of(merged)
+    if stored[folders[0].name] is None and layout == Layout() and len(folders) > 1:
+        raise UnreadableCheckpoint(
+            f"{where} has {len(folders)} ranks and does not store the arguments of its run",
+            items=[folder.name for folder in folders],
+            hint="give the layout that it was saved at as options, and the sizes of its model that shapes do not tell",
+        )
     mp_rank_layout.check_names(layout, trees, where)
     merged = _completed(merged, trees, layout, where)
     files = {}

@@ -19,11 +19,13 @@ from fixtures.old_classes import (
     save_345m,
     save_old,
 )
+from mcore_convert import convert
 from mcore_convert.errors import ConfigError, MappingError, UnreadableCheckpoint
 from mcore_convert.formats.old_classes import arguments_from, behaved, core_tensors, is_old, named
 from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.arguments import normalise
 from mcore_convert.tensors import Slot, TensorMeta, View, untiled
+from tests.tensors import assert_same_tensors, hf_tensors
 
 GPT = Model()
 LLAMA = Model(groups=2, positions=None, swiglu=True, bias=False, norm_bias=False, untied=True)
@@ -97,8 +99,9 @@ def test_pipeline_stages_number_layers_anew_and_copy_the_tied_embedding(tmp_path
 def gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    sizes = {"vocab_size": 29, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_inner": 24}
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=29, n_positions=12, n_embd=16, n_layer=2, n_head=4, n_inner=24))
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
 
 
 def heads_as_computed(version: int, output: Tensor) -> tuple[Tensor, ...]:
@@ -171,6 +174,38 @@ def test_the_published_345m_is_a_gpt2(tmp_path: Path) -> None:
             q, k, v = tensor.unflatten(0, (4, 3, 4)).unbind(dim=1)
             unpacked = torch.cat([q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)])
             assert torch.equal(unpacked, state[f"transformer.h.{layer}.attn.c_attn.{tail}"].half().movedim(-1, 0))
+
+
+def test_the_published_345m_becomes_a_hugging_face_model(tmp_path: Path) -> None:
+    state = gpt2().state_dict()
+    save_345m(tmp_path / "345m", state, GPT)
+    with pytest.raises(ConfigError, match="stores no arguments") as error:
+        convert(tmp_path / "345m", tmp_path / "hf")
+    assert error.value.items == ("--num-attention-heads is missing",)
+    convert(tmp_path / "345m", tmp_path / "hf", given={"num_attention_heads": 4}, vocab_size=29)
+    wanted = {key: tensor.half() for key, tensor in state.items() if key != "lm_head.weight"}
+    assert_same_tensors(hf_tensors(tmp_path / "hf"), wanted)
+
+
+@pytest.mark.parametrize("version", [0, 1, 3])
+def test_a_run_with_stored_arguments_becomes_a_hugging_face_model(version: int, tmp_path: Path) -> None:
+    state = gpt2().state_dict()
+    args = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_attention_heads": 4,
+        "kv_channels": 4,
+        "max_position_embeddings": 12,
+        "padded_vocab_size": 32,
+        "bias_gelu_fusion": True,
+        "tensor_model_parallel_size" if version == 3 else "model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+    }
+    weights = gpt2_weights(state, 4, padded_vocab=32)
+    save_old(tmp_path / "old", weights, GPT, version=version, spelling=SPELLINGS["2020"], tp=2, pp=2, args=args)
+    convert(tmp_path / "old", tmp_path / "hf", vocab_size=29)
+    assert_same_tensors(hf_tensors(tmp_path / "hf"), {key: state[key] for key in state if key != "lm_head.weight"})
 
 
 def test_arguments_of_shapes_and_options(tmp_path: Path) -> None:

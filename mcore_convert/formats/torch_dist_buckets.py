@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from mcore_convert.elements import Files, round_to
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats import dcp
 from mcore_convert.formats.base import Findings
@@ -144,13 +142,12 @@ class BucketState:
             Misfit: it does not.
         """
         rows = {weight.mcore: weight for weight in self.run.rows}
-        for (name, at), places in founds.items():
-            weights = self.weights.locate(rows[name], at, self.run.dims, Findings())
-            for found in places:
-                for master in self._slots(found, MASTER, PROBE):
-                    for part in cut(weights, master.box):
-                        here = master.view.narrow(part.box.relative_to(master.box.offsets))
-                        if not rounds_to(here, part.view):
+        with Files() as files:
+            for (name, at), places in founds.items():
+                weights = self.weights.locate(rows[name], at, self.run.dims, Findings())
+                for found in places:
+                    for master in self._slots(found, MASTER, PROBE):
+                        if not all(_rounds_to(files, master, part) for part in cut(weights, master.box)):
                             raise Misfit(f"the master copy of `{found.name}` on {found.rank} does not round to it")
 
     def _slots(self, found: Found, state: str, count: int | None = None) -> list[Slot]:
@@ -179,18 +176,10 @@ class BucketState:
         return {}
 
 
-def rounds_to(exact: View, rounded: View) -> bool:
-    """Whether a master copy, rounded to the nearest value of the weight's dtype, is the weight. For small views."""
-    values, wanted = _read(exact), _read(rounded)
-    if exact.dtype == "float32" and rounded.dtype == "bfloat16":
-        values = ((values + 0x7FFF + ((values >> 16) & 1)) >> 16).astype(np.uint16)
-    elif exact.dtype == "float32" and rounded.dtype == "float16":
-        values = values.view(np.float32).astype(np.float16).view(np.uint16)
-    return bool(values.dtype == wanted.dtype and (values == wanted).all())
-
-
-def _read(view: View) -> NDArray[Any]:
-    """The elements of a view as unsigned integers of their size."""
-    mapped = np.memmap(view.path, np.uint8, "r")
-    array: NDArray[Any] = np.ndarray(view.shape, f"u{view.itemsize}", mapped, view.offset, view.strides)
-    return np.ascontiguousarray(array)
+def _rounds_to(files: Files, master: Slot, weight: Slot) -> bool:
+    """Whether a master copy, rounded to the weight's dtype, is the weight, which lies within its box."""
+    view = master.view.narrow(weight.box.relative_to(master.box.offsets))
+    values, wanted = files.array(view), files.array(weight.view)
+    if view.dtype != weight.view.dtype:
+        values = round_to(values, weight.view.dtype)
+    return bool((values == wanted).all())

@@ -7,7 +7,7 @@ each data-parallel group (Megatron Core 0.8 to 0.19, `optimizer.py` and `distrib
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
@@ -15,6 +15,8 @@ from mcore_convert.formats import dcp
 from mcore_convert.formats.base import Training
 from mcore_convert.formats.torch_file import scalar
 from mcore_convert.spec import arguments
+from mcore_convert.spec.family import Item
+from mcore_convert.spec.names import MASTER, placeholders_of
 from mcore_convert.tensors import View
 
 GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
@@ -122,16 +124,17 @@ def _value(value: Any) -> Any:
 
 
 def common_of(
-    training: Training, args: Mapping[str, Any], *, has_masters: bool, has_expert_biases: bool, scale: Any = None
+    training: Training, args: Mapping[str, Any], items: Collection[Item], *, scale: Any = None
 ) -> dict[str, Any]:
     """What Megatron Core 0.16 to 0.19 stores in the common state beside an optimizer that can be resharded.
 
     Args:
         args: of the run that will load it: experts that are spread over ranks have an optimizer of their own.
-        has_masters: whether weights have master copies, so that a plain optimizer is not that of an fp32 model.
-        has_expert_biases: Megatron has a parameter group for them.
+        items: the model's tensors. Without master copies a plain optimizer is that of an fp32 model.
         scale: stands for the loss scale of fp16, which has to be a tensor.
     """
+    has_masters = any(item.state == MASTER for item in items)
+    has_expert_biases = any("expert" in placeholders_of(w.mcore or "") and len(w.shape) == 1 for w, _, _ in items)
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if training.distributed:
         metadata |= {

@@ -11,7 +11,7 @@ import itertools
 import json
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,12 @@ def reserve(
         if item.weight.mcore is not None:
             _reserve_weight(item, _prefix(item.state, distributed), dtype, dims, tp, files, content)
     _refuse_mixed(dtype_of)
-    state = _common_state(common, training, dtype_of)
     blob = _filled(torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]), EXTRA_STATE)
     for key in _extra_state_keys([item.weight for item in dtype_of], dims):
         content.objects[key] = files.place(blob)
-    content.objects[COMMON_STATE] = files.place(state(True))
+    content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, listed=True))
     reservation.texts = {
-        folder / COMMON: state(False).literals[0][1],
+        folder / COMMON: _common_state(common, training, dtype_of, listed=False).literals[0][1],
         folder / "run_config.yaml": run_config.encode(),
         folder / "metadata.json": json.dumps(METADATA_JSON).encode(),
         folder / dcp.METADATA: dcp.metadata_bytes(content.tensors, content.chunks, content.objects),
@@ -134,29 +133,22 @@ def _prefix(state: str, distributed: bool) -> str:
 
 
 def _common_state(
-    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str]
-) -> Callable[[bool], torch_file.Archive]:
-    """The archive of the common state, complete: as it stands, or in a list as objects are saved."""
-    args = common["args"]
-    state = {**common, "args": argparse.Namespace(**args)}
-    if training is None:
-        return lambda listed: _filled(torch_file.lay_out(lambda _: [state] if listed else state, []))
-    biases = any("expert" in placeholders_of(i.weight.mcore or "") and len(i.weight.shape) == 1 for i in dtype_of)
-    masters = any(item.state == MASTER for item in dtype_of)
+    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], *, listed: bool
+) -> torch_file.Archive:
+    """The archive of the common state, complete: as it stands, or `listed` as objects are saved."""
+    state = {**common, "args": argparse.Namespace(**common["args"])}
 
-    def archive(listed: bool) -> torch_file.Archive:
-        def tree(refs: list[Any]) -> Any:
-            scale = refs[0] if refs else None
-            beside = common_of(training, args, has_masters=masters, has_expert_biases=biases, scale=scale)
-            whole = {**state, **beside, "iteration": common["iteration"]}
-            return [whole] if listed else whole
+    def tree(refs: list[Any]) -> Any:
+        whole = state
+        if training is not None:
+            beside = common_of(training, common["args"], dtype_of, scale=refs[0] if refs else None)
+            whole = {**beside, **state}
+        return [whole] if listed else whole
 
-        scaler = training.rest.get("grad_scaler")
-        if scaler is None:
-            return _filled(torch_file.lay_out(tree, []))
-        return _filled(torch_file.lay_out(tree, [TensorMeta((1,), "float32")]), struct.pack("<f", scaler["scale"]))
-
-    return archive
+    scaler = None if training is None else training.rest.get("grad_scaler")
+    if scaler is None:
+        return _filled(torch_file.lay_out(tree, []))
+    return _filled(torch_file.lay_out(tree, [TensorMeta((1,), "float32")]), struct.pack("<f", scaler["scale"]))
 
 
 def _reserve_weight(item: Item, prefix: str, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:

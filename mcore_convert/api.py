@@ -100,6 +100,7 @@ def convert(
     last_stage_layers: int | None = None,
     pipeline_layout: str | None = None,
     optimizer: bool = True,
+    allow_drift: bool = False,
     implementation: str | None = None,
     iteration: int | None = None,
     family: str | None = None,
@@ -123,6 +124,7 @@ def convert(
             as `Layout` describes it. `torch` has a file for each of its ranks; `torch_dist` can be loaded at any
             layout, which only decides its chunks, the vocabulary padding and the stored arguments.
         optimizer: carry optimizer state from Megatron to Megatron.
+        allow_drift: take the first rank's copy of a weight that ranks of an old run hold with small differences.
         implementation: `local` or `transformer_engine`, whose names the `torch` format shall have.
         iteration: number of the `iter_*` directory. Without one, weights alone become a `release`, and weights with
             optimizer state keep the number that they have.
@@ -162,7 +164,7 @@ def convert(
         _refuse_idle("a Hugging Face source", {"hf_config": hf_config, "vocab_size": vocab_size, "arg": given or None})
     if Path(source).exists():
         _refuse_idle("a directory", {"revision": revision})
-    target = Target(final, chosen, layout, iteration, max_shard_size, tokenizer, implementation, optimizer)
+    target = Target(final, chosen, layout, iteration, max_shard_size, tokenizer, implementation, optimizer, allow_drift)
     plan = plan_conversion(model, target)
     if not dry_run:
         execute(plan, overwrite=overwrite, progress=progress)

@@ -39,7 +39,7 @@ def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
     source = model.checkpoint
     if not isinstance(source, HfCheckpoint) and source.optimizer_keys:
         notes.append(f"optimizer state is left behind ({len(source.optimizer_keys)} keys)")
-    sources = find_weights(model.family, model.dims, source)
+    sources = find_weights(model.family, model.dims, source, allow_drift=target.allow_drift)
     if target.format == "hf":
         dims = model.dims
         checkpoint, reservation = lay_out_hf(model, target, sources, notes)
@@ -68,7 +68,7 @@ def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> P
         target = replace(target, iteration=source.training.iteration)
     if not target.optimizer and source.training is not None:
         notes.append("optimizer state is left behind, as --no-optimizer says")
-    sources = find_weights(family, held, source, states)
+    sources = find_weights(family, held, source, states, allow_drift=target.allow_drift)
     checkpoint, reservation = lay_out_megatron(model, family, dims, target, sources, notes)
     moves = moves_between(family, dims, sources, checkpoint)
     return Plan(family, dims, source, checkpoint, reservation, moves, sources.checks, tuple(notes))

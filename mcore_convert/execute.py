@@ -150,7 +150,7 @@ def _check(check: Check, files: Files) -> None:
         array = files.array(check.view)
         failed = any(bool(array[block].any()) for block in blocks_of(check.view.shape, check.view.itemsize))
     if failed:
-        raise ConvertError(check.failure)
+        raise ConvertError(check.failure, hint=check.hint)
 
 
 def _finish(plan: Plan, partial: Path) -> None:

@@ -20,6 +20,7 @@ from mcore_convert.spec.shard import Box
 from mcore_convert.tensors import Slot, View, cut, untiled
 
 # Megatron's name of the output layer and of the embedding that it shares its tensor with in a tied model.
+DRIFT_HINT = "old runs drift a little: --allow-drift takes the first rank's copy"
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -41,6 +42,7 @@ class Check:
     other: View | None
     failure: str
     rounded: bool = False
+    hint: str | None = None
 
 
 class Move(NamedTuple):
@@ -98,11 +100,19 @@ class Sources:
         return dtypes
 
 
-def find_weights(family: Family, dims: Dims, source: Checkpoint, states: Sequence[str] = (PARAM,)) -> Sources:
+def find_weights(
+    family: Family,
+    dims: Dims,
+    source: Checkpoint,
+    states: Sequence[str] = (PARAM,),
+    *,
+    allow_drift: bool = False,
+) -> Sources:
     """Find every weight of the model in a checkpoint, and a weight for everything in the checkpoint.
 
     Args:
         states: the states to find for each weight; an optimizer keeps none for a buffer.
+        allow_drift: take the first rank's copy of what several ranks hold, without a check that the others agree.
 
     Raises:
         MappingError: weights that are missing, have another shape, mixed dtypes or incomplete parts; tensors that
@@ -128,8 +138,10 @@ def find_weights(family: Family, dims: Dims, source: Checkpoint, states: Sequenc
         if item.weight.mcore is None:
             failure = f"`{item}` in `{source.path}` is not zero, and Megatron Core has no place for it"
             checks += [Check(slot.view, None, failure) for slot in found]
-        for replica, where in source.replicas(item, dims):
-            failure = f"the ranks do not agree on `{item}`: {where}"
+        for replica, where in () if allow_drift else source.replicas(item, dims):
+            failure = (
+                f"the ranks do not agree on `{item}`: {where} differs from the first; --allow-drift takes the first"
+            )
             checks += equal_checks(replica, found, failure)
     if source.found_by_order:
         checks += _master_checks(slots)
@@ -156,10 +168,11 @@ def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item
             yield Item(weight, at, state)
 
 
-def equal_checks(replica: Slot, slots: list[Slot], failure: str) -> Iterator[Check]:
+def equal_checks(replica: Slot, slots: list[Slot], failure: str, *, hint: str | None = None) -> Iterator[Check]:
     """That a slot holds what others hold of the same box."""
     for part in cut(slots, replica.box):
-        yield Check(replica.view.narrow(part.box.relative_to(replica.box.offsets)), part.view, failure)
+        mine = replica.view.narrow(part.box.relative_to(replica.box.offsets))
+        yield Check(mine, part.view, failure, hint=hint)
 
 
 def _without_padding(weight: Weight, dims: Dims, slots: list[Slot]) -> list[Slot]:

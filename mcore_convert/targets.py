@@ -31,6 +31,7 @@ class Target:
 
     `iteration` names the directory `iter_*`; None writes `release`. `max_shard_size` in bytes, for `hf`.
     `implementation` is the layer spec whose names the `torch` format takes; that of the source unless given.
+    `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class Target:
     tokenizer: str | None = None
     implementation: str | None = None
     optimizer: bool = True
+    allow_drift: bool = False
 
 
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:

@@ -65,6 +65,9 @@ FirstStage = Annotated[int | None, typer.Option(min=0, help="Layers on the first
 LastStage = Annotated[int | None, typer.Option(min=0, help="Layers on the last pipeline stage")]
 PipelineLayout = Annotated[str | None, typer.Option(help="Stages spelled out, as --pipeline-model-parallel-layout")]
 NoOptimizer = Annotated[bool, typer.Option("--no-optimizer", help="Leave optimizer state behind")]
+AllowDrift = Annotated[
+    bool, typer.Option("--allow-drift", help="Take the first rank's copy where ranks hold slightly different ones")
+]
 Names = Annotated[Implementation | None, typer.Option(help="Layer spec whose names the format torch shall have")]
 Iteration = Annotated[int | None, typer.Option(min=0, help="Number of the iter_* directory to write")]
 VocabSize = Annotated[

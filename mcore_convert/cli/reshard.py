@@ -27,6 +27,7 @@ def command(
         options.MegatronFormat | None, typer.Option(help="Format to write; that of the source unless given")
     ] = None,
     no_optimizer: options.NoOptimizer = False,
+    allow_drift: options.AllowDrift = False,
     implementation: options.Names = None,
     iteration: options.Iteration = None,
     vocab_size: options.VocabSize = None,
@@ -55,6 +56,7 @@ def command(
             last_stage_layers=last_stage_layers,
             pipeline_layout=pipeline_layout,
             optimizer=not no_optimizer,
+            allow_drift=allow_drift,
             implementation=implementation.value if implementation else None,
             iteration=iteration,
             vocab_size=vocab_size,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from mcore_convert.spec.family import Weight
 
-# `local` is Megatron's own spec; `transformer_engine` the default, which fuses each norm into the linear layer after it.
+# `local` is the spec of Megatron itself; `transformer_engine`, the default, fuses each norm into the layer after it.
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 IMPLEMENTATIONS = (LOCAL, TRANSFORMER_ENGINE)
 

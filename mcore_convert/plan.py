@@ -19,8 +19,9 @@ from mcore_convert.spec.names import MASTER, PARAM, Index, match
 from mcore_convert.spec.shard import Box
 from mcore_convert.tensors import Slot, View, cut, untiled
 
-# Megatron's name of the output layer and of the embedding that it shares its tensor with in a tied model.
 DRIFT_HINT = "old runs drift a little: --allow-drift takes the first rank's copy"
+
+# Megatron's name of the output layer and of the embedding that it shares its tensor with in a tied model.
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -139,10 +140,8 @@ def find_weights(
             failure = f"`{item}` in `{source.path}` is not zero, and Megatron Core has no place for it"
             checks += [Check(slot.view, None, failure) for slot in found]
         for replica, where in () if allow_drift else source.replicas(item, dims):
-            failure = (
-                f"the ranks do not agree on `{item}`: {where} differs from the first; --allow-drift takes the first"
-            )
-            checks += equal_checks(replica, found, failure)
+            failure = f"the ranks do not agree on `{item}`: {where} differs from the first"
+            checks += equal_checks(replica, found, failure, hint=DRIFT_HINT)
     if source.found_by_order:
         checks += _master_checks(slots)
     checks += _tied_checks(family, dims, source, slots, findings)

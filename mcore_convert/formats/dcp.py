@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats import pickle_writer, pickles
@@ -56,6 +56,7 @@ class Directory:
     chunks: dict[str, list[Chunk]]
     objects: dict[str, Place]
     unflattened: Mapping[str, Shape] = field(default_factory=dict)
+    flattens: ClassVar[bool] = True
 
     def check(self, keys: Iterable[str]) -> None:
         """Prove that the chunks of these keys tile their tensors, and that every file is there and long enough.

@@ -201,13 +201,15 @@ class MpRankCheckpoint:
     def _slots(self, item: Item, place: Place, dims: Dims, rows: int | None, findings: Findings) -> list[Slot]:
         weight, _, state = item
         key, found = self._key(place), self._find(place)
+        if found is None:  # nothing that its shape, which may be without padding, could be cut by
+            findings.expect(key, None, ())
+            return []
         shape: Shape = dims.shape(weight.shape)
         if rows is not None and rows >= shape[0]:
             shape = (rows, *shape[1:])
         local = local_of(weight.shard, shape, self.layout.tp, place.rank.tp)
-        if not findings.expect(key, None if found is None else found.meta, local.shape):
+        if not findings.expect(key, found.meta, local.shape):
             return []
-        assert found is not None
         view = found.view
         if state != PARAM:
             states = self._states[place.rank][place.chunk].get(place.name, {})

@@ -150,7 +150,8 @@ def _refuse_types(directory: dcp.Directory, common: Mapping[str, Any]) -> None:
             f"the optimizer state in `{directory.path}` has the form `{kind}`, which is not read",
             hint=f"{UNREADABLE_TYPES[kind]} {WITHOUT}",
         )
-    if "fully_sharded_model_space" in sharding_types(common) and not directory.unflattened:
+    is_flat = "fully_sharded_model_space" in sharding_types(common) and directory.flattens
+    if is_flat and not directory.unflattened:
         raise UnreadableCheckpoint(
             f"the optimizer state in `{directory.path}` is flattened, and the shapes from before are not stored",
             hint=f"save it again with Megatron Core 0.8 or later, or {WITHOUT}",

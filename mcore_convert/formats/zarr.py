@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats import dcp, torch_dist
@@ -55,6 +55,7 @@ class ZarrDirectory(dcp.Directory):
     """What all `.zarray` say. `cells` has the shape of each key's chunks; those at an edge are stored as whole ones."""
 
     cells: Mapping[str, Shape] = field(default_factory=dict)
+    flattens: ClassVar[bool] = False  # a distributed optimizer wrote its ranges into arrays of the weights' own shapes
 
     def check(self, keys: Iterable[str]) -> None:
         """Prove that every chunk of these keys is there and has its size; their grid tiles the tensors.

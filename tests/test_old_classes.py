@@ -187,8 +187,9 @@ def test_the_published_345m_becomes_a_hugging_face_model(tmp_path: Path) -> None
     assert_same_tensors(hf_tensors(tmp_path / "hf"), wanted)
 
 
+@pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("version", [0, 1, 3])
-def test_a_run_with_stored_arguments_becomes_a_hugging_face_model(version: int, tmp_path: Path) -> None:
+def test_a_run_with_stored_arguments_becomes_a_hugging_face_model(version: int, pp: int, tmp_path: Path) -> None:
     state = gpt2().state_dict()
     args = {
         "num_layers": 2,
@@ -200,10 +201,10 @@ def test_a_run_with_stored_arguments_becomes_a_hugging_face_model(version: int, 
         "padded_vocab_size": 32,
         "bias_gelu_fusion": True,
         "tensor_model_parallel_size" if version == 3 else "model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
+        "pipeline_model_parallel_size": pp,
     }
     weights = gpt2_weights(state, 4, padded_vocab=32)
-    save_old(tmp_path / "old", weights, GPT, version=version, spelling=SPELLINGS["2020"], tp=2, pp=2, args=args)
+    save_old(tmp_path / "old", weights, GPT, version=version, spelling=SPELLINGS["2020"], tp=2, pp=pp, args=args)
     convert(tmp_path / "old", tmp_path / "hf", vocab_size=29)
     assert_same_tensors(hf_tensors(tmp_path / "hf"), {key: state[key] for key in state if key != "lm_head.weight"})
 

@@ -271,6 +271,22 @@ def test_megatron_goes_on_at_any_layout(
             assert all(group["weight_decay"] == 0.1 for group in loaded.groups)
 
 
+@pytest.mark.parametrize("name", REAL)
+def test_real_checkpoints_become_reshardable(name: str, tmp_path: Path) -> None:
+    source = real_checkpoint(name)
+    experts = "moe" in name
+    reshard(source, tmp_path / "again", ep=2 if experts else 1)
+    found, wanted = states_in(tmp_path / "again"), states_in(source)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    stored = dcp_tensors(tmp_path / "again/iter_0000010")
+    assert torch.equal(
+        stored["optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"],
+        wanted["decoder.final_layernorm.weight", EXP_AVG_SQ],
+    )
+    assert open_torch_dist(tmp_path / "again").training == open_torch_dist(source).training
+
+
 def test_the_loss_scale_goes_along(saved: Saved, tmp_path: Path) -> None:
     reshard(saved("llama", "fully_reshardable", tp=2, dtype=torch.float16), tmp_path / "again")
     common = torch.load(tmp_path / "again/iter_0000010/common.pt", weights_only=False)
@@ -309,6 +325,23 @@ def copy_with(
     stored = torch.load(destination / "common.pt", weights_only=False)
     torch.save({**stored, **(common or {})}, destination / "common.pt")
     return destination
+
+
+@pytest.mark.parametrize("form", ["plain", "fully_reshardable", "dp_reshardable"])
+@pytest.mark.parametrize("prefix", ["module.", "chained_0."])
+def test_prefixes(prefix: str, form: Form, saved: Saved, tmp_path: Path) -> None:
+    """Of a wrapper around the model, as NeMo's; and of chained optimizers, which had one in any form until 0.13."""
+
+    def prefixed(key: str) -> str:
+        if prefix == "chained_0.":
+            return f"{prefix}{key}" if key.startswith("optimizer.") else key
+        if "dp_group_idx" in key or key.startswith("rng_state"):
+            return key
+        return re.sub(r"^(optimizer\.state\.\w+\.)?", rf"\1{prefix}", key)
+
+    path = copy_with(saved("llama", form, tp=2), tmp_path / "it", prefixed)
+    assert_is(states_in(path), state_of("llama"))
+    assert open_torch_dist(path).training == open_torch_dist(saved("llama", form, tp=2)).training
 
 
 @pytest.mark.parametrize(

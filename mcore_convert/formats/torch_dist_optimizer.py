@@ -42,10 +42,14 @@ WITHOUT = "leave the optimizer state behind with --no-optimizer"
 
 @dataclass(frozen=True)
 class NamedState:
-    """Optimizer state under the names of the weights."""
+    """Optimizer state under the names of the weights.
+
+    What was flattened is `found_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
+    transposed parameter, flattens that, and says the shape only.
+    """
 
     by_state: Mapping[str, StateKeys]
-    found_by_order = False
+    found_by_order: bool
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -135,13 +139,7 @@ def _named_state(
             items=fold(strangers),
             hint=WITHOUT,
         )
-    return NamedState(by_state)
-
-
-def check_whole(directory: dcp.Directory, state: OptimizerState | None) -> None:
-    """Prove that the chunks of named state tile it. Buckets have paddings; their weights are proven one by one."""
-    if isinstance(state, NamedState):
-        directory.check(on_disk for keys in state.by_state.values() for on_disk in keys.keys.values())
+    return NamedState(by_state, bool(directory.unflattened))
 
 
 def _refuse_types(directory: dcp.Directory, common: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from mcore_convert.spec.shard import Box
 from mcore_convert.tensors import Slot, View, cut, untiled
 
 DRIFT_HINT = "old runs drift a little: --allow-drift takes the first rank's copy"
+ALONE_HINT = "the optimizer's state is not that of these weights: --no-optimizer takes the weights alone"
 
 # Megatron's name of the output layer and of the embedding that it shares its tensor with in a tied model.
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -153,11 +154,11 @@ def _master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
     """That every master copy rounds to its weight: the proof that state found by its order was found right."""
     for item, masters in slots.items():
         if item.state == MASTER:
-            failure = f"the master copy of `{item.weight.mcore}` does not round to the weight"
-            for check in (
-                c for slot in masters for c in equal_checks(slot, slots[item._replace(state=PARAM)], failure)
-            ):
-                yield replace(check, rounded=check.view.dtype != check.other.dtype if check.other else False)
+            param = item._replace(state=PARAM)
+            failure = f"the master copy of `{param}` does not round to the weight"
+            for slot in masters:
+                for check in equal_checks(slot, slots[param], failure, hint=ALONE_HINT):
+                    yield replace(check, rounded=check.other is not None and check.view.dtype != check.other.dtype)
 
 
 def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item]:

@@ -24,7 +24,8 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks.convert --json build/bench.json
+	$(BIN)/python -m benchmarks.convert --json build/bench.json; convert=$$?; \
+	$(BIN)/python -m benchmarks.reshard --json build/bench-reshard.json && exit $$convert
 
 clean:
 	rm -rf .venv build dist demo_output

@@ -184,6 +184,16 @@ def table(figures: Sequence[Figure]) -> str:
     return "\n".join(lines)
 
 
+def report(figures: Sequence[Figure], path: Path | None) -> int:
+    """Print the table, write the figures to `path`, and return the exit code: 1 when a target is missed."""
+    print(table(figures))
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(figure) | {"missed": figure.missed} for figure in figures]
+        path.write_text(json.dumps(rows, indent=2) + "\n")
+    return int(any(figure.missed for figure in figures))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
@@ -196,12 +206,7 @@ def main() -> int:
     except CommandFailed as failure:
         say(f"error: {failure}")
         return 1
-    print(table(figures))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        rows = [asdict(figure) | {"missed": figure.missed} for figure in figures]
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
-    return int(any(figure.missed for figure in figures))
+    return report(figures, options.json)
 
 
 if __name__ == "__main__":

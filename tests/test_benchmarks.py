@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.checkpoints import LLAMA, llama_nbytes, make_llama, make_metadata
 from benchmarks.convert import Figure, roomy, table
 from benchmarks.measure import CommandFailed, peak_anonymous_bytes, seconds
+from benchmarks.ranks import QUARTER, make_ranks
+from mcore_convert import reshard, verify
+from mcore_convert.spec import Layout
 
 SMALL: dict[str, Any] = LLAMA | {
     "hidden_size": 64,
@@ -31,6 +34,7 @@ SMALL: dict[str, Any] = LLAMA | {
 
 def test_the_model_has_the_published_size() -> None:
     assert llama_nbytes(LLAMA) == 2 * 1_235_814_400
+    assert llama_nbytes(QUARTER) == 2 * 308_955_136
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -62,6 +66,19 @@ def test_metadata_is_what_torch_reads(tmp_path: Path) -> None:
         assert isinstance(tensor, TensorStorageMetadata)
         covered = sum(chunk.sizes.numel() for chunk in tensor.chunks)
         assert covered == tensor.size.numel(), key
+
+
+def test_ranks_are_what_a_reshard_proves(tmp_path: Path) -> None:
+    """Replicas agree and master copies round to their weights, or the reshard would refuse."""
+    source = make_ranks(tmp_path / "source", SMALL, Layout(tp=2, pp=2))
+    reshard(source, tmp_path / "one")
+    assert verify(source, tmp_path / "one").num_weights == 4 * 14
+    content = torch.load(tmp_path / "one/iter_0001000/mp_rank_00/model_optim_rng.pt", weights_only=False)
+    (weight,) = (tensor for key, tensor in content["model"].items() if key == "embedding.word_embeddings.weight")
+    master = content["optimizer"]["fp32_from_fp16_params"][0][0]
+    assert torch.equal(master.bfloat16(), weight)
+    assert (master != weight.float()).float().mean() > 0.9
+    assert master.isfinite().all()
 
 
 def test_memory_of_children_is_seen() -> None:

@@ -1,0 +1,108 @@
+"""A large checkpoint of rank files with optimizer state: reserved as ours are, and filled from one random block."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.checkpoints import BLOCK, LLAMA, random_bfloat16
+from mcore_convert import families
+from mcore_convert.formats import mp_rank_writer
+from mcore_convert.formats.base import Findings, Training
+from mcore_convert.formats.modules import SEQUENTIAL, TRANSFORMER_ENGINE
+from mcore_convert.formats.mp_rank import MpRankCheckpoint
+from mcore_convert.plan import items_of
+from mcore_convert.spec import Dims, Layout, arguments, gpt
+from mcore_convert.spec.family import Family
+from mcore_convert.spec.names import OPTIMIZER_STATES, PARAM
+from mcore_convert.targets import layout_arguments
+from mcore_convert.tensors import Slot
+
+# A quarter of Llama 3.2-1B: a quarter of its layers and of its vocabulary, 0.31 billion parameters.
+QUARTER: dict[str, Any] = LLAMA | {"num_hidden_layers": 4, "vocab_size": 32064}
+ITERATION = 1000
+GROUP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "step": ITERATION, "lr_mult": 1.0, "is_expert_parallel": False}
+
+
+def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
+    """Write a bfloat16 Llama with fp32 master copies and moments, as Megatron's plain optimizer has them.
+
+    Every master copy rounds to its weight, and what several ranks hold is the same on each.
+    """
+    normal = arguments.normalise(families.named("llama").config.to_megatron(config))
+    vocab = normal["vocab_size"]
+    dims = Dims.of(normal, vocab_size=vocab, padded_vocab_size=arguments.padded_vocab_size(vocab, layout.tp))
+    family = gpt.family(normal)
+    items = list(items_of(family, dims, (PARAM, *OPTIMIZER_STATES)))
+    complete = arguments.complete(
+        {**arguments.plain(normal), "bf16": True},
+        dtype="bfloat16",
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        iteration=ITERATION,
+        tokenizer_model=None,
+        vocab_size=vocab,
+    )
+    checkpoint, reservation = mp_rank_writer.reserve(
+        path,
+        family,
+        dims,
+        {item: "bfloat16" if item.state == PARAM else "float32" for item in items},
+        layout,
+        iteration=ITERATION,
+        common={
+            "args": {**complete, **layout_arguments(layout, dims)},
+            "checkpoint_version": 3.0,
+            "iteration": ITERATION,
+        },
+        training=Training(
+            ITERATION,
+            distributed=False,
+            groups=({**GROUP, "wd_mult": 1.0, "weight_decay": 0.1}, {**GROUP, "wd_mult": 0.0, "weight_decay": 0.0}),
+        ),
+        implementation=TRANSFORMER_ENGINE,
+        experts=SEQUENTIAL,
+    )
+    for file, size in reservation.sizes.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("wb") as out:
+            out.truncate(size)
+            for literal_file, at, content in reservation.literals:
+                if literal_file == file:
+                    os.pwrite(out.fileno(), content, at)
+    _fill(checkpoint, family, dims)
+    for file, text in reservation.texts.items():
+        file.write_bytes(text)
+    return path
+
+
+def _fill(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> None:
+    halves = random_bfloat16(BLOCK)
+    lower = np.random.default_rng(1).integers(0, 1 << 15, BLOCK, dtype=np.uint32)  # less than half of the last bit
+    blocks = {"bfloat16": halves, "float32": halves.astype(np.uint32) << 16 | lower}
+    files = {file.path: os.open(file.path, os.O_WRONLY) for file in checkpoint.files.values()}
+    try:
+        for slot, start in _slots(checkpoint, family, dims):
+            block, at = blocks[slot.view.dtype], slot.view.offset
+            left = slot.box.numel
+            while left:
+                piece = block[start : start + left]
+                at += os.pwrite(files[slot.view.path], piece.data, at)
+                left, start = left - len(piece), 0
+    finally:
+        for fd in files.values():
+            os.close(fd)
+
+
+def _slots(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> Iterator[tuple[Slot, int]]:
+    """Every slot of every rank, and from which element of the block it is filled: the same in each of its states."""
+    for item in items_of(family, dims, (PARAM, *OPTIMIZER_STATES)):
+        again = (slot for slot, _ in checkpoint.replicas(item, dims))
+        for slot in (*checkpoint.locate(item, dims, Findings()), *again):
+            yield slot, zlib.crc32(f"{item._replace(state=PARAM)} {slot.box.offsets}".encode()) % BLOCK

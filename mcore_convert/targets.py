@@ -110,7 +110,10 @@ def lay_out_megatron(
             tp=layout.tp,
             iteration=target.iteration,
             common=common,
-            run_config=bridge.run_config(args, model.family.name),
+            # of a model that no family knows, the stored arguments say more than a partial `run_config.yaml`
+            run_config=None
+            if model.refusals
+            else bridge.run_config(_with_true_vocabulary(args, model), model.family.name),
             training=training,
         )
     flags = [*command_line(args), *_layout_flags(layout, dims)]
@@ -158,6 +161,11 @@ def _stored_arguments(
             vocab_size=model.dims.vocab_size,
         )
     return {**args, **layout_arguments(layout, dims), "ckpt_format": target.format}
+
+
+def _with_true_vocabulary(args: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    """The arguments with a `vocab_size` that is the vocabulary, which a run leaves to its tokenizer."""
+    return {**args, "vocab_size": model.dims.vocab_size, "tokenizer_type": None}
 
 
 def layout_arguments(layout: Layout, dims: Dims) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from typing import Any
 from mcore_convert.errors import MappingError, fold
 from mcore_convert.formats import dcp, torch_file
 from mcore_convert.formats.base import Reservation, Training
+from mcore_convert.formats.modules import LOCAL
 from mcore_convert.formats.torch_dist import COMMON, COMMON_STATE, TRACKER, TorchDistCheckpoint
+from mcore_convert.formats.torch_dist_keys import DENSE_NORM, EXPERT_NORM
 from mcore_convert.formats.torch_dist_training import common_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
@@ -84,7 +86,7 @@ def reserve(
     tp: int,
     iteration: int | None,
     common: Mapping[str, Any],
-    run_config: str,
+    run_config: str | None,
     training: Training | None = None,
 ) -> tuple[TorchDistCheckpoint, Reservation]:
     """Lay out a checkpoint directory with its tracker file.
@@ -95,7 +97,7 @@ def reserve(
         tp: how many chunks a layer's tensor is cut into; any TP can load them.
         iteration: number of the `iter_*` directory; None for `release`, which needs no flags to load.
         common: the common state; its `args` are a dict.
-        run_config: content of Megatron-Bridge's `run_config.yaml`.
+        run_config: content of Megatron-Bridge's `run_config.yaml`; None for none.
         training: what stands beside the optimizer's states; there are none without it.
     """
     name = "release" if iteration is None else f"iter_{iteration:07d}"
@@ -114,14 +116,29 @@ def reserve(
     content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, listed=True))
     reservation.texts = {
         folder / COMMON: _common_state(common, training, dtype_of, listed=False).literals[0][1],
-        folder / "run_config.yaml": run_config.encode(),
+        **({} if run_config is None else {folder / "run_config.yaml": run_config.encode()}),
         folder / "metadata.json": json.dumps(METADATA_JSON).encode(),
-        folder / dcp.METADATA: dcp.metadata_bytes(content.tensors, content.chunks, content.objects),
+        folder / dcp.METADATA: _metadata(content, common["args"]),
         path / TRACKER: (name if iteration is None else str(iteration)).encode(),
     }
     directory = dcp.Directory(folder, content.tensors, content.chunks, content.objects)
     keys = {key: key for key in content.tensors if not key.startswith(STATE_PREFIX)}
     return TorchDistCheckpoint(folder, directory, keys, "", content.slots), reservation
+
+
+def _metadata(content: _Content, args: Mapping[str, Any]) -> bytes:
+    """`.metadata`, with the norm of layers with experts under the name that the run's layer spec asks for.
+
+    Megatron's own spec maps it to the name that dense layers use (`gpt_layer_specs.py`, `sharded_state_dict_keys_map`).
+    """
+    local = args.get("transformer_impl") == LOCAL and args.get("num_experts")
+
+    def on_disk(key: str) -> str:
+        return key.replace(EXPERT_NORM, DENSE_NORM) if local else key
+
+    tensors = {on_disk(key): meta for key, meta in content.tensors.items()}
+    chunks = {on_disk(key): parts for key, parts in content.chunks.items()}
+    return dcp.metadata_bytes(tensors, chunks, content.objects)
 
 
 def _prefix(state: str, distributed: bool) -> str:

@@ -63,6 +63,7 @@ class Dims:
                 f"`num_attention_heads` = {args['num_attention_heads']} cannot be shared by "
                 f"`num_query_groups` = {args['num_query_groups']}"
             )
+        with_experts = bool(args.get("num_experts"))
         return Dims(
             **{name: args[name] for name in names},
             vocab_size=vocab_size,
@@ -71,9 +72,8 @@ class Dims:
             qkv_bias=bool(args.get("add_qkv_bias") or args.get("add_bias_linear")),
             linear_bias=bool(args.get("add_bias_linear")),
             num_experts=args.get("num_experts"),
-            moe_ffn_hidden_size=args.get("moe_ffn_hidden_size")
-            or (args["ffn_hidden_size"] if args.get("num_experts") else None),
-            shared_ffn_hidden_size=args.get("moe_shared_expert_intermediate_size"),
+            moe_ffn_hidden_size=(args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"]) if with_experts else None,
+            shared_ffn_hidden_size=args.get("moe_shared_expert_intermediate_size") if with_experts else None,
         )
 
     def size(self, word: str) -> int:

@@ -1,0 +1,54 @@
+"""Models with experts of Megatron's own layer spec: resharded, and loaded by Megatron Core with default strictness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.megatron import random_weights, save_torch_dist
+from mcore_convert import reshard
+from mcore_convert.megatron.checkpoint import load_torch_dist
+from mcore_convert.megatron.model import build_stages
+from mcore_convert.megatron.parallel import single_process
+
+ARGS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 4,
+    "kv_channels": 4,
+    "max_position_embeddings": 8,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "swiglu": True,
+    "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 128,
+    "num_experts": 2,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "transformer_impl": "local",
+}
+
+
+def norms_of(path: Path) -> dict[str, Tensor]:
+    """The norms before the MLPs, as Megatron Core's own model has them after loading."""
+    with single_process():
+        stages = build_stages(ARGS)
+        load_torch_dist(stages, path)
+        return {name: each.detach().clone() for name, each in stages[0].named_parameters() if "pre_mlp" in name}
+
+
+@pytest.mark.parametrize("moe_norm", ["local", "transformer_engine"])
+def test_a_run_of_the_local_spec_loads_what_was_resharded(moe_norm: Any, tmp_path: Path) -> None:
+    weights = random_weights(ARGS)
+    save_torch_dist(ARGS, weights, tmp_path / "run", moe_norm=moe_norm)
+    reshard(tmp_path / "run", tmp_path / "out", iteration=3)
+    found = norms_of(tmp_path / "out/iter_0000003")
+    assert len(found) == ARGS["num_layers"]
+    for name, norm in found.items():
+        assert torch.equal(norm, weights[name])

@@ -1,0 +1,235 @@
+"""Training goes on: Megatron Core saves a run, this project reshards it, and Megatron Core follows the same curve.
+
+A run on four CPU ranks (two tensor ranks x two stages) saves itself after five steps in every form that Megatron has,
+and takes ten more. What is resumed at another layout must have the same losses, norms of gradients and learning rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.megatron import random_weights
+from fixtures.training import DISTRIBUTED, PLAIN, Form, Step, train
+from mcore_convert import reshard
+from mcore_convert.spec.layout import Layout
+from tests.ranks import run_ranks
+
+SAVED_AT = 5
+UNTIL = {torch.float32: SAVED_AT + 10, torch.bfloat16: SAVED_AT + 3}
+TOLERANCE = 1e-5  # of losses around 4, whose neighbours in fp32 are 5e-7 apart
+LLAMA: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 8,
+    "max_position_embeddings": 16,
+    "seq_length": 16,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "swiglu": True,
+    "untie_embeddings_and_output_weights": True,
+    "vocab_size": 64,
+    "padded_vocab_size": 64,
+    "make_vocab_size_divisible_by": 16,
+}
+GPT2 = {
+    **LLAMA,
+    "group_query_attention": False,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "add_bias_linear": True,
+    "swiglu": False,
+    "untie_embeddings_and_output_weights": False,
+}
+MODELS = {"llama": LLAMA, "gpt2": GPT2}
+FROM = Layout(tp=2, pp=2)
+ONTO = {"tp1pp1": Layout(), "tp2": Layout(tp=2), "pp2": Layout(pp=2), "pp2vpp2": Layout(pp=2, vpp=2)}
+# Of the model that shares its embedding over stages, what that touches.
+CASES = [
+    *(("llama", form, onto) for form in (*PLAIN, "dp_reshardable", "distrib_optim") for onto in ONTO),
+    *(("llama", "fully_reshardable", onto) for onto in ("tp1pp1", "pp2vpp2")),
+    *(("gpt2", "dp_reshardable", onto) for onto in ("tp1pp1", "tp2", "pp2vpp2")),
+    *(("gpt2", form, "pp2vpp2") for form in ("torch", "distrib_optim")),
+    ("gpt2", "torch_dist", "tp1pp1"),
+    ("gpt2", "fully_reshardable", "pp2"),
+]
+
+
+class Original(NamedTuple):
+    """The run that was never interrupted, and the checkpoints that it saved on its way."""
+
+    steps: list[Step]
+    saved: dict[Form, Path]
+
+
+# `originals(model, distributed, dtype)`: each is trained once.
+Originals = Callable[..., Original]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
+    made: dict[Any, Original] = {}
+
+    def original(model: str, distributed: bool, dtype: torch.dtype = torch.float32) -> Original:
+        key = (model, distributed, dtype)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(model)
+            saved = {form: folder / form for form in (DISTRIBUTED if distributed else PLAIN)}
+            steps = trained(
+                MODELS[model],
+                FROM,
+                until=UNTIL[dtype],
+                distributed=distributed,
+                dtype=dtype,
+                weights=weights_of(model),
+                saves=saved,
+                save_at=SAVED_AT,
+            )
+            made[key] = Original(steps, saved)
+        return made[key]
+
+    return original
+
+
+@lru_cache
+def weights_of(model: str) -> dict[str, Tensor]:
+    return random_weights(MODELS[model])
+
+
+def trained(args: dict[str, Any], layout: Layout, *, ranks: int | None = None, **options: Any) -> list[Step]:
+    """The steps of `fixtures.training.train` on the ranks of a layout, or on more."""
+    steps: list[list[Step]] = run_ranks(ranks or layout.tp * layout.pp, lambda: train(args, layout, **options))
+    assert all(each == steps[0] for each in steps)
+    return steps[0]
+
+
+def goes_on(
+    path: Path, layout: Layout, *, args: dict[str, Any] = LLAMA, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[Step]:
+    return trained(args, layout, until=UNTIL[dtype], load=path, dtype=dtype, **options)
+
+
+def resharded(source: Path, destination: Path, layout: Layout, to: str | None = None) -> Path:
+    reshard(source, destination, to=to, tp=layout.tp, pp=layout.pp, vpp=layout.vpp)
+    return destination
+
+
+def distance(found: list[Step], wanted: list[Step]) -> float:
+    """The largest difference of two losses."""
+    return max(abs(f.loss - w.loss) for f, w in zip(found, wanted, strict=True))
+
+
+def assert_follows(found: list[Step], wanted: list[Step]) -> None:
+    assert distance(found, wanted) < TOLERANCE
+    assert [each.grad_norm for each in found] == pytest.approx([each.grad_norm for each in wanted], rel=TOLERANCE)
+    assert [each.lr for each in found] == [each.lr for each in wanted]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_optimizers_learn_and_agree(model: str, originals: Originals) -> None:
+    plain, distributed = (originals(model, which).steps for which in (False, True))
+    assert_follows(distributed, plain)
+    assert plain[-1].loss < plain[0].loss - 0.2
+
+
+@pytest.mark.parametrize(("model", "form", "onto"), CASES, ids=["-".join(case) for case in CASES])
+def test_training_goes_on(model: str, form: Form, onto: str, originals: Originals, tmp_path: Path) -> None:
+    distributed = form in DISTRIBUTED
+    original = originals(model, distributed)
+    path = resharded(original.saved[form], tmp_path / "there", ONTO[onto])
+    found = goes_on(path, ONTO[onto], args=MODELS[model], distributed=distributed)
+    assert_follows(found, original.steps[SAVED_AT:])
+
+
+@pytest.mark.parametrize(
+    ("form", "to", "onto"),
+    [
+        ("dp_reshardable", "torch", "pp2vpp2"),
+        ("distrib_optim", "torch_dist", "tp2"),
+        ("torch_dist", "torch", "tp2"),
+        ("torch", "torch_dist", "pp2vpp2"),
+    ],
+)
+def test_in_the_other_format(form: Form, to: str, onto: str, originals: Originals, tmp_path: Path) -> None:
+    distributed = form in DISTRIBUTED
+    original = originals("llama", distributed)
+    path = resharded(original.saved[form], tmp_path / "there", ONTO[onto], to)
+    assert_follows(goes_on(path, ONTO[onto], distributed=distributed), original.steps[SAVED_AT:])
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "dtype"),
+    [
+        ("llama", "dp_reshardable", torch.float32),
+        ("gpt2", "torch", torch.float32),
+        ("gpt2", "dp_reshardable", torch.bfloat16),
+        ("llama", "torch", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_there_and_back_changes_no_bit(
+    model: str, form: Form, dtype: torch.dtype, originals: Originals, tmp_path: Path
+) -> None:
+    """Through both formats and another layout: the curve is not close to that of the original, it is the same."""
+    distributed = form in DISTRIBUTED
+    original = originals(model, distributed, dtype)
+    there = resharded(original.saved[form], tmp_path / "there", ONTO["pp2vpp2"], "torch")
+    back = resharded(there, tmp_path / "back", FROM, "torch_dist")
+    found = goes_on(back, FROM, args=MODELS[model], distributed=distributed, dtype=dtype)
+    assert found == original.steps[SAVED_AT:]
+
+
+@pytest.mark.parametrize("form", ["dp_reshardable", "distrib_optim"])
+def test_data_parallel_ranks_and_buckets(form: Form, originals: Originals, tmp_path: Path) -> None:
+    """Saved where two data-parallel ranks share the state in several buckets, resumed by two others."""
+    args = {**LLAMA, "overlap_grad_reduce": True, "ddp_bucket_size": 4000}
+    source = tmp_path / "source"
+    before = trained(
+        args,
+        Layout(tp=2),
+        ranks=4,
+        until=SAVED_AT,
+        distributed=True,
+        weights=weights_of("llama"),
+        saves={form: source},
+        save_at=SAVED_AT,
+    )
+    original = originals("llama", True).steps
+    assert_follows(before, original[:SAVED_AT])
+    path = resharded(source, tmp_path / "there", Layout(pp=2))
+    assert_follows(goes_on(path, Layout(pp=2), args=args, ranks=4, distributed=True), original[SAVED_AT:])
+
+
+@pytest.mark.parametrize("what", ["step", "moment", "scheduler", "exchanged"])
+def test_less_than_all_of_it_would_be_seen(what: str, originals: Originals, tmp_path: Path) -> None:
+    """What the tolerance is worth: each part of the state, slightly wrong, leads another way."""
+    original = originals("llama", False)
+    path = resharded(original.saved["torch"], tmp_path / "there", Layout())
+    file = path / "iter_0000005/mp_rank_00/model_optim_rng.pt"
+    tree = torch.load(file, weights_only=False)
+    state = tree["optimizer"]["state"]
+    if what == "step":
+        for each in state.values():
+            each["step"] += 1
+    elif what == "moment":
+        state[0]["exp_avg"].zero_()
+    elif what == "scheduler":
+        tree["opt_param_scheduler"]["num_steps"] += 1
+    else:  # two layers' moments
+        first, second = [each for each in state.values() if each["exp_avg"].shape == (96, 32)][:2]
+        first["exp_avg_sq"], second["exp_avg_sq"] = second["exp_avg_sq"], first["exp_avg_sq"]
+    torch.save(tree, file)
+    found = goes_on(path, Layout(), distributed=False)
+    assert found[0].loss == pytest.approx(original.steps[SAVED_AT].loss, abs=TOLERANCE)
+    assert distance(found, original.steps[SAVED_AT:]) > 10 * TOLERANCE

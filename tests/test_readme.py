@@ -56,6 +56,8 @@ def blocks_of(page: Path) -> list[Block]:
 def test_what_a_page_shows_is_so(page: Path, tmp_path: Path) -> None:
     if page.name == "README.md":
         make_what_the_readme_finds(tmp_path)
+    if page.name in ("README.md", "reshard.md"):
+        make_runs_of_ranks(tmp_path)
     for block in blocks_of(page):
         if block.mark == "file":
             file = tmp_path / block.value
@@ -93,6 +95,28 @@ def make_what_the_readme_finds(folder: Path) -> None:
     (yarn / "config.json").write_text(json.dumps(config))
 
 
+def make_runs_of_ranks(folder: Path) -> None:
+    """What Megatron saved in the format `torch` at TP2 x PP2, and a model in the form of `megatron_lm_345m`."""
+    import torch
+
+    from fixtures.mp_rank import save_mp_rank
+    from fixtures.old_classes import save_345m
+    from fixtures.optimizer import random_state
+    from mcore_convert.identify import identify
+    from tests.ranks import run_ranks
+    from tests.test_old_classes import GPT, gpt2
+
+    args = {**identify(make_hf("llama-gqa", folder / "model", tokenizer=False)).args, "padded_vocab_size": 512}
+    state = random_state(args)
+
+    def save() -> None:
+        options = {"tp": 2, "pp": 2, "dtype": torch.bfloat16, "iteration": 5000}
+        save_mp_rank(args, state, folder / "old-run", optimizer="distributed", **options)  # type: ignore[arg-type]
+
+    run_ranks(4, save)
+    save_345m(folder / "megatron_lm_345m", gpt2().state_dict(), GPT)
+
+
 def install(pyproject: Path) -> None:
     """What `pip install --editable` makes of a project: metadata with its entry points, in a folder of the path."""
     project = tomllib.loads(pyproject.read_text())["project"]
@@ -112,7 +136,7 @@ def run(command: str, expected: list[str], folder: Path) -> None:
         env=os.environ
         | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(folder),
+            "PYTHONPATH": f"{folder}:{ROOT}",  # this source, wherever the command is installed from
             "PYTHONUNBUFFERED": "1",  # so that messages stand among the data, as on a terminal
             "HF_HUB_OFFLINE": "1",
         },

@@ -1,7 +1,8 @@
 """Training goes on: Megatron Core saves a run, this project reshards it, and Megatron Core follows the same curve.
 
-A run on four CPU ranks (two tensor ranks x two stages) saves itself after five steps in every form that Megatron has,
-and takes ten more. What is resumed at another layout must have the same losses, norms of gradients and learning rates.
+A run on four CPU ranks (two stages, of two tensor ranks or two expert ranks) saves itself after five steps in every
+form that Megatron has, and takes ten more. What is resumed at another layout must have the same losses, norms of
+gradients and learning rates.
 """
 
 from __future__ import annotations
@@ -52,17 +53,28 @@ GPT2 = {
     "swiglu": False,
     "untie_embeddings_and_output_weights": False,
 }
-MODELS = {"llama": LLAMA, "gpt2": GPT2}
+EXPERTS = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2, "moe_router_pre_softmax": True}
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "experts": EXPERTS}
 FROM = Layout(tp=2, pp=2)
-ONTO = {"tp1pp1": Layout(), "tp2": Layout(tp=2), "pp2": Layout(pp=2), "pp2vpp2": Layout(pp=2, vpp=2)}
+ORIGINS = {"llama": FROM, "gpt2": FROM, "experts": Layout(pp=2, ep=2)}
+ONTO = {
+    "tp1pp1": Layout(),
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2),
+    "pp2vpp2": Layout(pp=2, vpp=2),
+    "ep2": Layout(ep=2),
+}
 # Of the model that shares its embedding over stages, what that touches.
 CASES = [
-    *(("llama", form, onto) for form in (*PLAIN, "dp_reshardable", "distrib_optim") for onto in ONTO),
+    *(("llama", form, onto) for form in (*PLAIN, "dp_reshardable", "distrib_optim") for onto in list(ONTO)[:4]),
     *(("llama", "fully_reshardable", onto) for onto in ("tp1pp1", "pp2vpp2")),
     *(("gpt2", "dp_reshardable", onto) for onto in ("tp1pp1", "tp2", "pp2vpp2")),
     *(("gpt2", form, "pp2vpp2") for form in ("torch", "distrib_optim")),
     ("gpt2", "torch_dist", "tp1pp1"),
     ("gpt2", "fully_reshardable", "pp2"),
+    ("experts", "dp_reshardable", "tp1pp1"),
+    ("experts", "dp_reshardable", "ep2"),
+    ("experts", "distrib_optim", "pp2"),
 ]
 
 
@@ -88,7 +100,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
             saved = {form: folder / form for form in (DISTRIBUTED if distributed else PLAIN)}
             steps = trained(
                 MODELS[model],
-                FROM,
+                ORIGINS[model],
                 until=UNTIL[dtype],
                 distributed=distributed,
                 dtype=dtype,
@@ -109,7 +121,9 @@ def weights_of(model: str) -> dict[str, Tensor]:
 
 def trained(args: dict[str, Any], layout: Layout, *, ranks: int | None = None, **options: Any) -> list[Step]:
     """The steps of `fixtures.training.train` on the ranks of a layout, or on more."""
-    steps: list[list[Step]] = run_ranks(ranks or layout.tp * layout.pp, lambda: train(args, layout, **options))
+    steps: list[list[Step]] = run_ranks(
+        ranks or layout.tp * layout.pp * layout.ep, lambda: train(args, layout, **options)
+    )
     assert all(each == steps[0] for each in steps)
     return steps[0]
 
@@ -121,7 +135,7 @@ def goes_on(
 
 
 def resharded(source: Path, destination: Path, layout: Layout, to: str | None = None) -> Path:
-    reshard(source, destination, to=to, tp=layout.tp, pp=layout.pp, vpp=layout.vpp)
+    reshard(source, destination, to=to, tp=layout.tp, pp=layout.pp, vpp=layout.vpp, ep=layout.ep)
     return destination
 
 
@@ -136,7 +150,7 @@ def assert_follows(found: list[Step], wanted: list[Step]) -> None:
     assert [each.lr for each in found] == [each.lr for each in wanted]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_the_optimizers_learn_and_agree(model: str, originals: Originals) -> None:
     plain, distributed = (originals(model, which).steps for which in (False, True))
     assert_follows(distributed, plain)
@@ -192,7 +206,10 @@ def test_there_and_back_changes_no_bit(
 
 @pytest.mark.parametrize("form", ["dp_reshardable", "distrib_optim"])
 def test_data_parallel_ranks_and_buckets(form: Form, originals: Originals, tmp_path: Path) -> None:
-    """Saved where two data-parallel ranks share the state in several buckets, resumed by two others."""
+    """Saved where two data-parallel ranks share the state in several buckets, resumed by two others.
+
+    Not `fully_reshardable`: Megatron Core 0.16.1 shifts that by the padding between buckets when it saves.
+    """
     args = {**LLAMA, "overlap_grad_reduce": True, "ddp_bucket_size": 4000}
     source = tmp_path / "source"
     before = trained(

@@ -177,7 +177,7 @@ def reshard(source: PathLike, destination: PathLike, *, to: str | None = None, *
     Args:
         source: a Megatron directory.
         destination: the directory to make.
-        to: `torch_dist` or `torch`; the format of the source unless given.
+        to: `torch_dist` or `torch`; the format of the source unless given, and `torch_dist` for zarr.
         options: as for `convert`.
 
     Raises:
@@ -187,7 +187,7 @@ def reshard(source: PathLike, destination: PathLike, *, to: str | None = None, *
         found = open_checkpoint(Path(source), options.get("given")).format
     if found == "hf" or to == "hf":
         raise ConvertError("only Megatron checkpoints have a layout", hint="to or from Hugging Face: `convert`")
-    return convert(source, destination, to=to or found, **options)
+    return convert(source, destination, to=to or (found if found in FORMATS else "torch_dist"), **options)
 
 
 @_refusals()

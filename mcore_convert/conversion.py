@@ -48,7 +48,9 @@ def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
         dims = replace(model.dims, padded_vocab_size=padded)
         checkpoint, reservation = lay_out_megatron(model, model.family, dims, target, sources, notes)
     moves = moves_between(model.family, dims, sources, checkpoint)
-    return Plan(model.family, dims, source, checkpoint, reservation, moves, sources.checks, tuple(notes))
+    return Plan(
+        model.family, dims, source, checkpoint, reservation, moves, sources.checks, tuple(notes), model.num_parameters
+    )
 
 
 def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> Plan:
@@ -71,4 +73,6 @@ def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> P
     sources = find_weights(family, held, source, states, allow_drift=target.allow_drift)
     checkpoint, reservation = lay_out_megatron(model, family, dims, target, sources, notes)
     moves = moves_between(family, dims, sources, checkpoint)
-    return Plan(family, dims, source, checkpoint, reservation, moves, sources.checks, tuple(notes))
+    return Plan(
+        family, dims, source, checkpoint, reservation, moves, sources.checks, tuple(notes), model.num_parameters
+    )

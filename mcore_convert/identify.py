@@ -16,6 +16,7 @@ from mcore_convert.formats.torch_dist import TorchDistCheckpoint
 from mcore_convert.spec import arguments, gpt
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
+from mcore_convert.spec.shard import Box
 
 MegatronCheckpoint = TorchDistCheckpoint | MpRankCheckpoint
 
@@ -39,6 +40,12 @@ class Model:
     notes: tuple[str, ...] = field(default=())
     refusals: tuple[str, ...] = field(default=())
     folder: Path | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, without padding; a tied head counts once."""
+        instances = self.family.instances(self.dims)
+        return sum(Box.whole(self.family.shape(weight, self.dims)).numel for weight, _ in instances)
 
 
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfCheckpoint | MegatronCheckpoint:

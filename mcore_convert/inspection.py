@@ -92,7 +92,7 @@ def inspect_checkpoint(path: Path) -> Inspection:
         layout=common["layout"],
         dialect=checkpoint.dialect if isinstance(checkpoint, TorchDistCheckpoint) else None,
         dtypes=tuple(sorted({meta.dtype for meta in tensors.values()})),
-        num_parameters=_num_parameters(model) if model else sum(meta.numel for meta in tensors.values()),
+        num_parameters=model.num_parameters if model else sum(meta.numel for meta in tensors.values()),
         nbytes=sum(meta.nbytes for meta in tensors.values()),
         num_files=_num_files(checkpoint),
         tied=dims.tied if dims else None,
@@ -104,13 +104,6 @@ def inspect_checkpoint(path: Path) -> Inspection:
         weights=_lines(tensors),
         notes=model.notes if model else (),
         ranks=_ranks(model) if model else (),
-    )
-
-
-def _num_parameters(model: Model) -> int:
-    return sum(
-        TensorMeta(model.family.shape(weight, model.dims), "uint8").numel
-        for weight, _ in model.family.instances(model.dims)
     )
 
 

@@ -60,7 +60,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion will do: the files it reserves, and every copy. Nothing has been written."""
+    """What a conversion will do: the files it reserves, and every copy. Nothing has been written.
+
+    `num_parameters` leaves out padding, and counts a tied head once.
+    """
 
     family: Family
     dims: Dims
@@ -70,18 +73,12 @@ class Plan:
     moves: tuple[Move, ...]
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    num_parameters: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors that are copied."""
         return sum(move.nbytes for move in self.moves)
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the model, without padding; a tied head counts once."""
-        return sum(
-            Box.whole(self.family.shape(weight, self.dims)).numel for weight, _ in self.family.instances(self.dims)
-        )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def test_a_tensor_is_found_in_any_pieces_of_its_buffer(
         bounds = sorted({0, end, *(cut for cut in cuts if cut < end)})
         pieces = [
             (low, View.of(Path("x"), low * 8, TensorMeta((high - low,), "int64")))
-            for low, high in zip(bounds, bounds[1:], strict=False)
+            for low, high in itertools.pairwise(bounds)
         ]
         for slot in slots_of_flat(pieces, start, local):
             view = slot.view

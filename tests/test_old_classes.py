@@ -181,7 +181,7 @@ def test_the_published_345m_becomes_a_hugging_face_model(tmp_path: Path) -> None
     save_345m(tmp_path / "345m", state, GPT)
     with pytest.raises(ConfigError, match="stores no arguments") as error:
         convert(tmp_path / "345m", tmp_path / "hf")
-    assert error.value.items == ("--num-attention-heads is missing",)
+    assert error.value.items == ("--arg num_attention_heads=... is missing",)
     convert(tmp_path / "345m", tmp_path / "hf", given={"num_attention_heads": 4}, vocab_size=29)
     wanted = {key: tensor.half() for key, tensor in state.items() if key != "lm_head.weight"}
     assert_same_tensors(hf_tensors(tmp_path / "hf"), wanted)
@@ -239,13 +239,13 @@ def test_what_options_must_say_and_must_not(tmp_path: Path) -> None:
     model = trees(directory)[0]["model"]
     with pytest.raises(ConfigError) as missing:
         arguments_from([model], {})
-    assert missing.value.hint == "pass --num-attention-heads and --max-position-embeddings"
+    assert missing.value.hint == "pass --arg num_attention_heads=... and --arg max_position_embeddings=..."
     options = {"num_attention_heads": 4, "max_position_embeddings": 64}
     with pytest.raises(ConfigError) as wrong:
         arguments_from([model], {**options, "kv_channels": 8, "swiglu": False})
-    assert wrong.value.items == ("--kv-channels 8: the shapes say 4", "--swiglu False: the shapes say True")
+    assert wrong.value.items == ("--arg kv_channels=8: the shapes say 4", "--arg swiglu=False: the shapes say True")
     for heads in (3, 32, 0, "4"):
-        with pytest.raises(ConfigError, match="--num-attention-heads"):
+        with pytest.raises(ConfigError, match="--arg num_attention_heads"):
             arguments_from([model], {**options, "num_attention_heads": heads})
 
 
@@ -308,7 +308,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, version: int) -> None
     with pytest.raises(MappingError, match=r"not q, k and v of 3 heads of 4 channels") as error:
         core_tensors(tree["model"], version, heads=3, kv_channels=4)
     assert error.value.hint is not None
-    assert "--num-attention-heads" in error.value.hint
+    assert "--arg num_attention_heads" in error.value.hint
 
 
 def test_core_models_are_not_taken_for_old_ones(tmp_path: Path) -> None:

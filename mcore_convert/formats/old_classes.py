@@ -78,7 +78,7 @@ def qkv_slots(view: View, version: float, *, heads: int, kv_channels: int) -> li
         raise MappingError(
             f"`query_key_value` in `{view.path}` is {list(view.shape)}, which is not q, k and v of {heads} heads of "
             f"{kv_channels} channels on each rank",
-            hint="is the number of heads right? --num-attention-heads",
+            hint="is the number of heads right? --arg num_attention_heads=...",
         )
     rest, row = view.shape[1:], view.strides[0]
     shape, zeros = (kv_channels, *rest), (0,) * len(rest)
@@ -116,7 +116,7 @@ def behaved(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 def option(name: str) -> str:
     """How an argument is spelled on the command line."""
-    return "--" + name.replace("_", "-")
+    return f"--arg {name}=..."
 
 
 def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, tp: int = 1) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, An
     if positions is not None:
         told |= {"position_embedding_type": "learned_absolute", "max_position_embeddings": positions.shape[0]}
     wrong = [
-        f"{option(name)} {value}: the shapes say {told[name]}"
+        f"--arg {name}={value}: the shapes say {told[name]}"
         for name, value in given.items()
         if name in told and told[name] != value
     ]
@@ -192,7 +192,7 @@ def _heads_of(heads: Any, query: int, rows: int, where: str) -> dict[str, Any]:
     groups, rest = divmod(rows - query, 2 * kv) if kv else (0, 0)
     if groups < 1 or rest or heads % groups:
         raise ConfigError(
-            f"{option('num_attention_heads')} {heads} does not fit {where}: "
+            f"--arg num_attention_heads={heads} does not fit {where}: "
             f"it has {query} rows of queries and {rows - query} of keys and values"
         )
     return {

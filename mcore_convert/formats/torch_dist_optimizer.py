@@ -139,7 +139,9 @@ def _named_state(
             items=fold(strangers),
             hint=WITHOUT,
         )
-    return NamedState(by_state, bool(directory.unflattened))
+    # Megatron Core 0.16 cuts `fully_reshardable` states at shifted places where a buffer has padding between buckets
+    # (`sharded_param_state_fully_reshardable`), with a warning only: so master copies are held against the weights.
+    return NamedState(by_state, bool(directory.unflattened) or "param" in named)
 
 
 def _refuse_types(directory: dcp.Directory, common: Mapping[str, Any]) -> None:

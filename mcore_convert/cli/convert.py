@@ -113,5 +113,7 @@ def report(done: Conversion) -> None:
     for note in done.notes:
         say(f"note: {note}")
     if done.command and not done.dry_run:
-        show("load it in Megatron-LM with")
+        with_state = any(move.item.state != "param" for move in done.plan.moves)
+        what = "with its optimizer state" if with_state else "weights only, for a new optimizer"
+        show(f"load it in Megatron-LM ({what}) with")
         show(f"  {done.command}")

@@ -44,7 +44,9 @@ def grid(ranks: tuple[RankPart, ...]) -> list[str]:
         with_experts = any(part.experts is not None for part in ranks)
         name = f"tp {tp}" + (f" ep {ep}" if with_experts else "")
         rows.append((name, *(cell(cells[Rank(tp, pp, ep)]) for pp in columns)))
-    return ["", *table(rows)]
+    tp = 1 + max(part.rank.tp for part in ranks)
+    share = [f"each rank has 1/{tp} of every weight that tensor parallelism cuts, and all of the others"]
+    return ["", *table(rows), *(share if tp > 1 else [])]
 
 
 def cell(part: RankPart) -> str:

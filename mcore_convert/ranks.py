@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Weight
 from mcore_convert.spec.layout import Layout, Rank
-from mcore_convert.spec.names import Index
+from mcore_convert.spec.names import placeholders_of
 from mcore_convert.spec.shard import Box
 from mcore_convert.tensors import DTYPE_SIZES
 
-EMBEDDING, OUTPUT = "embedding", "output"
+EMBEDDING, LAYER, EXPERT, OUTPUT = "embedding", "layer", "expert", "output"
 
 
 @dataclass(frozen=True)
@@ -41,29 +41,30 @@ def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[R
     layout.check(dims)
     stages = layout.stages(dims.num_layers)
     first, last = min(stages), max(stages)
+    sizes = _sizes(family, dims, layout.tp)
     parts = []
     for rank in layout.ranks():
         mine = {stage: layers for stage, layers in stages.items() if stage.pp == rank.pp}
-        held = {layer for layers in mine.values() for layer in layers}
         experts = layout.experts(dims.num_experts, rank.ep) if dims.num_experts else None
         ends = tuple(name for stage, name in ((first, EMBEDDING), (last, OUTPUT)) if stage in mine)
-        numel = 0
-        for weight, at in family.instances(dims):
-            if _is_held(weight, at, held, experts, ends):
-                numel += _local_numel(weight, dims, layout.tp)
+        layer = sizes[LAYER] + sizes[EXPERT] * len(experts or ())
+        numel = layer * sum(map(len, mine.values())) + sum(sizes[end] for end in ends)
         if dims.tied and last in mine and first not in mine:  # the copy of the embedding that serves as the head
             numel += _local_numel(family.weights[0], dims, layout.tp)
-        nbytes = numel * DTYPE_SIZES[dtype]
-        parts.append(RankPart(rank, tuple(mine.values()), ends, experts, nbytes, numel))
+        parts.append(RankPart(rank, tuple(mine.values()), ends, experts, numel * DTYPE_SIZES[dtype], numel))
     return parts
 
 
-def _is_held(weight: Weight, at: Index, layers: set[int], experts: range | None, ends: tuple[str, ...]) -> bool:
-    if weight.mcore is None:
-        return False
-    if at.layer is not None:
-        return at.layer in layers and (at.expert is None or (experts is not None and at.expert in experts))
-    return (EMBEDDING if weight.mcore.startswith("embedding.") else OUTPUT) in ends
+def _sizes(family: Family, dims: Dims, tp: int) -> dict[str, int]:
+    """Elements that a rank holds of the embedding, of a layer without experts, of an expert, and of the output."""
+    sizes = dict.fromkeys((EMBEDDING, LAYER, EXPERT, OUTPUT), 0)
+    for weight in family.weights:
+        if weight.mcore is None or not weight.when(dims):
+            continue
+        held = placeholders_of(weight.mcore)
+        end = EMBEDDING if weight.mcore.startswith("embedding.") else OUTPUT
+        sizes[EXPERT if "expert" in held else LAYER if "layer" in held else end] += _local_numel(weight, dims, tp)
+    return sizes
 
 
 def _local_numel(weight: Weight, dims: Dims, tp: int) -> int:

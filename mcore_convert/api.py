@@ -20,7 +20,7 @@ from mcore_convert.identify import identify, open_checkpoint
 from mcore_convert.inspection import Inspection, inspect_checkpoint
 from mcore_convert.plan import Plan
 from mcore_convert.spec.layout import Layout
-from mcore_convert.targets import FORMATS, Target
+from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
 from mcore_convert.tensors import open_error
 from mcore_convert.verification import Verification, compare
 
@@ -43,7 +43,7 @@ class Conversion:
     def command(self) -> str | None:
         """The Megatron-LM command line of the model; None where the target is not Megatron's."""
         for path, content in self.plan.reservation.texts.items():
-            if path.name == "megatron_args.txt":
+            if path.name == COMMAND_FILE:
                 return content.decode().strip()
         return None
 

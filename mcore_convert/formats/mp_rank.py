@@ -28,7 +28,7 @@ from mcore_convert.formats.mp_rank_files import (
     num_layers_of,
     read_tree,
 )
-from mcore_convert.formats.torch_dist import TRACKER
+from mcore_convert.formats.torch_dist import iterations, resolve_by
 from mcore_convert.spec.layout import Layout, Rank, Stage
 
 __all__ = ["MpRankCheckpoint", "detect", "open_mp_rank", "resolve"]
@@ -36,11 +36,7 @@ __all__ = ["MpRankCheckpoint", "detect", "open_mp_rank", "resolve"]
 
 def detect(path: Path) -> bool:
     """Whether a directory is one of these, or holds one."""
-    return bool(_ranks_in(path)) or any(map(_ranks_in, _iterations(path)))
-
-
-def _iterations(path: Path) -> list[Path]:
-    return sorted(p for p in path.glob("*") if p.name == "release" or re.fullmatch(r"iter_\d+", p.name))
+    return bool(_ranks_in(path)) or any(map(_ranks_in, iterations(path)))
 
 
 def _ranks_in(path: Path) -> list[Path]:
@@ -53,23 +49,7 @@ def resolve(path: Path) -> Path:
     Raises:
         UnreadableCheckpoint: no tracker file, or it names a directory that is not there.
     """
-    if _ranks_in(path):
-        return path
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        found = [str(p) for p in _iterations(path)]
-        raise UnreadableCheckpoint(
-            f"`{path}` has no tracker file `{TRACKER}`",
-            items=found,
-            hint=f"name the directory of one iteration: `{found[-1]}`" if found else "is this a Megatron checkpoint?",
-        )
-    said = tracker.read_text(errors="replace").strip()
-    if said != "release" and not said.isdecimal():
-        raise UnreadableCheckpoint(f"`{tracker}` says `{said[:40]}`, which is neither an iteration nor `release`")
-    chosen = path / (said if said == "release" else f"iter_{int(said):07d}")
-    if not _ranks_in(chosen):
-        raise UnreadableCheckpoint(f"`{tracker}` names `{chosen.name}`, which has no `mp_rank_*`")
-    return chosen
+    return resolve_by(path, _ranks_in, "mp_rank_*")
 
 
 def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankCheckpoint:

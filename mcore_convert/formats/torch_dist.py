@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,10 +39,11 @@ ANCHORS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 
 def detect(path: Path) -> bool:
     """Whether a directory is one of these, or holds one."""
-    return dcp.exists(path) or (path / TRACKER).is_file() or any(map(dcp.exists, _iterations(path)))
+    return dcp.exists(path) or (path / TRACKER).is_file() or any(map(dcp.exists, iterations(path)))
 
 
-def _iterations(path: Path) -> list[Path]:
+def iterations(path: Path) -> list[Path]:
+    """The directories of a run that may each hold a checkpoint."""
     return sorted(p for p in path.glob("*") if p.name == "release" or re.fullmatch(r"iter_\d+", p.name))
 
 
@@ -52,11 +53,23 @@ def resolve(path: Path) -> Path:
     Raises:
         UnreadableCheckpoint: no tracker file, or it names a directory that is not there.
     """
-    if dcp.exists(path):
+    return resolve_by(path, dcp.exists, dcp.METADATA)
+
+
+def resolve_by(path: Path, is_checkpoint: Callable[[Path], object], content: str) -> Path:
+    """`path` where it is a checkpoint, else the directory that its tracker file names.
+
+    Args:
+        content: what every checkpoint of the format has, for the message where it has not.
+
+    Raises:
+        UnreadableCheckpoint: no tracker file, or it names a directory that is not there.
+    """
+    if is_checkpoint(path):
         return path
     tracker = path / TRACKER
     if not tracker.is_file():
-        found = [str(p) for p in _iterations(path)]
+        found = [str(p) for p in iterations(path)]
         raise UnreadableCheckpoint(
             f"`{path}` has no tracker file `{TRACKER}`",
             items=found,
@@ -66,8 +79,8 @@ def resolve(path: Path) -> Path:
     if said != "release" and not (said.isdecimal() and len(said) <= MAX_DIGITS):
         raise UnreadableCheckpoint(f"`{tracker}` says `{said[:40]}`, which is neither an iteration nor `release`")
     chosen = path / (said if said == "release" else f"iter_{int(said):07d}")
-    if not dcp.exists(chosen):
-        raise UnreadableCheckpoint(f"`{tracker}` names `{chosen.name}`, which has no `{dcp.METADATA}`")
+    if not is_checkpoint(chosen):
+        raise UnreadableCheckpoint(f"`{tracker}` names `{chosen.name}`, which has no `{content}`")
     return chosen
 
 

@@ -1,0 +1,22 @@
+"""What training changes and a checkpoint keeps: the model, its optimizer, the schedule, and how far they have come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """A run on this rank.
+
+    `args`: Megatron-LM's arguments of the model and the run, as checkpoints store them. `model`: the (virtual) stages
+    of this rank, each in its data-parallel wrapper. `consumed_samples` is the position in the training data.
+    """
+
+    args: dict[str, Any]
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    iteration: int = 0
+    consumed_samples: int = 0

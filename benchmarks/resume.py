@@ -129,7 +129,6 @@ def _on_this_device() -> Iterator[None]:
     with (
         torch.device("cuda", torch.cuda.current_device()),
         mock.patch.object(training, "_batches", batches),
-        mock.patch.object(training, "training_on_cpu", contextlib.nullcontext),
     ):
         yield
 

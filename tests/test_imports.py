@@ -61,7 +61,7 @@ logits
 api
 mcore_convert
 train_entry.config  train_entry.config.schema
-train_entry.state
+train_entry.state  train_entry.optimizer  train_entry.optimizer.torch_adam
 train_entry
 cli.options  cli.text
 cli.convert  cli.families  cli.inspect  cli.verify

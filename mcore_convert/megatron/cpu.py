@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _replaced: list[tuple[Any, str, Any]] = []  # owner, attribute, what stood there
@@ -66,15 +67,54 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         return torch.ones(length, length, dtype=torch.bool).triu(1)
 
     return [
-        # models/common/embeddings/rotary_pos_embedding.py:162, utils.py:631 (the buffer of unfused attention)
+        # models/common/embeddings/rotary_pos_embedding.py:162, utils.py:631 (the buffer of unfused attention),
+        # distributed/param_and_grad_buffer.py:806, pipeline_parallel/p2p_communication.py:313
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        # pipeline_parallel/p2p_communication.py:398
+        (torch.cuda, "synchronize", lambda device=None: None),
         # models/common/language_module/language_module.py:244 (tied embeddings over pipeline stages)
         (torch.Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor),
+        # optimizer/optimizer.py:671, optimizer/distrib_optimizer.py:361 sort parameters by the name of their type
+        (torch.Tensor, "type", _type_as_on_cuda(torch.Tensor.type)),
+        # schedules.py:596 and :2138, optimizer.py:481, clip_grads.py:103, rope_utils.py:62 (with pinned memory)
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "zeros", "ones", "empty", "full")),
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in ("arange", "empty_like", "zeros_like")),
         # transformer/utils.py:35, where no attention mask is given
         (fused_softmax, "get_default_causal_mask", causal_mask),
         # transformer/dot_product_attention.py forks it in every forward; resolved by name in initialize_rng_tracker()
         (random, "CudaRNGStatesTracker", _cpu_rng_tracker()),
+        # tensor_parallel/random.py:106: recomputed activations draw what they drew before
+        (random, "_get_cuda_rng_state", lambda *_args, **_kwargs: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda state, *_args, **_kwargs: torch.set_rng_state(state)),
     ]
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes tensors, which takes the CPU for a CUDA device, and memory that is not pinned."""
+
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return made
+
+
+def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, which tells Megatron's optimizers, and nobody else, the name that the type has with CUDA."""
+
+    @functools.wraps(type_of)
+    def named(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(tensor, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(found, str) and caller.startswith("megatron.core.optimizer"):
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+    return named
 
 
 @functools.cache

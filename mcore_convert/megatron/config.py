@@ -94,10 +94,13 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def config_of(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) -> TransformerConfig:
+def config_of(
+    args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, settings: Mapping[str, Any] | None = None
+) -> TransformerConfig:
     """The configuration that Megatron-LM's `core_transformer_config_from_args` makes, without fusions and dropout.
 
     The parallel sizes are those of the current process groups, not those that the checkpoint was written with.
+    `settings` are fields that shall have other values.
 
     Raises:
         ConfigError: an argument is missing, or asks for what is not built here.
@@ -123,25 +126,26 @@ def config_of(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) ->
         chosen["moe_token_dispatcher_type"] = "allgather"  # the other one wants CUDA streams
         chosen["moe_router_load_balancing_type"] = "none"  # the balancing losses are of no concern to a forward pass
     activation, gated = activation_of(args)
-    return TransformerConfig(
-        **chosen,
-        activation_func=activation,
-        gated_linear_unit=gated,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        perform_initialization=False,
-        cuda_graph_scope=[],  # the default warns that it is deprecated
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
-        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
-    )
+    fields_of_run = {
+        "activation_func": activation,
+        "gated_linear_unit": gated,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "perform_initialization": False,
+        "cuda_graph_scope": [],  # the default warns that it is deprecated
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    return TransformerConfig(**{**chosen, **fields_of_run, **(settings or {})})
 
 
 def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +18,33 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
+@dataclass(frozen=True)
+class Choices:
+    """How a model is computed, where that is not for its arguments to say.
+
+    `settings`: fields of `TransformerConfig`. `block_spec`: makes the layers of a (virtual) stage; those of
+    `local_block_spec` unless given. `model_class`: a class derived from `GPTModel`.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    block_spec: Callable[[TransformerConfig, int | None], TransformerBlockSubmodules] | None = None
+    model_class: type[GPTModel] | None = None
+
+
 def build_model(
     args: Mapping[str, Any],
     *,
     dtype: torch.dtype = torch.float32,
+    choices: Choices | None = None,
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
 ) -> GPTModel:
     """A model, or the part of it that is one (virtual) pipeline stage, in the current model-parallel groups.
 
-    Parameters are left unset: fill them with `load_weights` or `load_torch_dist`. Layers come from Megatron's local
-    spec, which needs no Transformer Engine. Logits stay split over the tensor-parallel ranks, as in training.
+    Parameters are left unset, unless `choices` has them initialised: fill them with `load_weights` or
+    `load_torch_dist`. Layers come from Megatron's local spec, which needs no Transformer Engine. Logits stay split over
+    the tensor-parallel ranks, as in training.
 
     Raises:
         ConfigError: an argument is missing, or asks for what is not built here.
@@ -36,12 +52,13 @@ def build_model(
     import_megatron()
     from megatron.core.models.gpt import GPTModel
 
-    config = config_of(args, dtype=dtype)
+    choices = choices or Choices()
+    config = config_of(args, dtype=dtype, settings=choices.settings)
     positions = _position_embedding_of(args)
     with without_cuda():
-        model = GPTModel(
+        model = (choices.model_class or GPTModel)(
             config,
-            _block_spec(config, vp_stage),
+            (choices.block_spec or local_block_spec)(config, vp_stage),
             vocab_size=_required(args, "padded_vocab_size", "vocab_size"),
             max_sequence_length=_required(args, "max_position_embeddings", "seq_length"),
             pre_process=pre_process,
@@ -59,7 +76,9 @@ def build_model(
     return model.to(dtype).eval()
 
 
-def build_stages(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) -> list[GPTModel]:
+def build_stages(
+    args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, choices: Choices | None = None
+) -> list[GPTModel]:
     """The parts of the model that this rank holds in the current groups: one, or one per virtual pipeline stage."""
     import_megatron()
     from megatron.core import parallel_state
@@ -69,6 +88,7 @@ def build_stages(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32)
         build_model(
             args,
             dtype=dtype,
+            choices=choices,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             vp_stage=stage,
@@ -77,7 +97,7 @@ def build_stages(args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32)
     ]
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's local layer spec, with torch's norms wherever Apex or Transformer Engine would bring theirs."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp

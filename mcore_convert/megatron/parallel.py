@@ -43,11 +43,26 @@ def single_process() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def model_parallel(tp: int, pp: int, vpp: int | None = None, ep: int = 1) -> Iterator[None]:
+def model_parallel(
+    tp: int,
+    pp: int,
+    vpp: int | None = None,
+    ep: int = 1,
+    *,
+    cp: int = 1,
+    etp: int | None = None,
+    seed: int = SEED,
+    timeout_minutes: int = 10,
+) -> Iterator[None]:
     """Megatron's groups over the initialised ranks, a CPU scope where there is no CUDA, and seeded random streams.
 
+    Args:
+        etp: tensor-parallel size of experts; `tp`, or 1 where `ep` is more than 1, unless given.
+        seed: of the random streams, one for all ranks.
+        timeout_minutes: until a collective that waits for a lost rank gives up.
+
     Raises:
-        LayoutError: the number of ranks is not a multiple of `tp * pp`, or of `ep * pp`.
+        LayoutError: the number of ranks is not a multiple of `tp * pp * cp`, or of `ep * pp`.
     """
     import torch.distributed as dist
 
@@ -55,21 +70,24 @@ def model_parallel(tp: int, pp: int, vpp: int | None = None, ep: int = 1) -> Ite
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 
-    if dist.get_world_size() % (tp * pp) or dist.get_world_size() // pp % ep:
-        raise LayoutError(f"{dist.get_world_size()} ranks cannot be laid out as tp = {tp}, pp = {pp}, ep = {ep}")
+    if dist.get_world_size() % (tp * pp * cp) or dist.get_world_size() // pp % ep:
+        sizes = f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}"
+        raise LayoutError(f"{dist.get_world_size()} ranks cannot be laid out as {sizes}")
     with without_cuda():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             # 1 is not None to Megatron Core: it would select the interleaved schedule
             virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
+            context_parallel_size=cp,
             expert_model_parallel_size=ep,
-            expert_tensor_parallel_size=tp if ep == 1 else 1,
+            expert_tensor_parallel_size=etp or (tp if ep == 1 else 1),
+            distributed_timeout_minutes=timeout_minutes,
         )
         try:
             # an earlier tracker may be of the other kind: with CUDA, or made outside of a CPU scope
             initialize_rng_tracker(force_reset=True)
-            model_parallel_cuda_manual_seed(SEED)
+            model_parallel_cuda_manual_seed(seed)
             yield
         finally:
             parallel_state.destroy_model_parallel()

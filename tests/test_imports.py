@@ -61,7 +61,8 @@ logits
 api
 mcore_convert
 train_entry.config  train_entry.config.schema
-train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.loss  train_entry.optimizer.foreach
+train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.loss
+train_entry.optimizer.foreach
 train_entry.model.choices
 train_entry.state  train_entry.optimizer  train_entry.optimizer.torch_adam
 train_entry.arguments  train_entry.initial_weights  train_entry.initialize  train_entry.model_provider

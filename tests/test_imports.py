@@ -61,6 +61,10 @@ logits
 api
 mcore_convert
 train_entry.config  train_entry.config.schema
+train_entry.config.nearest
+train_entry.config.files  train_entry.config.problems
+train_entry.config.overrides
+train_entry.config.compose
 train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.loss
 train_entry.optimizer.foreach
 train_entry.model.choices

@@ -69,8 +69,17 @@ train_entry.model  train_entry.model.attention  train_entry.model.compiled  trai
 train_entry.optimizer.foreach
 train_entry.model.choices
 train_entry.state  train_entry.optimizer  train_entry.optimizer.torch_adam
+train_entry.checkpoints.architecture  train_entry.checkpoints.carried  train_entry.checkpoints.folder
+train_entry.checkpoints.optimizer_state  train_entry.checkpoints.random_state
+train_entry.checkpoints.contents
+train_entry.checkpoints.source
 train_entry.arguments  train_entry.initial_weights  train_entry.initialize  train_entry.model_provider
 train_entry.optimizer.build
+train_entry.checkpoints.export  train_entry.checkpoints.ranks
+train_entry.checkpoints.writer
+train_entry.checkpoints.loading
+train_entry.checkpoints.checkpoints
+train_entry.checkpoints
 train_entry
 cli.options  cli.text
 cli.convert  cli.families  cli.inspect  cli.verify

@@ -16,7 +16,9 @@ CHUNK = 2**28
 Kernel = Callable[..., Any]
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None, *, vocab_size: int | None = None
+) -> Tensor:
     """Minus the logarithm of the probability of each label, in fp32, as Megatron's function of this name.
 
     Megatron's makes the fp32 probabilities of all tokens and keeps them: with a vocabulary of 128,256 half a megabyte a
@@ -25,16 +27,19 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.Pro
     So a backward pass can be made once only.
 
     Args:
-        logits: `[..., rows]`, of this rank's rows of the vocabulary; padding rows take part, as everywhere in Megatron.
+        logits: `[..., rows]`, of this rank's rows of the vocabulary.
         labels: `[...]`, of the whole vocabulary.
         group: the tensor-parallel ranks that share the vocabulary.
+        vocab_size: the vocabulary without padding. Rows beyond it have no probability; unless given all have, as
+            everywhere in Megatron: there a model that comes from elsewhere, whose padding is zero, gives most of its
+            probability to the padding, where its other logits are well below zero, as GPT-2's are.
     """
-    losses: Tensor = _CrossEntropy.apply(logits, labels, group, False)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, group, vocab_size, False)
     return losses
 
 
 @functools.cache
-def model_class(compiled: bool) -> type:
+def model_class(compiled: bool, vocab_size: int | None = None) -> type:
     """Megatron's `GPTModel` with this cross entropy; `compiled`: each of its two passes is one kernel."""
     from megatron.core.models.gpt import GPTModel
 
@@ -43,7 +48,8 @@ def model_class(compiled: bool) -> type:
 
         def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
             """Losses of `[samples, tokens]`, from labels of that shape and logits of `[tokens, samples, rows]`."""
-            losses: Tensor = _CrossEntropy.apply(logits, labels.t().contiguous(), self.pg_collection.tp, compiled)
+            group = self.pg_collection.tp
+            losses: Tensor = _CrossEntropy.apply(logits, labels.t().contiguous(), group, vocab_size, compiled)
             return losses.t().contiguous()
 
     return Model
@@ -51,11 +57,24 @@ def model_class(compiled: bool) -> type:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, compiled: bool) -> Tensor:
-        flat = logits.view(-1, logits.size(-1))
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: dist.ProcessGroup | None,
+        vocab_size: int | None,
+        compiled: bool,
+    ) -> Tensor:
+        rows = logits.size(-1)
         ranks, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-        places = labels.view(-1) - rank * flat.size(1)
-        stats = torch.cat([_kernel(_statistics, compiled)(*each) for each in _chunks(flat, places)], 1)
+        places = labels.view(-1) - rank * rows
+        ctx.words = rows if vocab_size is None else max(0, min(rows, vocab_size - rank * rows))
+        flat = logits.view(-1, rows)[:, : ctx.words]
+        if ctx.words:
+            stats = torch.cat([_kernel(_statistics, compiled)(*each) for each in _chunks(flat, places)], 1)
+        else:  # nothing but padding: no probability
+            stats = torch.zeros(3, len(flat), device=logits.device)
+            stats[0] = torch.finfo(torch.float32).min
         largest, total, chosen = stats.unbind()
         if ranks > 1:
             overall = largest.clone()
@@ -69,15 +88,17 @@ class _CrossEntropy(torch.autograd.Function):
         return (normaliser - chosen).view(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.spent:
             raise RuntimeError("the logits of this loss are overwritten with their gradient: backward runs once")
         ctx.spent = True
         logits, places, normaliser = ctx.saved_tensors
         flat = logits.detach().view(-1, logits.size(-1))
-        for each in _chunks(flat, places, normaliser, gradient.reshape(-1)):
-            _kernel(_overwrite, ctx.compiled)(*each)
-        return flat.view(logits.shape), None, None, None
+        flat[:, ctx.words :].zero_()
+        if ctx.words:
+            for each in _chunks(flat[:, : ctx.words], places, normaliser, gradient.reshape(-1)):
+                _kernel(_overwrite, ctx.compiled)(*each)
+        return flat.view(logits.shape), None, None, None, None
 
 
 def _chunks(flat: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:

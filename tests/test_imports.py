@@ -62,9 +62,15 @@ api
 mcore_convert
 train_entry.config  train_entry.config.schema
 train_entry.config.nearest
-train_entry.config.files  train_entry.config.problems
-train_entry.config.overrides
+train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts  train_entry.config.problems
+train_entry.config.overrides  train_entry.config.refusals
 train_entry.config.compose
+train_entry.report  train_entry.report.flops  train_entry.report.peak  train_entry.report.phases
+train_entry.report.metrics
+train_entry.report.rows
+train_entry.report.console  train_entry.report.jsonl  train_entry.report.sink
+train_entry.report.plot  train_entry.report.tensorboard  train_entry.report.wandb
+train_entry.report.report
 train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.loss
 train_entry.optimizer.foreach
 train_entry.model.choices

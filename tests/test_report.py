@@ -291,20 +291,20 @@ def test_a_step_on_a_gpu_waits_for_nothing(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for iteration in range(2, 202):
+            for iteration in range(2, 52):
                 with report.phases("forward-backward"):
-                    for _ in range(10):
-                        weight = weight @ weight
+                    for _ in range(4):
+                        product = weight @ weight
                 with report.phases("optimizer"):
-                    weight = weight * 0 + 1
-                report.step(step_of(iteration, loss=weight.sum(), grad_norm=weight.max()))
+                    norm = product.max()
+                report.step(step_of(iteration, loss=weight.sum(), grad_norm=norm))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         report.flush()
     rows = read(tmp_path / "run" / "metrics.jsonl")
-    assert rows[-1]["loss"] == 4096**2
+    assert (rows[-1]["loss"], rows[-1]["grad_norm"]) == (4096**2, 4096)
     seconds = rows[-1]["phases"]
-    assert seconds["forward-backward"] > 200 * 10 * 2 * 4096**3 / 1e15  # no device does 1000 TFLOP/s in fp32
+    assert seconds["forward-backward"] > 50 * 4 * 2 * 4096**3 / 1e15  # no device does 1000 TFLOP/s in fp32
     assert seconds["optimizer"] < seconds["forward-backward"]
     assert rows[-1]["memory"]["reserved"] >= rows[-1]["memory"]["allocated"] >= 4096**2 * 4
 

@@ -168,7 +168,7 @@ class _GatherTokens(torch.autograd.Function):
         ctx.group = group
         mine = torch.stack((key, value))
         gathered = mine.new_empty(group.size(), *mine.shape)
-        dist.all_gather_into_tensor(gathered, mine, group=group)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=group)  # gloo wants the ranks in one axis
         # [ranks, 2, 2 chunks, ...]: first chunks by rank, then last chunks from the last rank to the first
         first, last = gathered.unflatten(2, (2, -1)).unbind(2)
         whole = torch.cat((first, last.flip(0))).transpose(0, 1).flatten(1, 2)
@@ -181,5 +181,5 @@ class _GatherTokens(torch.autograd.Function):
         first, last = chunks[:, :ranks], chunks[:, ranks:].flip(1)
         whole = torch.stack((first, last), 2).transpose(0, 1).flatten(2, 3).contiguous()  # [ranks, 2, tokens, ...]
         mine = torch.empty_like(whole[0])
-        dist.reduce_scatter_tensor(mine, whole, group=ctx.group)
+        dist.reduce_scatter_tensor(mine, whole.flatten(0, 1), group=ctx.group)
         return mine[0], mine[1], None

@@ -17,10 +17,10 @@ import torch
 
 from mcore_convert.errors import ConfigError, UnreadableCheckpoint, UnwritableTarget
 from train_entry.config.schema import Config
-from train_entry.report.console import in_bytes, in_time, number, scaled
+from train_entry.report.console import Console, in_bytes, in_time, number, scaled
 from train_entry.report.flops import flops_per_token, mfu
 from train_entry.report.jsonl import read
-from train_entry.report.metrics import Step, StepMetrics, memory_of, warnings_of
+from train_entry.report.metrics import Evaluation, Interval, Rates, Step, StepMetrics, memory_of, warnings_of
 from train_entry.report.peak import peak_tflops
 from train_entry.report.phases import MAX_SEGMENTS, Phases
 from train_entry.report.plot import BAD, EVALUATIONS, TRAIN, plot, smoothed
@@ -736,3 +736,21 @@ def test_memory_is_the_most_that_this_process_has_had() -> None:
     most = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert most is not None
     assert before <= int(most[1]) * 1024 <= memory_of(torch.device("cpu"))["resident"] + 2**24
+
+
+def test_the_page_shows_lines_as_they_are() -> None:
+    """`docs/watch-a-run.md` has them where no run can make them again: on a GPU, and when something is wrong."""
+    words = io.StringIO()
+    console = Console(2000, words)
+    steps = [Step.of(step_of(i, loss=11.4072, grad_norm=2.311, lr=3e-5, seconds=1.0)) for i in range(2, 11)]
+    phases = {"forward-backward": 0.93 * 9, "optimizer": 0.06 * 9, "data": 0.004 * 9}
+    speed = Rates(flops_per_token(LLAMA_1B), 1, 989.4).speed(52_440, 1.0)
+    console.steps(Interval(steps, speed, {"allocated": 41_237_000_000}, phases, eta=1231.0), [])
+    console.evaluation(Evaluation(500, "valid", 4.2135, seconds=3.1), {})
+    said = words.getvalue().splitlines()
+    nan = [Step.of(step_of(12, loss=math.nan))]
+    skipped = [Step.of(step_of(i, skipped=True, loss_scale=8192.0)) for i in (3, 4, 5)]
+    said += [f"warning: {text}" for each in (nan, skipped) for text in warnings_of(each)]
+    page = (Path(__file__).parents[1] / "docs" / "watch-a-run.md").read_text().splitlines()
+    assert [line for line in said if line not in page] == []
+    assert len(said) == 4

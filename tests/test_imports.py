@@ -63,7 +63,7 @@ mcore_convert
 train_entry.config  train_entry.config.schema
 train_entry.config.nearest
 train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts  train_entry.config.problems
-train_entry.config.overrides  train_entry.config.refusals
+train_entry.config.estimate  train_entry.config.overrides  train_entry.config.refusals
 train_entry.config.compose
 train_entry.report  train_entry.report.flops  train_entry.report.peak  train_entry.report.phases
 train_entry.report.metrics
@@ -71,7 +71,9 @@ train_entry.report.rows
 train_entry.report.console  train_entry.report.jsonl  train_entry.report.sink
 train_entry.report.plot  train_entry.report.tensorboard  train_entry.report.wandb
 train_entry.report.report
-train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.loss
+train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.kernels
+train_entry.model.layers  train_entry.model.loss
+train_entry.model.gpt
 train_entry.optimizer.foreach
 train_entry.model.choices
 train_entry.state  train_entry.optimizer  train_entry.optimizer.torch_adam
@@ -88,9 +90,9 @@ train_entry.checkpoints.loading
 train_entry.checkpoints.checkpoints
 train_entry.checkpoints
 train_entry
-cli.options  cli.text
+cli.interruption  cli.options  cli.text
 cli.convert  cli.families  cli.inspect  cli.verify
-cli.reshard
+cli.reshard  cli.train
 cli
 __main__
 """

@@ -8,6 +8,7 @@ ConvertError
     UnsafePickle         a pickle that names a class which is not on the allow-list
   UnwritableTarget       a destination that exists, is being written, or has no room
   VerificationError      two checkpoints that cannot be compared
+  DataError              texts, training data or a tokenizer that are missing, damaged or not for this model
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class UnwritableTarget(ConvertError):
 
 class VerificationError(ConvertError):
     """Two checkpoints that cannot be compared."""
+
+
+class DataError(ConvertError):
+    """Texts, training data or a tokenizer that are missing, damaged, or not for this model."""
 
 
 def counted(number: int, one: str, many: str) -> str:

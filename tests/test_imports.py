@@ -65,6 +65,15 @@ train_entry.config.nearest
 train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts  train_entry.config.problems
 train_entry.config.estimate  train_entry.config.overrides  train_entry.config.refusals
 train_entry.config.compose
+train_entry.flows.base
+train_entry.flows.fine_tuning  train_entry.flows.pretraining
+train_entry.flows
+train_entry.data  train_entry.data.bin_idx  train_entry.data.chunks  train_entry.data.ranks  train_entry.data.sidecar
+train_entry.data.microbatches  train_entry.data.mock  train_entry.data.splits  train_entry.data.tokenizer
+train_entry.data.encode  train_entry.data.indexed  train_entry.data.sft_text  train_entry.data.sources
+train_entry.data.prepare  train_entry.data.sft_tokens
+train_entry.data.sft
+train_entry.train_valid_test_datasets_provider
 train_entry.report  train_entry.report.flops  train_entry.report.peak  train_entry.report.phases
 train_entry.report.metrics
 train_entry.report.rows
@@ -91,7 +100,7 @@ train_entry.checkpoints.checkpoints
 train_entry.checkpoints
 train_entry
 cli.interruption  cli.options  cli.text
-cli.convert  cli.families  cli.inspect  cli.verify
+cli.convert  cli.data  cli.families  cli.inspect  cli.verify
 cli.reshard  cli.train
 cli
 __main__

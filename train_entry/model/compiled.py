@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,8 +26,6 @@ def compile_layers(chunks: Sequence[Any]) -> None:
     stages and checkpoints see no difference. Attention stays outside where it draws dropout from a random stream of its
     own, or gathers keys from other ranks.
     """
-    # megatron-core warns in every forward pass on rank 0 (utils.py:501), which would cut each layer into nine graphs
-    torch._dynamo.config.ignore_logger_methods.add(warnings.warn)
     for chunk in chunks:
         _keep_hooks_outside(chunk)
         for layer in _layers(chunk):

@@ -1,0 +1,62 @@
+"""Triton kernels of the cross entropy: each reads the logits once. Imported where there is CUDA and Triton only."""
+
+# mypy: disable-error-code="misc, no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS, WARPS = 8192, 16  # of a block of a row: 16 logits to a thread
+
+
+def statistics(logits: Tensor, places: Tensor) -> Tensor:
+    """Of each row: the largest logit, the sum of exponentials relative to it, and the logit of the label, or 0."""
+    found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    _statistics[(len(logits),)](
+        logits, places, found, logits.stride(0), logits.size(1), len(logits), block=COLUMNS, num_warps=WARPS
+    )
+    return found
+
+
+def overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor) -> None:
+    """Put the gradient in the place of the logits."""
+    _overwrite[(len(logits),)](
+        logits, places, normaliser, gradient, logits.stride(0), logits.size(1), block=COLUMNS, num_warps=WARPS
+    )
+
+
+@triton.jit
+def _statistics(logits, places, found, stride, words, tokens, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * stride
+    largest = -3.4e38
+    total = tl.zeros([block], tl.float32)
+    for start in range(0, words, block):
+        columns = start + tl.arange(0, block)
+        values = tl.load(row + columns, mask=columns < words, other=-float("inf")).to(tl.float32)
+        before = largest
+        largest = tl.maximum(largest, tl.max(values, 0))
+        total = total * tl.exp(before - largest) + tl.exp(values - largest)
+    place = tl.load(places + token)
+    here = (place >= 0) & (place < words)
+    chosen = tl.load(row + place, mask=here, other=0.0).to(tl.float32)
+    tl.store(found + token, largest)
+    tl.store(found + tokens + token, tl.sum(total, 0))
+    tl.store(found + 2 * tokens + token, chosen)
+
+
+@triton.jit
+def _overwrite(logits, places, normaliser, gradient, stride, words, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * stride
+    place = tl.load(places + token)
+    log_total = tl.load(normaliser + token)
+    scale = tl.load(gradient + token)
+    for start in range(0, words, block):
+        columns = start + tl.arange(0, block)
+        within = columns < words
+        values = tl.load(row + columns, mask=within, other=0.0).to(tl.float32)
+        values = tl.exp(values - log_total) - tl.where(columns == place, 1.0, 0.0)
+        tl.store(row + columns, (values * scale).to(row.dtype.element_ty), mask=within)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS, WARPS = 8192, 16  # of a block of a row: 16 logits to a thread
+COLUMNS, WARPS = 4096, 8  # of a block of a row: measured on an H200, 3.8 TB/s both ways
 
 
 def statistics(logits: Tensor, places: Tensor) -> Tensor:
@@ -22,8 +22,16 @@ def statistics(logits: Tensor, places: Tensor) -> Tensor:
 
 def overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor) -> None:
     """Put the gradient in the place of the logits."""
+    # a gradient may be one number for all tokens, as that of a sum
     _overwrite[(len(logits),)](
-        logits, places, normaliser, gradient, logits.stride(0), logits.size(1), block=COLUMNS, num_warps=WARPS
+        logits,
+        places,
+        normaliser,
+        gradient.contiguous(),
+        logits.stride(0),
+        logits.size(1),
+        block=COLUMNS,
+        num_warps=WARPS,
     )
 
 

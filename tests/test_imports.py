@@ -98,6 +98,11 @@ train_entry.checkpoints.writer
 train_entry.checkpoints.loading
 train_entry.checkpoints.checkpoints
 train_entry.checkpoints
+train_entry.forward_step  train_entry.scopes
+train_entry.schedule
+train_entry.trainer
+train_entry.pretrain
+train_entry.__main__
 train_entry
 cli.interruption  cli.options  cli.text
 cli.convert  cli.data  cli.families  cli.inspect  cli.verify

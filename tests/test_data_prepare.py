@@ -61,7 +61,7 @@ def jsonl(path: Path, texts: list[str], **more: Any) -> Path:
 
 def ids_of(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """The oracle: transformers, one text at a time, and the end of text behind each."""
-    return [[*tokenizer.hf(text).input_ids, tokenizer.eod] for text in texts]
+    return [[*tokenizer.hf(text).input_ids, tokenizer.hf.eos_token_id] for text in texts]
 
 
 def by_megatron(prefix: Path, documents: list[list[int]], vocab_size: int) -> tuple[bytes, bytes]:

@@ -36,14 +36,6 @@ class Restored:
     iteration: int
     notes: tuple[str, ...]
 
-    @property
-    def text(self) -> str:
-        """Lines that say so."""
-        if self.path is None:
-            return "new weights"
-        what = f"goes on after step {self.iteration} of" if self.training else "starts with the weights of"
-        return "\n".join([f"{what} {self.path}", *(f"  {note}" for note in self.notes)])
-
 
 class Checkpoints:
     """The checkpoints of a run. Every rank has one and makes the same calls; Megatron's groups exist.

@@ -46,7 +46,7 @@ def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list
         request["rng_state"] = random_state.sharded(is_loading=True)
     ranks.every(lambda: _refuse_unfit(request, stored))
     notes = []
-    loaded = _load(request, path)
+    loaded = _load(request, path, ranks)
     for number, chunk in enumerate(state.model):
         # the weights are in place already; what is left is what modules keep beside them
         bare(chunk).load_state_dict(loaded["model" if len(state.model) == 1 else f"model{number}"], strict=False)
@@ -63,16 +63,16 @@ def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list
     return notes
 
 
-def _load(request: dict[str, Any], path: Path) -> dict[str, Any]:
+def _load(request: dict[str, Any], path: Path, ranks: Ranks) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
+            warnings.simplefilter("ignore", FutureWarning)  # torch, of its own classes and names
             loaded: dict[str, Any] = dist_checkpointing.load(request, str(path), validate_access_integrity=False)
     except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
-        raise UnreadableCheckpoint(f"`{path}` cannot be loaded: {reason_of(error)}") from error
+        raise ranks.once(UnreadableCheckpoint(f"`{path}` cannot be loaded: {reason_of(error)}")) from error
     return loaded
 
 

@@ -137,10 +137,11 @@ class Writer:
             self.ranks.first(lambda: folder.complete(partial, prepared.files, self.keep_last))
         except (CheckpointException, OtherRankError, OSError, RuntimeError) as error:
             self.ranks.first(lambda: folder.discard(final))
-            raise UnwritableTarget(
+            refusal = UnwritableTarget(
                 f"the checkpoint `{final}` cannot be written: {reason_of(error)}",
                 hint="the checkpoints before it are as they were",
-            ) from error
+            )
+            raise self.ranks.once(refusal) from error
 
 
 def reason_of(error: BaseException) -> str:

@@ -221,6 +221,11 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
     assert loaded(command("inspect", ranks)) == []
 
 
+def test_a_configuration_loads_neither_torch_nor_transformers_nor_megatron() -> None:
+    assert loaded(command("train", "--list")) == []
+    assert loaded(command("train", "tiny-gpt2", "parallel=tp2", "--print-config")) == []
+
+
 def test_the_public_names() -> None:
     names = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "reshard", "verify"]
     assert mcore_convert.__all__ == names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections.abc import Iterator
@@ -23,8 +22,9 @@ from mcore_convert.megatron.norm import Norm
 from mcore_convert.megatron.parallel import model_parallel, single_process
 from tests.ranks import run_ranks
 from train_entry.config.schema import Config
+from train_entry.flows.fine_tuning import segment_mask
 from train_entry.model import loss
-from train_entry.model.attention import SdpaAttention, context_parallel_rows, segment_mask
+from train_entry.model.attention import SdpaAttention
 from train_entry.model.choices import select
 from train_entry.model.compiled import compile_layers, compiler_missing
 from train_entry.model.gpt import model_class
@@ -154,11 +154,13 @@ def test_attention_draws_the_dropout_of_megatron(alone: None, sequence_parallel:
         assert torch.equal(ours, theirs)
 
 
-def test_a_segment_sees_itself_and_what_came_before() -> None:
-    mask = segment_mask(SEGMENTS)
-    for sample, row, column in itertools.product(range(SAMPLES), range(TOKENS), range(TOKENS)):
-        seen = row >= column and SEGMENTS[sample, row] == SEGMENTS[sample, column]
-        assert mask[sample, 0, row, column] == (not seen)
+def rows_of(ranks: int, rank: int) -> Tensor:
+    """The tokens that a context-parallel rank holds, in its order: as Megatron cuts a batch."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
+    rows: Tensor = get_batch_on_this_cp_rank({"tokens": torch.arange(TOKENS)[None]}, group)["tokens"][0]
+    return rows
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -170,29 +172,20 @@ def test_attention_over_ranks_that_share_a_sequence_is_exact(ranks: int, packed:
     parts = run_ranks(ranks, _attended_in_part, packed)
     for number, expected in enumerate(whole):
         found = torch.empty_like(expected)
-        for rank, part in enumerate(parts):
-            found[context_parallel_rows(TOKENS, ranks, rank)] = part[number]
+        for rows, part in parts:
+            found[rows] = part[number]
         close(found, expected)
 
 
-def _attended_in_part(packed: bool) -> list[Tensor]:
+def _attended_in_part(packed: bool) -> tuple[Tensor, list[Tensor]]:
     config = config_of(num_query_groups=2)
     config.context_parallel_size = dist.get_world_size()
-    rows = context_parallel_rows(TOKENS, dist.get_world_size(), dist.get_rank())
+    rows = rows_of(dist.get_world_size(), dist.get_rank())
     module = attention_of(SdpaAttention, config, cp=dist.group.WORLD)
     inputs = [each.detach()[rows].requires_grad_() for each in heads(2)]
-    output = module(*inputs, segment_mask(SEGMENTS, rows) if packed else None)
+    output = module(*inputs, segment_mask(SEGMENTS)[:, :, rows] if packed else None)
     weights = torch.randn(TOKENS, *output.shape[1:], generator=torch.Generator().manual_seed(4))[rows]
-    return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
-
-
-def test_the_rows_of_a_context_parallel_rank_are_those_of_megatron(alone: None) -> None:
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    for rank in range(3):
-        group = SimpleNamespace(size=lambda: 3, rank=lambda rank=rank: rank)
-        cut = get_batch_on_this_cp_rank({"tokens": torch.arange(24)[None]}, group)
-        assert cut["tokens"][0].tolist() == context_parallel_rows(24, 3, rank).tolist()
+    return rows, [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
 
 
 def logits_and_labels(words: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,8 +22,8 @@ class Mock(Dataset[dict[str, Tensor]]):
     """Samples in which each token says what the next is, but for some noise. Sample i depends on seed and i only."""
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
         self.occurring = min(TOKENS, vocab_size)
-        self.step = vocab_size // self.occurring
         self.seq_length = seq_length
         self.num_samples = num_samples
         self.seed = seed
@@ -37,7 +37,7 @@ class Mock(Dataset[dict[str, Tensor]]):
         rule = random.integers(self.occurring) + STRIDE * np.arange(count)
         noise = random.integers(self.occurring, size=count)
         order = np.where(random.random(count) < NOISE, noise, rule % self.occurring)
-        text = torch.from_numpy(order * self.step)
+        text = torch.from_numpy(order * self.vocab_size // self.occurring)
         return {
             "tokens": text[:-1],
             "labels": text[1:],

@@ -133,7 +133,7 @@ class Blended(Dataset[dict[str, Tensor]]):
         return len(self.which)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.datasets[self.which[index]][int(self.sample[index])]
+        return self.datasets[int(self.which[index])][int(self.sample[index])]
 
 
 def sft_datasets(

@@ -227,10 +227,17 @@ def test_the_demo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     """`make demo`, with a model that has not learned much."""
     from fixtures import demo
 
-    monkeypatch.setattr(demo, "STEPS", 5)
-    assert demo.main(tmp_path / "demo_output") == 0
+    monkeypatch.setattr(demo, "STEPS", 12)
+    folder = tmp_path / "demo_output"
+    assert demo.main(folder) == 0
     shown, said = capfd.readouterr()
-    assert shown.count("$ mcore-convert ") == 5
+    assert shown.count("$ mcore-convert ") == 6
+    assert shown.count("$ torchrun ") == 1
     assert shown.count("\nequal\n") == 2
-    assert [line for line in said.splitlines() if not line.startswith("note: ")] == []
-    assert {path.name for path in (tmp_path / "demo_output").iterdir()} >= {"tiny-llama", "tiny-llama-mcore"}
+    assert "step 12/12" in said
+    assert "Traceback" not in said
+    assert "Warning" not in said
+    assert demo.PROMPT in shown
+    left = {path.name for path in folder.iterdir()}
+    assert left >= {"stories.yaml", "stories-run", "one-rank", "story-gpt2", "tiny-llama"}
+    assert (folder / "stories-run" / "loss.png").stat().st_size > 10_000

@@ -6,10 +6,12 @@ CONFIG is a YAML file or the name of a ready run; `mcore-convert train --list` s
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from mcore_convert.errors import ConvertError
 from train_entry.config.compose import load_config
@@ -25,7 +27,7 @@ def main(words: Sequence[str]) -> int:
         config = load_config(words[0], words[1:])
     except ConvertError as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks read the same words
-            tell(f"error: {error}")
+            tell_error(error)
         return refused()
     from train_entry.initialize import OtherRankError
     from train_entry.pretrain import pretrain
@@ -35,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     except OtherRankError:  # that rank tells it
         return refused()
     except ConvertError as error:
-        tell(f"error: {error}")
+        tell_error(error)
         return 1
     return 0
 
@@ -43,6 +45,14 @@ def main(words: Sequence[str]) -> int:
 def tell(text: str) -> None:
     """Write a message to stderr."""
     write(text.strip())
+
+
+def tell_error(error: ConvertError) -> None:
+    """Write an error to stderr, and to where torchrun looks for the words to end its own report with."""
+    tell(f"error: {error}")
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        told = {"message": {"message": f"error: {error}", "extraInfo": {"timestamp": str(int(time.time()))}}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(told))
 
 
 def refused() -> int:

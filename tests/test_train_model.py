@@ -419,7 +419,7 @@ def test_copies_of_all_tensors_at_once(alone: None) -> None:
     sources = [torch.randn(5), torch.randn(3).bfloat16()]
     targets = [torch.zeros(5, dtype=torch.bfloat16), torch.zeros(3)]
     with foreach_optimizers():
-        optimizer._multi_tensor_copy_this_to_that(sources, targets)
+        optimizer._multi_tensor_copy_this_to_that(this=sources, that=targets, overflow_buf=None)
         optimizer._multi_tensor_copy_this_to_that([], [])
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(source.to(target.dtype), target)

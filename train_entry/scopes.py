@@ -40,4 +40,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         # distrib_optimizer.py:2296 clears gradients of views of parameters too, which have none
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        # torch 2.13 has new names for collectives that megatron-core calls by the old ones, which older torch knows
+        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
         yield

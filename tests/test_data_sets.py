@@ -26,7 +26,6 @@ from mcore_convert.megatron.cpu import import_megatron
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks
 from train_entry.config.schema import Config
-from train_entry.data.indexed import prefix_of
 from train_entry.data.microbatches import Samples, microbatches
 from train_entry.data.prepare import prepare
 from train_entry.data.sft import Sft
@@ -220,7 +219,7 @@ def test_samples_are_those_of_megatron(
     options: dict[str, Any], tmp_path: Path, corpora: tuple[str, str], tokenizer: Tokenizer
 ) -> None:
     """Over several epochs, at the usual split."""
-    config = config_of(tmp_path / "run", {"kind": "indexed", "paths": [corpora[0]], "split": "80,15,5", **options})
+    config = config_of(tmp_path / "run", {"kind": "indexed", "paths": [corpora[0]], "split": "80, 15, 5", **options})
     data = provided(config, tokenizer, (400, 16, 8))
     expected = by_megatron(
         config, tokenizer, [400, 16, 8], tmp_path / "cache", blend=([corpora[0]], None), split="80,15,5"
@@ -241,7 +240,7 @@ def test_samples_are_those_of_megatron(
 def test_blends_follow_their_weights(tmp_path: Path, corpora: tuple[str, str], tokenizer: Tokenizer) -> None:
     """Without a process group, which Megatron Core asks for when it blends."""
     few, every = corpora[1], corpora[0]
-    weighted = {"kind": "indexed", "paths": [f"{every}.bin", f"{few}.idx"], "weights": [1.0, 3.0], "split": "1"}
+    weighted = {"kind": "indexed", "paths": [every, few], "weights": [1.0, 3.0], "split": "1"}
     train = provided(config_of(tmp_path, weighted), tokenizer, (400, 0, 0)).train
     assert train is not None
     assert len(train) >= 400
@@ -519,8 +518,16 @@ def test_a_template_may_mark_what_is_learned(tmp_path: Path, tokenizer: Tokenize
         assert hf.decode([token for token, learned in example if learned]) == "".join(said)
 
 
-def test_no_token_reaches_from_the_prompt_into_its_completion(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Wherever a text is cut: the prompt's tokens are those that it has when the model is asked."""
+@pytest.mark.parametrize("trim", [False, True])
+def test_no_token_reaches_from_the_prompt_into_its_completion(trim: bool, tmp_path: Path, folder: Path) -> None:
+    """Wherever a text is cut: the prompt's tokens are those that it has when the model is asked.
+
+    Also by a tokenizer that tells of a token where its text begins without the blank before it, as Llama 3's does.
+    """
+    from tokenizers.processors import ByteLevel
+
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.hf.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim)
     text = 'Once upon a time,  "Meow!"  said\n\n the  naïve 🦆 bird .\n'
     lines: list[Line] = [{"prompt": text[:cut], "completion": text[cut:]} for cut in range(len(text) + 1)]
     file = jsonl(tmp_path / "a.jsonl", lines)
@@ -706,12 +713,3 @@ def test_fine_tuning_needs_a_tokenizer_and_examples(tmp_path: Path, tokenizer: T
         provided(config, None, (8, 0, 0))
     with pytest.raises(DataError, match="has no example with anything to learn"):
         provided(config, tokenizer, (8, 0, 0))
-
-
-def test_prefixes_may_name_a_file() -> None:
-    assert [prefix_of(path) for path in ("a_text_document", "a.bin", "a.idx", "a.b")] == [
-        "a_text_document",
-        "a",
-        "a",
-        "a.b",
-    ]

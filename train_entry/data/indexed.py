@@ -95,18 +95,13 @@ def _checked(config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_s
             continue
         for path in blend.paths:
             if path not in pairs:
-                pairs[path] = open_pair(prefix_of(path))
-                sidecars.append(sidecar_of(prefix_of(path)))
-                _check_tokenizer(pairs[path].prefix, sidecars[-1], tokenizer, vocab_size)
+                pairs[path] = open_pair(path)
+                sidecars.append(sidecar_of(path))
+                _check_tokenizer(path, sidecars[-1], tokenizer, vocab_size)
                 check_tokens(pairs[path], vocab_size)
         if check_split(split, blend, [pairs[path].lengths() for path in blend.paths], bounds[split], notes):
             blends[split] = blend
     return Found(tuple(blends), shared, pairs, tuple(sidecars), tuple(notes))
-
-
-def prefix_of(path: str) -> str:
-    """What `.bin` and `.idx` are appended to, where one of the files is named too."""
-    return path.removesuffix(".bin").removesuffix(".idx")
 
 
 def _check_tokenizer(prefix: str, sidecar: Sidecar | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:
@@ -167,10 +162,9 @@ def _as_megatron(blend: Blend | None, found: Found) -> tuple[list[str], list[flo
     """Prefixes and weights. By size means by tokens, so that a blend lasts for any number of epochs."""
     if blend is None:
         return None
-    prefixes = [prefix_of(path) for path in blend.paths]
-    if len(prefixes) == 1:
-        return prefixes, None
-    return prefixes, list(blend.weights or (float(found.pairs[path].tokens) for path in blend.paths))
+    if len(blend.paths) == 1:
+        return [*blend.paths], None
+    return [*blend.paths], list(blend.weights or (float(found.pairs[path].tokens) for path in blend.paths))
 
 
 def _clear_torn(cache: Path) -> None:

@@ -59,7 +59,8 @@ def bounds_of(split: str) -> list[tuple[float, float] | None]:
         parse_and_normalize_split,
     )
 
-    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(,(\d+\.?\d*|\.\d+)){0,2}", split) or not re.search("[1-9]", split):
+    share = r"\s*(\d+\.?\d*|\.\d+)\s*"
+    if not re.fullmatch(f"{share}(,{share}){{0,2}}", split) or not re.search("[1-9]", split):
         raise DataError(f"`data.split` = `{split}` is no split", hint="write shares of train, valid and test: 969,30,1")
     bounds: list[tuple[float, float] | None] = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     return bounds

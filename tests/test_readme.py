@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fixtures.hf import make_hf
+from fixtures.tokenizer import END, stories
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,6 +59,8 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path) -> None:
         make_what_the_readme_finds(tmp_path)
     if page.name in ("README.md", "reshard.md"):
         make_runs_of_ranks(tmp_path)
+    if page.name == "train.md":
+        make_texts(tmp_path)
     for block in blocks_of(page):
         if block.mark == "file":
             file = tmp_path / block.value
@@ -93,6 +96,16 @@ def make_what_the_readme_finds(folder: Path) -> None:
     config.pop("rope_parameters")
     config |= {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "mlp_bias": True}
     (yarn / "config.json").write_text(json.dumps(config))
+
+
+def make_texts(folder: Path) -> None:
+    """Stories, a JSON object on each line, and a tokenizer."""
+    import json
+
+    from fixtures.tokenizer import make_tokenizer, stories
+
+    (folder / "stories.jsonl").write_text("".join(json.dumps({"text": story}) + "\n" for story in stories()))
+    make_tokenizer(folder / "tokenizer", 512, max_length=256)
 
 
 def make_runs_of_ranks(folder: Path) -> None:

@@ -46,7 +46,7 @@ def told(*words: str, run_dir: Path, name: str = "tiny-gpt2") -> str:
             return isinstance(error, OtherRankError), str(error)
         return False, "nothing was refused"
 
-    answers = run_ranks(2, refused)
+    answers: list[tuple[bool, str]] = run_ranks(2, refused)
     assert [silent for silent, _ in answers].count(False) == 1
     return next(text for silent, text in answers if not silent)
 

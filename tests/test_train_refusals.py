@@ -252,6 +252,14 @@ def test_a_model_from_a_checkpoint_is_looked_at_later() -> None:
     assert "`parallel.ep` = 2 splits experts, and the model has none" in told
 
 
+def test_a_run_that_goes_on_needs_no_start(tmp_path: Path) -> None:
+    config = tiny("model=null", "checkpoint.init=./gone", f"run_dir={tmp_path}")
+    assert reasons(config) == ("`checkpoint.init` = ./gone does not exist",)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    assert reasons(config) == ()
+
+
 # ranks and batches
 
 

@@ -42,4 +42,8 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         # torch 2.13 has new names for collectives that megatron-core calls by the old ones, which older torch knows
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+        # tensor_parallel/layers.py:914, of experts that are not split while attention is
+        warnings.filterwarnings(
+            "ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size"
+        )
         yield

@@ -81,7 +81,8 @@ train_entry.report.console  train_entry.report.jsonl  train_entry.report.sink
 train_entry.report.plot  train_entry.report.tensorboard  train_entry.report.wandb
 train_entry.report.report
 train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.kernels
-train_entry.model.layers  train_entry.model.loss
+train_entry.model.loss  train_entry.model.operations
+train_entry.model.layers
 train_entry.model.gpt
 train_entry.optimizer.foreach
 train_entry.model.choices

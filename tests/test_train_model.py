@@ -28,7 +28,7 @@ from train_entry.model.attention import SdpaAttention
 from train_entry.model.choices import select
 from train_entry.model.compiled import compile_layers, compiler_missing
 from train_entry.model.gpt import model_class
-from train_entry.model.layers import graph_spec, sdpa_spec
+from train_entry.model.layers import graph_settings, graph_spec, sdpa_spec
 from train_entry.model.loss import vocab_parallel_cross_entropy
 from train_entry.optimizer.foreach import foreach_optimizers, fuse
 from train_entry.trainer import Trainer
@@ -276,7 +276,8 @@ def test_layers_are_those_of_megatron(alone: None, shape: str, spec: Any) -> Non
     """Loss and gradients of our attention, graph layers, rotary tables and loss, against the local spec and loss."""
     args, settings = SHAPES[shape]
     model = model_class(60, rotary_tables=spec is graph_spec)
-    ours, theirs = step_of(args, Choices(settings, spec, model)), step_of(args, Choices(settings))
+    extra = graph_settings(args) if spec is graph_spec else {}
+    ours, theirs = step_of(args, Choices({**settings, **extra}, spec, model)), step_of(args, Choices(settings))
     assert ours.keys() == theirs.keys()
     for name in theirs:
         close(ours[name], theirs[name])

@@ -14,7 +14,7 @@ from mcore_convert.megatron.model import Choices
 from train_entry.config.schema import Config
 from train_entry.model.compiled import compile_layers, compiler_missing
 from train_entry.model.gpt import model_class
-from train_entry.model.layers import graph_spec, sdpa_spec
+from train_entry.model.layers import graph_settings, graph_spec, sdpa_spec
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -69,7 +69,7 @@ def select(config: Config, args: Mapping[str, Any], device: torch.device) -> Com
     if not compiled:
         return Computation(Choices(settings, sdpa_spec, model_class(vocab_size)), _nothing, tuple(remarks))
     model = model_class(vocab_size, fused_loss=device.type == "cuda", rotary_tables=True)
-    return Computation(Choices(settings, graph_spec, model), compile_layers, tuple(remarks))
+    return Computation(Choices(settings | graph_settings(args), graph_spec, model), compile_layers, tuple(remarks))
 
 
 def _obstacle(args: Mapping[str, Any], device: torch.device) -> str | None:

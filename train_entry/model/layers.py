@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
 from mcore_convert.megatron.model import local_block_spec
 from train_entry.model.attention import SdpaAttention
+from train_entry.model.operations import column_linear, swiglu
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -37,7 +37,14 @@ def graph_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
         layer.submodules.self_attention.submodules.linear_proj = row
         layer.submodules.mlp.submodules.linear_fc1 = column
         layer.submodules.mlp.submodules.linear_fc2 = row
+        if config.use_te_activation_func:  # which `settings` asks for: an activation that is not torch's
+            layer.submodules.mlp.submodules.activation_func = swiglu
     return block
+
+
+def graph_settings(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `TransformerConfig` that `graph_spec` is to be used with."""
+    return {"use_te_activation_func": bool(args.get("swiglu"))}
 
 
 def rotate(heads: Tensor, tables: Tensor, *, interleaved: bool) -> Tensor:
@@ -75,9 +82,7 @@ def _graph_modules() -> tuple[type, type, type]:
         ) -> Tensor:
             if self.tp_group.size() == 1:
                 return functional.linear(input, weight, bias)
-            product: Tensor = torch.ops.train_entry.column_linear(
-                input, weight, sequence_parallel, self.tp_group.group_name
-            )
+            product: Tensor = column_linear(input, weight, sequence_parallel, self.tp_group.group_name)
             return product if bias is None else product + bias
 
     class GraphRowParallelLinear(RowParallelLinear):
@@ -102,83 +107,3 @@ def _graph_modules() -> tuple[type, type, type]:
             return output, bias
 
     return GraphColumnParallelLinear, GraphRowParallelLinear, GraphSelfAttention
-
-
-@torch.library.custom_op(
-    "train_entry::column_linear",
-    mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, bool sequence_parallel, str group) -> Tensor",
-)
-def column_linear(hidden: Tensor, weight: Tensor, sequence_parallel: bool, group: str) -> Tensor:
-    """The product with this rank's rows of the weight, of all tokens where ranks hold some each."""
-    if sequence_parallel:
-        hidden, gathering = _gather(hidden, group)
-        gathering.wait()
-    return functional.linear(hidden, weight)
-
-
-@column_linear.register_fake
-def _(hidden: Tensor, weight: Tensor, sequence_parallel: bool, group: str) -> Tensor:
-    ranks = _ranks(group).size() if sequence_parallel else 1
-    return hidden.new_empty(ranks * hidden.size(0), *hidden.shape[1:-1], weight.size(0))
-
-
-@torch.library.custom_op(
-    "train_entry::column_linear_backward",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor hidden, Tensor weight, bool sequence_parallel, str group) -> (Tensor, Tensor)",
-)
-def column_linear_backward(
-    gradient: Tensor, hidden: Tensor, weight: Tensor, sequence_parallel: bool, group: str
-) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden states and weight. As in Megatron, messages are under way while products are computed.
-
-    That they start first is up to `CUDA_DEVICE_MAX_CONNECTIONS=1`.
-    """
-    gradient = gradient.contiguous()
-    if sequence_parallel:
-        hidden, gathering = _gather(hidden, group)
-    of_all = gradient @ weight
-    if sequence_parallel:
-        of_hidden = of_all.new_empty(len(of_all) // _ranks(group).size(), *of_all.shape[1:])
-        summing = dist.reduce_scatter_tensor(of_hidden, of_all, group=_ranks(group), async_op=True)
-        gathering.wait()
-    else:
-        of_hidden = of_all
-        summing = dist.all_reduce(of_hidden, group=_ranks(group), async_op=True)
-    of_weight = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
-    summing.wait()
-    return of_hidden, of_weight
-
-
-@column_linear_backward.register_fake
-def _(gradient: Tensor, hidden: Tensor, weight: Tensor, sequence_parallel: bool, group: str) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, weight, ctx.sequence_parallel, ctx.group = inputs
-    ctx.save_for_backward(hidden, weight)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    gradients = torch.ops.train_entry.column_linear_backward(
-        gradient, *ctx.saved_tensors, ctx.sequence_parallel, ctx.group
-    )
-    return *gradients, None, None
-
-
-column_linear.register_autograd(_backward, setup_context=_remember)
-
-
-def _gather(hidden: Tensor, group: str) -> tuple[Tensor, Any]:
-    """The tokens of all ranks, which are on their way."""
-    ranks = _ranks(group)
-    whole = hidden.new_empty(ranks.size() * len(hidden), *hidden.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, hidden.contiguous(), group=ranks, async_op=True)
-
-
-def _ranks(group: str) -> dist.ProcessGroup:
-    """A group by its name, which is all that an operation of a graph can be given."""
-    ranks: dist.ProcessGroup = _resolve_process_group(cast(Any, group))
-    return ranks

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.saved_runs import SEVERAL_BUCKETS, SMALL, Outcome, config_of, trained
 from train_entry.config.schema import Config
 
-SAVED_AT, UNTIL = 4, 9
+SAVED_AT, UNTIL = 3, 7
 TOLERANCE = 1e-5
 TIED = {**SMALL, "swiglu": False, "untie_embeddings_and_output_weights": False, "normalization": "LayerNorm"}
 EXPERTS = {**SMALL, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2, "moe_router_pre_softmax": True}
@@ -88,16 +88,13 @@ def test_a_resumed_run_is_bit_equal(name: str, original: Callable[[str], Origina
     assert found.steps == run.rest
 
 
-@pytest.mark.parametrize("name", ["distributed", "plain-bf16"])
-def test_written_in_the_background_it_is_the_same(
-    name: str, original: Callable[[str], Original], tmp_path: Path
-) -> None:
+def test_written_in_the_background_it_is_the_same(original: Callable[[str], Original], tmp_path: Path) -> None:
     """While the next steps change what is being written."""
-    run = original(name)
-    first = run.goes_on(tmp_path, load=run.path, save_at=[5, 6, 7], asynchronous=True)
+    run = original("distributed-bf16")
+    first = run.goes_on(tmp_path, load=run.path, save_at=[4, 5, 6], asynchronous=True)
     assert first.steps == run.rest
-    assert run.goes_on(tmp_path).steps == run.rest[7 - SAVED_AT :]
-    assert verify(tmp_path / "checkpoints/iter_0000005", tmp_path / "checkpoints/iter_0000007").equal is False
+    assert run.goes_on(tmp_path).steps == run.rest[6 - SAVED_AT :]
+    assert verify(tmp_path / "checkpoints/iter_0000004", tmp_path / "checkpoints/iter_0000006").equal is False
 
 
 @pytest.mark.parametrize(
@@ -105,11 +102,9 @@ def test_written_in_the_background_it_is_the_same(
     [
         ("plain", Layout(), True),
         ("plain", Layout(pp=2, vpp=2), False),
-        ("distributed", Layout(tp=2), True),
         ("distributed", Layout(pp=2), False),
         ("tied", Layout(tp=2), False),
-        ("experts", Layout(), True),
-        ("experts", Layout(pp=2), False),
+        ("experts", Layout(), False),
     ],
     ids=str,
 )
@@ -126,14 +121,19 @@ def test_it_goes_on_at_another_layout(
     assert [each.lr for each in found.steps] == [each.lr for each in run.rest]
 
 
-@pytest.mark.parametrize("name", ["plain", "distributed", "tied", "experts"])
+@pytest.mark.parametrize("name", ["plain-bf16", "distributed", "experts"])
 def test_megatrons_own_loading_goes_on_from_it(name: str, original: Callable[[str], Original]) -> None:
     """The oracle of the format: Megatron Core asks for what it knows, and knows nothing of this project."""
     run = original(name)
     steps = run_ranks(
         run.ranks,
         lambda: train_as_megatron(
-            run.args, run.layout, until=UNTIL, distributed=run.distributed, load=run.path / "checkpoints"
+            run.args,
+            run.layout,
+            until=UNTIL,
+            distributed=run.distributed,
+            dtype=run.dtype,
+            load=run.path / "checkpoints",
         ),
     )
     assert steps[0] == run.rest

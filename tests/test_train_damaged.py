@@ -21,6 +21,7 @@ from tests.saved_runs import SMALL, Outcome, config_of, train, trained
 from train_entry.checkpoints import Checkpoints
 from train_entry.checkpoints.folder import newest
 from train_entry.checkpoints.ranks import Ranks
+from train_entry.config.schema import Config
 from train_entry.initialize import OtherRankError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -29,9 +30,9 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 1, 2 and 3."""
+    """A run of two ranks with checkpoints of steps 1, 2 and 3."""
     path = tmp_path_factory.mktemp("saved")
-    run(config_of(path), until=3, save_at=[1, 2, 3], weights=random_weights(SMALL))
+    trained(SMALL, Layout(tp=2), config_of(path), until=3, save_at=[1, 2, 3], weights=random_weights(SMALL))
     return path
 
 
@@ -40,8 +41,8 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
-def run(config: Any, args: Any = SMALL, **options: Any) -> Outcome:
-    return trained(args, Layout(tp=2), config, **options)
+def run(config: Config, **options: Any) -> Outcome:
+    return trained(SMALL, Layout(), config, **options)
 
 
 def refusals(function: Callable[[], Any]) -> list[ConvertError]:

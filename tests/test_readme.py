@@ -28,7 +28,7 @@ FOLDER = "/data"  # how a page writes the folder that its commands run in
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>not run|file|from): (?P<value>[^\n]+) -->\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S
 )
-NOT_RUN = ("git clone ", "make ", "cd demo_output ", "pip install ", "torchrun ")
+NOT_RUN = ("git clone ", "make ", "cd demo_output ", "pip install ", "torchrun ", "mcore-convert data prepare ")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path) -> None:
         make_runs_of_ranks(tmp_path)
     if page.name == "train.md":
         make_texts(tmp_path)
+    if page.name == "data.md":
+        make_hf("gpt2", tmp_path / "tiny-gpt2", fill="normal")
+        (tmp_path / "stories.txt").write_text(f"\n{END}\n".join(stories()))
     for block in blocks_of(page):
         if block.mark == "file":
             file = tmp_path / block.value
@@ -102,7 +105,7 @@ def make_texts(folder: Path) -> None:
     """Stories, a JSON object on each line, and a tokenizer."""
     import json
 
-    from fixtures.tokenizer import make_tokenizer, stories
+    from fixtures.tokenizer import make_tokenizer
 
     (folder / "stories.jsonl").write_text("".join(json.dumps({"text": story}) + "\n" for story in stories()))
     make_tokenizer(folder / "tokenizer", 512, max_length=256)

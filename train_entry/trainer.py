@@ -34,7 +34,7 @@ from train_entry.report.metrics import StepMetrics
 from train_entry.report.phases import Phases
 from train_entry.report.report import Report
 from train_entry.schedule import Schedule
-from train_entry.scopes import evaluating, parameters_gathered, quiet
+from train_entry.scopes import deterministic, evaluating, parameters_gathered, quiet
 from train_entry.state import TrainState
 
 
@@ -114,6 +114,7 @@ class Trainer:
             self.args = megatron_arguments(config, origin, vocab_size=vocab_size)
             check_model(config, self.args)
         self._scope.enter_context(quiet())
+        self._scope.enter_context(deterministic(config.training.deterministic))
         self._scope.enter_context(
             model_parallel(
                 parallel.tp,

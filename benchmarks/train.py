@@ -219,14 +219,18 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise SystemExit("error: this benchmark wants GPUs")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    with process_group(10), tempfile.TemporaryDirectory() as scratch:
+    with process_group(10), tempfile.TemporaryDirectory() as own:
         rank, ranks = dist.get_rank(), dist.get_world_size()
+        places = [own]
+        dist.broadcast_object_list(places)
+        scratch = places[0]
         found = []
         for number, case in enumerate(cases(ranks)):
             if options.only in f"{case.model} {case.name}":
                 found.append(measure(case, Path(scratch) / str(number), options.steps))
                 if rank == 0:
                     print(found[-1], file=sys.stderr, flush=True)
+        dist.barrier()  # the directory goes with rank 0
     if rank:
         return 0
     print(f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}")

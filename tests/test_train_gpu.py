@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,11 +38,8 @@ OVERLAP = {
     "bucket_size": 9999,
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
     "dp2-overlap": OVERLAP,
-    "tp2": {"tp": 2},
     "tp2-sp": {"tp": 2, "sequence_parallel": True},
-    "pp2": {"pp": 2},
     "pp2-vpp2": {"pp": 2, "vpp": 2},
     "cp2": {"cp": 2},
 }
@@ -128,11 +127,6 @@ def test_attention_holds_no_scores() -> None:
     before = torch.cuda.memory_allocated()
     attended(inputs, None)
     assert torch.cuda.max_memory_allocated() - before < 2 * 8 * 8192 * 8192 * 2 / 8  # an eighth of them
-
-
-def test_attention_that_no_fast_kernel_takes_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="No available kernel"):
-        attended(qkv(64, 8, 520, torch.bfloat16), None)
 
 
 def run_of(run_dir: Path, training: dict[str, Any], parallel: dict[str, Any]) -> Config:
@@ -236,7 +230,9 @@ def _rank(rank: int, path: str, port: int) -> None:
             found[f"attention {precision}"] = _errors_of_shared_attention(dtype)
             for layout, parallel in LAYOUTS.items():
                 training = {"precision": precision, "micro_batch_size": 2}
+                start = time.perf_counter()
                 found[f"{layout} {precision}"] = curve_of(run_of(Path(path) / "run", training, parallel))
+                sys.stderr.write(f"rank {rank}: {layout} {precision}, {time.perf_counter() - start:.0f} s\n")
     (Path(path) / f"{rank}.json").write_text(json.dumps(found))
 
 

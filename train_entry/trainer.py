@@ -92,8 +92,10 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and hasattr(self, "checkpoints"):
-                self.checkpoints.finish()
+            if hasattr(self, "checkpoints"):
+                # what is being written is whole, whatever failed since
+                with contextlib.nullcontext() if error is None else contextlib.suppress(ConvertError):
+                    self.checkpoints.finish()
         finally:
             self.close()
 

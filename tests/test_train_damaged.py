@@ -101,6 +101,15 @@ def test_the_tracker_is_a_way_back(copy: Path) -> None:
     assert (copy / "checkpoints" / TRACKER).read_text() == "3"
 
 
+@pytest.mark.parametrize(
+    ("said", "name"), [("release", "release"), ("2\n", "iter_0000002"), ("7", "iter_0000003"), ("?", "iter_0000003")]
+)
+def test_the_tracker_says_which_is_the_newest(said: str, name: str, copy: Path) -> None:
+    (copy / "checkpoints/iter_0000001").rename(copy / "checkpoints/release")
+    (copy / "checkpoints" / TRACKER).write_text(said)
+    assert newest(copy / "checkpoints").path == copy / "checkpoints" / name
+
+
 def test_the_last_ones_are_kept(copy: Path) -> None:
     (copy / "checkpoints/iter_0000009.partial").mkdir()
     (copy / "checkpoints/iter_0000001").rename(copy / "checkpoints/iter_0000001.removed")

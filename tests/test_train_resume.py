@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_convert import verify
-from tests.conftest import HfMaker
+from mcore_convert import inspect, verify
+from tests.conftest import HfMaker, real_checkpoint
 from tests.ranks import run_ranks
 from train_entry.checkpoints import folder
 from train_entry.config.schema import Config
@@ -76,6 +76,37 @@ def test_a_run_with_dropout_goes_on_to_the_last_bit(parallel: dict[str, Any], pr
     expected = losses(whole.run_dir)
     assert losses(part.run_dir) == {step: expected[step] for step in range(4, 9)}
     assert verify(whole.run_dir / "checkpoints", part.run_dir / "checkpoints").equal
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_vocabulary_that_is_padded_to_another_size_fits(before: int, after: int, tmp_path: Path) -> None:
+    """100 rows are padded to 128 on one tensor-parallel rank, and to 256 on two; of the optimizer's state, too."""
+    model = {**TINY, "vocab_size": 100, "untie_embeddings_and_output_weights": True}
+    optimizer = {"distributed_optimizer": True}
+    whole = config_of(tmp_path / "whole", model=model, parallel={"tp": before, **optimizer})
+    run_ranks(2, pretrain, whole.with_values(checkpoint={"save_interval": 3}))
+    load = {"load": str(whole.run_dir / "checkpoints/iter_0000003")}
+    part = config_of(tmp_path / "part", model=model, parallel={"tp": after, **optimizer}, checkpoint=load)
+    run_ranks(2, pretrain, part)
+    rows = [inspect(config.run_dir / "checkpoints").padded_vocab_size for config in (whole, part)]
+    assert rows == [128 * before, 128 * after]
+    expected = losses(whole.run_dir)
+    assert losses(part.run_dir) == pytest.approx({step: expected[step] for step in range(4, 9)}, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama_tp2pp2", "gpt2_legacy_tp2pp2"])
+def test_a_real_run_of_megatron_lm_goes_on(name: str, tmp_path: Path) -> None:
+    """Whichever format it is in, and at any layout with the same losses."""
+    source = real_checkpoint(name)
+    curves = []
+    for count, parallel in ((1, {}), (2, {"tp": 2, "distributed_optimizer": True})):
+        config = config_of(
+            tmp_path / str(count), training={"seq_length": 16, "steps": 13}, parallel=parallel, optimizer={"lr": 1e-3}
+        )
+        run_ranks(count, pretrain, config.with_values(checkpoint={"load": str(source), "save": False}))
+        curves.append(losses(config.run_dir))
+    assert list(curves[0]) == [11, 12, 13]
+    assert curves[1] == pytest.approx(curves[0], abs=1e-5)
 
 
 def test_sigterm_on_one_rank_saves_on_all_and_ends_in_order(tmp_path: Path) -> None:

@@ -56,4 +56,4 @@ def test_the_balancing_losses_change_the_curve(reference: Curve, tmp_path: Path)
     """Or the comparison would not see them."""
     for coefficient in BALANCING:
         without = curve(tmp_path, 1, {}, {**BALANCING, coefficient: BALANCING[coefficient] / 2})
-        assert max(abs(ours[0] - theirs[0]) for ours, theirs in zip(without, reference, strict=True)) > 1e-3
+        assert max(abs(ours[0] - theirs[0]) for ours, theirs in zip(without, reference, strict=True)) > 1e-4  # ten times what may differ

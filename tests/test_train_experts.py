@@ -49,11 +49,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Curve:
 def test_experts_train_alike_at_every_layout(name: str, reference: Curve, tmp_path: Path) -> None:
     found = curve(tmp_path, 2, LAYOUTS[name], BALANCING)
     for step, (ours, theirs) in enumerate(zip(found, reference, strict=True)):
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), step
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), step
 
 
 def test_the_balancing_losses_change_the_curve(reference: Curve, tmp_path: Path) -> None:
     """Or the comparison would not see them."""
     for coefficient in BALANCING:
         without = curve(tmp_path, 1, {}, {**BALANCING, coefficient: BALANCING[coefficient] / 2})
-        assert max(abs(ours[0] - theirs[0]) for ours, theirs in zip(without, reference, strict=True)) > 1e-4  # ten times what may differ
+        assert max(abs(ours[0] - theirs[0]) for ours, theirs in zip(without, reference, strict=True)) > 3e-4

@@ -48,7 +48,8 @@ formats.mp_rank_optimizer  formats.mp_rank_optimizer_writer
 formats.mp_rank_checkpoint
 formats.mp_rank  formats.mp_rank_writer
 families  plan
-identify
+hf_tensors
+identify  readback
 targets
 conversion
 destination

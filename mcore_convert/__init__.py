@@ -2,13 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mcore_convert.version import VERSION
+
 if TYPE_CHECKING:
     from mcore_convert.api import Conversion, convert, inspect, reshard, verify
     from mcore_convert.errors import ConvertError
     from mcore_convert.inspection import Inspection
     from mcore_convert.verification import Verification
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "reshard", "verify"]
 
 _HOMES = {

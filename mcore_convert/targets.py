@@ -30,6 +30,7 @@ class Target:
     """What to write: the format, the layout that Megatron will run, and sizes of files.
 
     `iteration` names the directory `iter_*`; None writes `release`. `max_shard_size` in bytes, for `hf`.
+    `tokenizer` is what the stored arguments name as one, or, for `hf`, where the one comes from that the caller adds.
     `implementation` is the layer spec whose names the `torch` format takes; that of the source unless given.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
     `dtype` rounds the weights, for `hf`; they stay as stored unless given.
@@ -61,7 +62,7 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         config: Mapping[str, Any] = model.config
     elif model.config is None:
         config = model.family.config.to_hf(args)
-        if model.folder is None:
+        if model.folder is None and target.tokenizer is None:
             notes.append(
                 "no original configuration: which tokens begin and end a text is not known, and no tokenizer is "
                 "carried along; --hf-config DIR supplies both"

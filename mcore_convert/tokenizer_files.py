@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.hf import TOKENIZER_FILES, carried_files, read_json
+from mcore_convert.formats.hf import TOKENIZER_FILES, carried_files, json_bytes, read_json
 from mcore_convert.tensors import open_error
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
@@ -23,17 +23,18 @@ CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The files of a tokenizer in a folder.
+    """The files of a tokenizer, by the names that they have in a model's directory, and where it was found.
 
     `size` is one more than the largest token id: as many rows an embedding must have. `special` are the ids of
-    `bos_token_id`, `eos_token_id` and `pad_token_id`, as far as they are known.
+    `bos_token_id`, `eos_token_id` and `pad_token_id`, as far as they are known. `texts` are files yet to be written.
     """
 
-    folder: Path
-    files: tuple[str, ...]
+    place: str
+    files: Mapping[str, Path]
     size: int
     special: Mapping[str, int]
     has_chat_template: bool
+    texts: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
@@ -63,7 +64,25 @@ def _read(folder: Path, files: tuple[str, ...]) -> Tokenizer | None:
             ids[token] = max(ids.values(), default=-1) + 1
     special = {f"{key}_id": ids[token] for key, token in named.items()}
     has_chat_template = bool(config.get("chat_template")) or any(name in files for name in CHAT_TEMPLATES)
-    return Tokenizer(folder, files, max(ids.values(), default=-1) + 1, special, has_chat_template)
+    paths = {name: folder / name for name in files}
+    return Tokenizer(str(folder), paths, max(ids.values(), default=-1) + 1, special, has_chat_template)
+
+
+def read_gpt2_bpe(vocabulary: Path, merges: Path) -> Tokenizer | None:
+    """The tokenizer of two files as Megatron-LM's `--vocab-file` and `--merge-file` name them; None where one lacks.
+
+    Raises:
+        UnreadableCheckpoint: the vocabulary is damaged.
+    """
+    if not vocabulary.is_file() or not merges.is_file():
+        return None
+    ids = read_json(vocabulary)
+    if not ids or not all(isinstance(number, int) for number in ids.values()):
+        raise UnreadableCheckpoint(f"`{vocabulary}` is no vocabulary of a tokenizer")
+    special = {f"{key}_id": ids[token] for key, token in CLASS_DEFAULTS["GPT2Tokenizer"].items() if token in ids}
+    files = {"vocab.json": vocabulary, "merges.txt": merges}
+    texts = {"tokenizer_config.json": json_bytes({"tokenizer_class": "GPT2Tokenizer"})}
+    return Tokenizer(str(vocabulary), files, max(ids.values()) + 1, special, False, texts)
 
 
 def _vocabulary(folder: Path, files: tuple[str, ...]) -> dict[str, int] | None:
@@ -87,8 +106,8 @@ def _vocabulary(folder: Path, files: tuple[str, ...]) -> dict[str, int] | None:
 def _pieces(content: bytes) -> Iterator[tuple[str, int]]:
     """The pieces of a SentencePiece model: field 1 of its protobuf message, and field 1 of each."""
     number = 0
-    for field, value in _fields(memoryview(content)):
-        if field == 1 and isinstance(value, memoryview):
+    for number_of, value in _fields(memoryview(content)):
+        if number_of == 1 and isinstance(value, memoryview):
             piece = next(part for inner, part in _fields(value) if inner == 1)
             yield bytes(piece).decode(errors="replace") if isinstance(piece, memoryview) else "", number
             number += 1

@@ -22,7 +22,7 @@ LONGEST = 320  # lines of a file: one responsibility
 # A module may import those of the lines above its own, and nothing else of the project. Names without a package are
 # those of `mcore_convert`.
 LAYERS = """
-errors
+errors  version
 spec.names  spec.neutral  spec.shard  spec.arguments
 spec.config  spec.dims  spec.bridge  spec.command_line
 spec.fields  spec.layout  spec.pack
@@ -57,9 +57,9 @@ execute
 megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights
 megatron.model
-verification  inspection  hub
-logits
-api
+verification  inspection  hub  runs  tokenizer_files
+logits  companions  card
+api  exports
 mcore_convert
 train_entry.config  train_entry.config.schema
 train_entry.state  train_entry.optimizer  train_entry.optimizer.torch_adam

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from fixtures.tokenizer import make_tokenizer
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.tokenizer_files import read_tokenizer
+from mcore_convert.tokenizer_files import read_gpt2_bpe, read_tokenizer
 
 
 @pytest.fixture
@@ -64,6 +64,12 @@ def test_a_vocabulary_and_merges(folder: Path) -> None:
     (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     as_transformers_has_it(folder)
+    alone, together = read_gpt2_bpe(folder / "vocab.json", folder / "merges.txt"), read_tokenizer(folder)
+    assert alone is not None
+    assert together is not None
+    assert (alone.size, alone.special) == (together.size, together.special)
+    assert {**alone.files, **alone.texts}.keys() == together.files.keys()
+    assert read_gpt2_bpe(folder / "vocab.json", folder / "none.txt") is None
 
 
 def test_sentencepiece_and_tiktoken_are_counted(tmp_path: Path) -> None:

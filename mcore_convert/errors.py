@@ -8,6 +8,7 @@ ConvertError
     UnsafePickle         a pickle that names a class which is not on the allow-list
   UnwritableTarget       a destination that exists, is being written, or has no room
   VerificationError      two checkpoints that cannot be compared
+  HubError               the Hub refuses a request, or cannot be reached
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class UnwritableTarget(ConvertError):
 
 class VerificationError(ConvertError):
     """Two checkpoints that cannot be compared."""
+
+
+class HubError(ConvertError):
+    """The Hub refuses what is asked of it, or cannot be reached."""
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -78,7 +78,7 @@ def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], l
         raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {said}") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error of the client says, in a line."""
     said = str(error).strip()
     return said.splitlines()[0] if said else type(error).__name__

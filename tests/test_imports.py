@@ -58,15 +58,17 @@ megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights
 megatron.model
 verification  inspection  hub  runs  tokenizer_files
-logits  companions  card
-api  exports
+logits  companions  card  hub_errors
+api  exports  streams  uploads
+publish
+sweep
 mcore_convert
 train_entry.config  train_entry.config.schema
 train_entry.state  train_entry.optimizer  train_entry.optimizer.torch_adam
 train_entry
 cli.options  cli.text
-cli.convert  cli.families  cli.inspect  cli.verify
-cli.reshard
+cli.convert  cli.families  cli.inspect  cli.push  cli.verify
+cli.export  cli.reshard
 cli
 __main__
 """
@@ -182,7 +184,9 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
 
 
 def test_the_public_names() -> None:
-    names = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "reshard", "verify"]
+    kinds = ["Conversion", "ConvertError", "Export", "Inspection", "Swept", "Upload", "Verification"]
+    functions = ["convert", "export", "export_all", "inspect", "iter_hf_weights", "load_hf_model", "push"]
+    names = [*kinds, *functions, "reshard", "verify"]
     assert mcore_convert.__all__ == names
     assert dir(mcore_convert) == sorted([*names, "__version__"])
     for name in names:

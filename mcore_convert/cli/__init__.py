@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import typer
 
-from mcore_convert.cli import convert, families, inspect, reshard, verify
+from mcore_convert.cli import convert, export, families, inspect, push, reshard, verify
 from mcore_convert.cli.text import say
 from mcore_convert.errors import ConvertError
 
@@ -30,6 +30,8 @@ app = typer.Typer(
 )
 app.command("convert")(convert.command)
 app.command("reshard")(reshard.command)
+app.command("export")(export.command)
+app.command("push")(push.command)
 app.command("verify")(verify.command)
 app.command("inspect")(inspect.command)
 app.command("families")(families.command)

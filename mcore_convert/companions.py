@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.errors import ConfigError, ConvertError
+from mcore_convert.errors import ConvertError, DataError
 from mcore_convert.formats.hf import GENERATION_CONFIG, read_json
 from mcore_convert.hub import REPO_ID, tokenizer_path
 from mcore_convert.identify import Model
@@ -26,14 +26,14 @@ def tokenizer_of(model: Model, history: History, asked: str | None) -> Tokenizer
     if asked is not None:
         found = read_tokenizer(tokenizer_path(asked))
         if found is None:
-            raise ConvertError(f"`{asked}` has no tokenizer", hint="a tokenizer has tokenizer.json, or tokenizer.model")
+            raise DataError(f"`{asked}` has no tokenizer", hint="a tokenizer has tokenizer.json, or tokenizer.model")
         return found
     looked = []
     for place, found in _places(model, history):
         if found is not None:
             return found
         looked.append(place)
-    raise ConvertError(f"there is no tokenizer for `{model.checkpoint.path}`", items=looked, hint=HINT)
+    raise DataError(f"there is no tokenizer for `{model.checkpoint.path}`", items=looked, hint=HINT)
 
 
 def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | None]]:
@@ -74,12 +74,12 @@ def check_fit(tokenizer: Tokenizer, model: Model, notes: list[str]) -> None:
     """Prove that every token has a row of the embedding; a row without a token is said.
 
     Raises:
-        ConfigError: the tokenizer is larger than the vocabulary.
+        DataError: the tokenizer is larger than the vocabulary.
     """
     size, vocab, rows = tokenizer.size, model.dims.vocab_size, model.dims.padded_vocab_size
     if size > vocab:
         more = f"--vocab-size {size} keeps that many of its {rows} rows" if size <= rows else None
-        raise ConfigError(
+        raise DataError(
             f"the tokenizer has {size} tokens, and the model a vocabulary of {vocab}",
             items=[f"the tokenizer is that of `{tokenizer.place}`"],
             hint=more or "was the model trained with another tokenizer? --tokenizer names it",

@@ -9,6 +9,7 @@ ConvertError
   UnwritableTarget       a destination that exists, is being written, or has no room
   VerificationError      two checkpoints that cannot be compared
   HubError               the Hub refuses a request, or cannot be reached
+  DataError              texts, training data or a tokenizer that are missing, damaged or not for this model
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class VerificationError(ConvertError):
 
 class HubError(ConvertError):
     """The Hub refuses what is asked of it, or cannot be reached."""
+
+
+class DataError(ConvertError):
+    """Texts, training data or a tokenizer that are missing, damaged, or not for this model."""
 
 
 def counted(number: int, one: str, many: str) -> str:

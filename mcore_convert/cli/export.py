@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mcore_convert.cli import options
+from mcore_convert.cli.interruption import Interrupted
 from mcore_convert.cli.push import as_lines
 from mcore_convert.cli.text import in_bytes, in_parameters, progress, say, show, table
 
@@ -161,16 +162,20 @@ def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, *
     from mcore_convert.sweep import export_all
 
     counts = dict.fromkeys(("exported", "there", "refused"), 0)
-    with progress(quiet=quiet) as update:
-        for told in export_all(source, destination, progress=update, **wishes):
-            counts[told.state] += 1
-            if json:
-                show(jsonlib.dumps(told.as_dict()))
-            elif not quiet:
-                show(line_of(told))
-            if told.error is not None:
-                say(f"error: iteration {told.iteration}: {told.error}")
-            sys.stdout.flush()
+    try:
+        with progress(quiet=quiet) as update:
+            for told in export_all(source, destination, progress=update, **wishes):
+                counts[told.state] += 1
+                if json:
+                    show(jsonlib.dumps(told.as_dict()))
+                elif not quiet:
+                    show(line_of(told))
+                if told.error is not None:
+                    say(f"error: iteration {told.iteration}: {told.error}")
+                sys.stdout.flush()
+    except Interrupted as stop:
+        stop.remains = f"{counts['exported']} exported; the same command goes on with the others"
+        raise
     if not json and not quiet:
         total = sum(counts.values())
         words = [f"{count} {word}" for word, count in counts.items() if count or word == "exported"]

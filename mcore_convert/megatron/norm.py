@@ -12,7 +12,9 @@ class Norm(torch.nn.Module):
     """The norm that a `TransformerConfig` names, over the last dimension.
 
     Megatron's own fallback without Apex and Transformer Engine refuses `layernorm_zero_centered_gamma`, where the
-    stored weight is the true one minus 1. The parameters are called as there: `weight`, and `bias` for LayerNorm.
+    stored weight is the true one minus 1, and sequence parallelism, where each rank norms its own tokens: Megatron's
+    `finalize_model_grads` then sums the gradients of what is marked `sequence_parallel`. The parameters are called as
+    there: `weight`, and `bias` for LayerNorm.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -25,6 +27,8 @@ class Norm(torch.nn.Module):
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
         else:
             self.register_parameter("bias", None)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.weight + self.offset if self.offset else self.weight

@@ -33,7 +33,7 @@ def single_process() -> Iterator[None]:
         with contextlib.nullcontext() if parallel_state.model_parallel_is_initialized() else model_parallel(1, 1):
             yield
         return
-    with _gloo_on_loopback():
+    with gloo_on_loopback():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with model_parallel(1, 1):
@@ -110,7 +110,7 @@ def _forget_groups() -> None:
 
 
 @contextlib.contextmanager
-def _gloo_on_loopback() -> Iterator[None]:
+def gloo_on_loopback() -> Iterator[None]:
     """Keep gloo from resolving the host's name, which fails or waits on machines without a network."""
     name = "GLOO_SOCKET_IFNAME"
     loopback = next((each for _, each in socket.if_nameindex() if each in ("lo", "lo0")), None)

@@ -1,0 +1,6 @@
+"""What a run starts from and what it leaves: `torch_dist` checkpoints, resumed at any layout, whole or not there."""
+
+from train_entry.checkpoints.checkpoints import Checkpoints, Restored
+from train_entry.checkpoints.export import export_hf
+
+__all__ = ["Checkpoints", "Restored", "export_hf"]

@@ -1,0 +1,45 @@
+"""What travels with a model beside its weights: its tokenizer and its Hugging Face configuration.
+
+Every checkpoint has them in a folder `hf`, as one that was converted from Hugging Face does: whoever converts it back
+finds them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mcore_convert.formats.hf import CARRIED_FILES, CONFIG, carried_files
+from mcore_convert.formats.torch_dist import CARRIED
+from train_entry.config.schema import Config
+
+NO_TOKENIZER = (CONFIG, "generation_config.json")
+
+
+def files_of(config: Config, path: Path | None) -> dict[str, bytes]:
+    """The files to put into the checkpoints of a run, by name; read at once, as their directory may be removed.
+
+    Args:
+        path: the checkpoint that the run starts from.
+    """
+    there = path / CARRIED if path is not None else None
+    files = {} if there is None or not there.is_dir() else _read(there)
+    if config.data.tokenizer is not None:
+        kept = {name: content for name, content in files.items() if name in NO_TOKENIZER}
+        given = _read(_directory_of(config.data.tokenizer))
+        files = {**{name: content for name, content in given.items() if name not in NO_TOKENIZER}, **kept}
+    return {f"{CARRIED}/{name}": content for name, content in files.items()}
+
+
+def _read(directory: Path) -> Mapping[str, bytes]:
+    names = [name for name in (*carried_files(directory), CONFIG) if (directory / name).is_file()]
+    return {name: (directory / name).read_bytes() for name in names}
+
+
+def _directory_of(tokenizer: str) -> Path:
+    """Where a tokenizer's files are; one of the Hub has been downloaded when it was made."""
+    if Path(tokenizer).is_dir():
+        return Path(tokenizer)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(tokenizer, allow_patterns=list(CARRIED_FILES), local_files_only=True))

@@ -1,0 +1,137 @@
+"""`Checkpoints`: what a run starts from, and what it leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_convert.errors import UnwritableTarget
+from mcore_convert.formats.torch_dist import open_torch_dist
+from train_entry.checkpoints import carried, folder, source
+from train_entry.checkpoints.architecture import refuse_another
+from train_entry.checkpoints.contents import contents
+from train_entry.checkpoints.export import export_hf
+from train_entry.checkpoints.loading import load
+from train_entry.checkpoints.ranks import Ranks
+from train_entry.checkpoints.source import CHECKPOINTS
+from train_entry.checkpoints.writer import Writer
+from train_entry.config.schema import Config
+from train_entry.state import TrainState
+
+PROBE = ".shared"  # a file that every rank must see
+PROBE_SECONDS = 10.0  # until a network file system shows a new file
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What training starts from: new weights (`path` is None), a model's weights, or with `training` all of a run.
+
+    `notes` are lines that a user should read.
+    """
+
+    path: Path | None
+    training: bool
+    iteration: int
+    notes: tuple[str, ...]
+
+
+class Checkpoints:
+    """The checkpoints of a run. Every rank has one and makes the same calls; Megatron's groups exist.
+
+    Raises:
+        ConvertError: the run's directory cannot be written, or not all ranks see it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.folder = config.run_dir / CHECKPOINTS
+        self.ranks = Ranks.all()
+        self._writer = Writer(Ranks.all(), config.checkpoint.keep_last)
+        self._carried: Mapping[str, bytes] = {}
+        self._saved: int | None = None  # the last iteration of which there is a checkpoint, or soon will be
+        self._check_shared()
+
+    def restore(self, state: TrainState) -> Restored:
+        """Fill a run that was just built from what the configuration names.
+
+        Raises:
+            ConvertError: it is refused, on every rank.
+        """
+        found = self.ranks.first(lambda: source.source_of(self.config))
+        if found is None:
+            self._carried = self.ranks.first(lambda: carried.files_of(self.config, None))
+            return Restored(None, False, 0, ())
+        try:
+            path = self.ranks.first(lambda: source.in_our_format(found, self.config))
+            self._carried = self.ranks.first(lambda: carried.files_of(self.config, path))
+            self.ranks.first(lambda: refuse_another(state.args, open_torch_dist(path).common.args or {}, found.path))
+            notes = load(state, path, self.ranks, training=found.training)
+        finally:
+            self.ranks.first(lambda: source.forget(self.config))
+        if found.path.parent == self.folder:
+            self._saved = state.iteration
+        return Restored(found.path, found.training, state.iteration, (*found.notes, *notes))
+
+    def save(self, state: TrainState) -> Path | None:
+        """Save a checkpoint of this step, or begin to; None where the run saves none.
+
+        Raises:
+            UnwritableTarget: it cannot be written; those before it are as they were.
+        """
+        if not self.config.checkpoint.save:
+            return None
+        path = folder.iteration_path(self.folder, state.iteration)
+        if state.iteration != self._saved:
+            asynchronous = self.config.checkpoint.asynchronous
+            self._writer.write(contents(state, self.config), self._carried, path, asynchronous=asynchronous)
+            self._saved = state.iteration
+        return path
+
+    def finish(self) -> None:
+        """Wait until all that was saved is on the disk.
+
+        Raises:
+            UnwritableTarget: it cannot be written.
+        """
+        self._writer.finish()
+
+    def export(self) -> Path | None:
+        """Write the newest checkpoint for transformers, too; None where there is none.
+
+        Raises:
+            ConvertError: it cannot be converted.
+        """
+        self.finish()
+        saved = self._saved
+        return None if saved is None else self.ranks.first(lambda: export_hf(self.config, saved))
+
+    def _check_shared(self) -> None:
+        """Prove that all ranks have the same directory before them, and clear what a killed run has left there."""
+        probe = self.config.run_dir / PROBE
+
+        def prepare() -> None:
+            try:
+                self.config.run_dir.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+                folder.clean(self.folder)
+                source.forget(self.config)
+            except OSError as error:
+                raise UnwritableTarget(f"`{error.filename}` cannot be written: {error.strerror}") from error
+
+        def look() -> None:
+            deadline = time.monotonic() + PROBE_SECONDS
+            while not probe.exists():
+                if time.monotonic() > deadline:
+                    raise UnwritableTarget(
+                        f"`{self.config.run_dir}` is not the same directory on all ranks",
+                        hint="choose a `run_dir` on a file system that all nodes share",
+                    )
+                time.sleep(0.1)
+
+        self.ranks.first(prepare)
+        try:
+            self.ranks.every(look)
+        finally:
+            self.ranks.first(lambda: probe.unlink(missing_ok=True))

@@ -1,0 +1,164 @@
+"""The checkpoints of a run on disk: whole ones are called `iter_*`, and no other directory is.
+
+iter_0000010           whole: everything in it was on the disk before it got this name
+iter_0000020.partial   being written, or left by a run that was killed
+iter_0000005.removed   on its way out, or left by a run that was killed
+latest_checkpointed_iteration.txt   Megatron-LM's tracker file: the iteration to go on from
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_convert.errors import ConvertError, UnreadableCheckpoint
+from mcore_convert.formats.torch_dist import TRACKER, check_whole, iterations, open_torch_dist
+
+PARTIAL, REMOVED = ".partial", ".removed"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from, if there is one, and what is wrong with each newer one."""
+
+    path: Path | None
+    damaged: tuple[str, ...] = ()
+
+
+def iteration_path(folder: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is, or will be."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def iteration_of(path: Path) -> int:
+    """The iteration that a directory is named after; -1 for `release`."""
+    return -1 if path.name == "release" else int(path.name.removeprefix("iter_"))
+
+
+def newest(folder: Path) -> Found:
+    """The newest whole checkpoint that the tracker file does not exclude.
+
+    The tracker is a user's way back to an earlier checkpoint: later ones are left alone.
+    """
+    latest = _tracked(folder)
+    damaged = []
+    for path in sorted(iterations(folder), key=iteration_of, reverse=True):
+        if latest is not None and iteration_of(path) > latest:
+            continue
+        try:
+            check(path)
+        except ConvertError as error:
+            damaged.append("; ".join([error.message, *error.items]))
+        else:
+            return Found(path, tuple(damaged))
+    return Found(None, tuple(damaged))
+
+
+def check(path: Path) -> None:
+    """Prove by headers and sizes that a `torch_dist` checkpoint is whole.
+
+    Raises:
+        ConvertError: something is missing or cut short.
+    """
+    checkpoint = open_torch_dist(path)
+    check_whole(checkpoint)
+    _ = checkpoint.common
+    if not (path / "metadata.json").is_file():
+        raise UnreadableCheckpoint(f"`{path}` has no `metadata.json`")
+
+
+def begin(final: Path) -> Path:
+    """Make the directory in which a checkpoint is written."""
+    partial = final.with_name(final.name + PARTIAL)
+    remove(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def complete(partial: Path, files: Mapping[str, bytes], keep_last: int | None) -> Path:
+    """Give a checkpoint its name, point the tracker to it, and remove the oldest ones.
+
+    Args:
+        partial: what `begin` made, with all that the ranks write in it, on the disk.
+        files: what else belongs into it, by name.
+        keep_last: how many checkpoints up to this one stay; None for all.
+    """
+    for name, content in files.items():
+        (partial / name).parent.mkdir(exist_ok=True, parents=True)
+        write_durably(partial / name, content)
+    for directory in {(partial / name).parent for name in files} | {partial}:
+        sync(directory)
+    final = partial.with_name(partial.name.removesuffix(PARTIAL))
+    earlier = set_aside(final)  # damaged, or of a future that the user went back from
+    partial.rename(final)
+    sync(final.parent)
+    tracker = final.parent / TRACKER
+    written = tracker.with_name(tracker.name + PARTIAL)
+    write_durably(written, str(iteration_of(final)).encode())
+    written.rename(tracker)
+    sync(final.parent)
+    if earlier is not None:
+        remove(earlier)
+    if keep_last is not None:
+        upto = [path for path in iterations(final.parent) if 0 <= iteration_of(path) <= iteration_of(final)]
+        for path in sorted(upto, key=iteration_of)[:-keep_last]:
+            remove(path)
+    return final
+
+
+def discard(final: Path) -> None:
+    """Give up a checkpoint that is being written."""
+    shutil.rmtree(final.with_name(final.name + PARTIAL), ignore_errors=True)
+
+
+def clean(folder: Path) -> None:
+    """Remove what killed runs have left."""
+    for leftover in folder.glob("*"):
+        if leftover.is_dir() and leftover.name.endswith((PARTIAL, REMOVED)):
+            remove(leftover)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Take a checkpoint its name; returns the one it has then, or None where there is none."""
+    if not path.exists():
+        return None
+    gone = path.with_name(path.name + REMOVED)
+    if gone.exists():
+        shutil.rmtree(gone)
+    return path.rename(gone)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, which is out of sight at once: a kill in the middle leaves nothing that looks whole."""
+    gone = path if path.name.endswith((PARTIAL, REMOVED)) else set_aside(path)
+    if gone is not None and gone.exists():
+        shutil.rmtree(gone)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file, and return when it is on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(directory: Path) -> None:
+    """Wait until the names in a directory are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _tracked(folder: Path) -> int | None:
+    """The iteration that the tracker file names; None where it names none."""
+    try:
+        said = (folder / TRACKER).read_text(errors="replace").strip()
+    except OSError:
+        return None
+    return int(said) if said.isdecimal() and len(said) < 19 else None

@@ -1,0 +1,178 @@
+"""Fills a run from a `torch_dist` checkpoint of this project, written at any layout: every rank reads what it holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mcore_convert.errors import MappingError, UnreadableCheckpoint, counted, fold
+from mcore_convert.formats.torch_dist import TorchDistCheckpoint, open_torch_dist
+from mcore_convert.tensors import TensorMeta
+from train_entry.checkpoints import optimizer_state, random_state
+from train_entry.checkpoints.contents import bare, layout_of, sharded_models
+from train_entry.checkpoints.optimizer_state import PREFIX, Held
+from train_entry.checkpoints.ranks import Ranks
+from train_entry.checkpoints.writer import reason_of
+from train_entry.state import TrainState
+
+MASTERS = ("param.", "fp32_param.")
+
+
+def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list[str]:
+    """Load the model and, with `training`, all else that a run goes on with; returns what a user should know.
+
+    Args:
+        path: an `iter_*` or `release` directory.
+
+    Raises:
+        ConvertError: the checkpoint does not fit the model, or cannot be read; on every rank, and nothing is changed
+            where it does not fit.
+    """
+    stored = open_torch_dist(path)
+    carries = training and bool(stored.optimizer_keys)
+    request: dict[str, Any] = dict(sharded_models(state.model))
+    _drop_extra_states(request, stored)
+    if carries:
+        entries = optimizer_state.entries_of(request.values())
+        request["optimizer_state"] = optimizer_state.tensors_of(state.optimizer, entries, _master_key(stored))
+    same_layout = layout_of(state.args) == layout_of(stored.common.args or {})
+    takes_streams = training and same_layout and any(key.startswith("rng_state/") for key in stored.directory.objects)
+    if takes_streams:
+        request["rng_state"] = random_state.sharded(is_loading=True)
+    ranks.every(lambda: _refuse_unfit(request, stored))
+    notes = []
+    loaded = _load(request, path, ranks)
+    for number, chunk in enumerate(state.model):
+        # the weights are in place already; what is left is what modules keep beside them
+        bare(chunk).load_state_dict(loaded["model" if len(state.model) == 1 else f"model{number}"], strict=False)
+    if carries:
+        _take_up_optimizer(state, loaded["optimizer"])
+    else:
+        state.optimizer.reload_model_params()
+    if training:
+        notes += _take_up_run(state, stored, carries=carries)
+    if takes_streams:
+        ranks.every(lambda: random_state.restore(loaded["rng_state"]))
+    elif training:
+        notes.append("random streams start anew: they belong to the layout that the checkpoint was written at")
+    return notes
+
+
+def _load(request: dict[str, Any], path: Path, ranks: Ranks) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch, of its own classes and names
+            loaded: dict[str, Any] = dist_checkpointing.load(request, str(path), validate_access_integrity=False)
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
+        raise ranks.once(UnreadableCheckpoint(f"`{path}` cannot be loaded: {reason_of(error)}")) from error
+    return loaded
+
+
+def _master_key(stored: TorchDistCheckpoint) -> Callable[[Held, str], str | None]:
+    """Where the master copy of a parameter is, whichever optimizer wrote it: its own tensor, or the weight itself."""
+
+    def key_of(part: Held, key: str) -> str | None:
+        if not part.has_master:
+            return None
+        found = (f"{PREFIX}{master}{key}" for master in MASTERS)
+        return next((each for each in found if each in stored.directory.tensors), key)
+
+    return key_of
+
+
+def _drop_extra_states(request: dict[str, Any], stored: TorchDistCheckpoint) -> None:
+    """Ask for what modules keep beside their weights (the scales of FP8) only where it is there."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    for model in request.values():
+        for name, value in list(model.items()):
+            if isinstance(value, ShardedObject) and value.unique_key not in stored.directory.objects:
+                del model[name]
+
+
+def _refuse_unfit(request: Mapping[str, Any], stored: TorchDistCheckpoint) -> None:
+    """Prove that the checkpoint has every tensor that is asked for, and in the same size.
+
+    Raises:
+        MappingError: names all that it has not.
+    """
+    tensors = stored.directory.tensors
+    missing, misshapen = [], []
+    for part in _tensors(request):
+        there = tensors.get(part.key)
+        if there is None:
+            missing.append(part.key)
+        elif not _fits(part, there):
+            misshapen.append(f"{part.key}: {list(there.shape)}, where the model has {list(part.global_shape)}")
+    if missing or misshapen:
+        items = [*(f"missing: {key}" for key in fold(missing)), *dict.fromkeys(misshapen)]
+        raise MappingError(
+            f"`{stored.path}` does not fit the model: {counted(len(items), 'tensor differs', 'tensors differ')}",
+            items=items,
+        )
+
+
+def _fits(part: Any, there: TensorMeta) -> bool:
+    """The vocabulary may be padded to another number of rows."""
+    here = tuple(part.global_shape)
+    return here[1:] == there.shape[1:] and (part.allow_shape_mismatch or here == there.shape)
+
+
+def _tensors(request: Mapping[str, Any]) -> Iterator[Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    for group in request.values():
+        for entry in group.values() if isinstance(group, dict) else ():
+            built = entry.build() if hasattr(entry, "build") else [entry]
+            for part in built.values() if isinstance(built, dict) else built:
+                if isinstance(part, ShardedTensor):
+                    yield replace(part, data=None)
+
+
+def _take_up_optimizer(state: TrainState, stored: Mapping[Any, Any]) -> None:
+    """Set what the optimizer has beside its tensors. Its hyperparameters stay those of the configuration.
+
+    Args:
+        stored: what the common state has of the optimizer, or of each of a chain.
+    """
+    parts = [stored[number] for number in sorted(stored)] if 0 in stored else [stored]
+    inner = [part.get("optimizer", part) for part in parts]
+    groups = [group for part in inner for group in part.get("param_groups", ())]
+    steps = [part["state"]["common_step"] for part in inner if "common_step" in part.get("state", ())]
+    steps = steps or [group["step"] for group in groups if group.get("step") is not None]
+    for each in optimizer_state.optimizers_of(state.optimizer):
+        optimizer_state.set_steps(each, float(steps[0]) if steps else 0.0)
+        scaler = getattr(each, "grad_scaler", None)
+        if scaler is not None and parts[0].get("grad_scaler"):
+            scaler.load_state_dict(parts[0]["grad_scaler"])
+
+
+def _take_up_run(state: TrainState, stored: TorchDistCheckpoint, *, carries: bool) -> list[str]:
+    """Set how far the run has come; returns what differs from the run that wrote the checkpoint."""
+    args, common = stored.common.args or {}, stored.common.state
+    state.iteration = stored.common.iteration or 0
+    state.consumed_samples = int(args.get("consumed_train_samples") or 0)
+    state.num_floating_point_operations = int(common.get("num_floating_point_operations_so_far") or 0)
+    notes = [] if carries else ["the checkpoint has no optimizer state: its moments start anew"]
+    there = common.get("opt_param_scheduler")
+    if there is None:
+        return notes
+    here = state.scheduler.state_dict()
+    changed = [
+        f"{name} {there[name]} -> {value}"
+        for name, value in here.items()
+        if name != "num_steps" and name in there and there[name] != value
+    ]
+    if changed:
+        notes.append(f"the schedule is the configuration's, not the checkpoint's: {', '.join(changed)}")
+    state.scheduler.num_steps = 0
+    state.scheduler.step(increment=int(there["num_steps"]))
+    return notes

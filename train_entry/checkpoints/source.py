@@ -1,0 +1,105 @@
+"""What a run starts from: its own newest checkpoint, another run, or the weights of a model in any format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_convert.api import convert
+from mcore_convert.errors import ConvertError, UnreadableCheckpoint
+from mcore_convert.formats import dcp
+from mcore_convert.formats.torch_dist import TRACKER, iterations, open_torch_dist, resolve
+from mcore_convert.hub import local_path
+from train_entry.checkpoints import folder
+from train_entry.checkpoints.contents import OURS
+from train_entry.config.schema import Config
+
+CHECKPOINTS = "checkpoints"  # within a run's directory
+START = "start"  # within a run's directory, while it is read: a foreign checkpoint in our format
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where training starts from. With `training` it goes on with all that the checkpoint has, else with its weights.
+
+    `path` is a checkpoint or a directory of several, in any format; `notes` is what a user should know of it.
+    """
+
+    path: Path
+    training: bool
+    notes: tuple[str, ...] = ()
+
+
+def source_of(config: Config) -> Source | None:
+    """The checkpoint that a run starts from: its own, another run's, or a model's; None for new weights.
+
+    Raises:
+        ConvertError: it does not exist, or the run has checkpoints and none of them is whole.
+    """
+    wanted = config.checkpoint
+    own = config.run_dir / CHECKPOINTS
+    if wanted.resume and own.is_dir():
+        found = folder.newest(own)
+        if found.path is not None:
+            return Source(found.path, True, tuple(f"damaged, and not used: {line}" for line in found.damaged))
+        if found.damaged:
+            raise UnreadableCheckpoint(
+                f"no checkpoint in `{own}` is whole",
+                items=found.damaged,
+                hint="start anew with checkpoint.resume=false, or choose another `run_dir`",
+            )
+    if wanted.load is not None:
+        return _of_run(wanted.load)
+    if wanted.init is not None:
+        return Source(_newest_in(local_path(wanted.init, wanted.revision)), False)
+    return None
+
+
+def in_our_format(source: Source, config: Config) -> Path:
+    """The `iter_*` or `release` directory of a source, converted into `START` where this project did not write it.
+
+    Raises:
+        ConvertError: it is refused, or it has no optimizer state to go on with.
+    """
+    if is_ours(source.path):
+        return source.path
+    start = config.run_dir / START
+    convert(source.path, start, to="torch_dist", tp=config.parallel.tp, optimizer=source.training, overwrite=True)
+    path = resolve(start)
+    if source.training and not open_torch_dist(path).optimizer_keys:
+        folder.remove(start)
+        raise ConvertError(
+            f"`{source.path}` has no optimizer state to go on with",
+            hint="`checkpoint.init` starts a new run from its weights",
+        )
+    return path
+
+
+def forget(config: Config) -> None:
+    """Remove what `in_our_format` has made."""
+    folder.remove(config.run_dir / START)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory is a checkpoint that a run of this project saved."""
+    return dcp.exists(path) and OURS in open_torch_dist(path).common.state
+
+
+def _of_run(path: Path) -> Source:
+    """What a directory holds to go on with, which is a run's, one of checkpoints, or a checkpoint."""
+    if not path.exists():
+        raise UnreadableCheckpoint(f"`{path}` does not exist")
+    return Source(_newest_in(path), True)
+
+
+def _newest_in(path: Path) -> Path:
+    """The checkpoint to take of a directory with several in our format; else the directory as it is."""
+    inside = path / CHECKPOINTS
+    if (inside / TRACKER).is_file():
+        path = inside
+    if not any(map(dcp.exists, iterations(path))):
+        return path
+    found = folder.newest(path)
+    if found.path is None:
+        raise UnreadableCheckpoint(f"no checkpoint in `{path}` is whole", items=found.damaged)
+    return found.path

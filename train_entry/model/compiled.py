@@ -1,0 +1,82 @@
+"""Transformer layers through `torch.compile`: norms, rotary positions, activations and residuals as one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+Layer = torch.nn.Module
+
+
+def compiler_missing(device: torch.device) -> str | None:
+    """Why nothing can be compiled for this device, or None. It needs Triton or a C++ compiler, found by trying."""
+    try:
+        torch.compile(_probe, dynamic=False)(torch.ones(8, device=device))
+    except Exception as error:  # whatever it lacks: Triton, a compiler, Python's headers, a writable cache
+        return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return None
+
+
+def compile_layers(chunks: Sequence[Any]) -> None:
+    """Compile the forward pass of every transformer layer, after the model is in its data-parallel wrapper.
+
+    Layers of one shape share one graph. What a layer is given and gives stays as it is, so recomputation, pipeline
+    stages and checkpoints see no difference. Attention stays outside where it draws dropout from a random stream of its
+    own, or gathers keys from other ranks.
+    """
+    for chunk in chunks:
+        _keep_hooks_outside(chunk)
+        for layer in _layers(chunk):
+            attention = layer.self_attention.core_attention  # type: ignore[union-attr]
+            if getattr(attention, "dropout", 0.0) or getattr(attention, "cp_group", None) is not None:
+                attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[union-attr]
+            layer.forward = _after_hooks(layer, torch.compile(layer.forward, dynamic=False))
+
+
+def _probe(values: torch.Tensor) -> torch.Tensor:
+    return values * 2 + 1
+
+
+def _layers(chunk: Any) -> Iterator[Layer]:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    yield from chunk.decoder.layers
+
+
+def _keep_hooks_outside(chunk: Any) -> None:
+    """Let the hooks that wait for gathered parameters do nothing where the compiler reads them.
+
+    With `overlap_param_gather` Megatron hooks every module. A graph would keep what the hook did when it was compiled.
+    """
+    if not getattr(chunk, "use_forward_hook", False):
+        return
+    make = chunk._make_forward_pre_hook
+
+    def make_outside() -> Callable[..., None]:
+        hook = make()
+
+        def outside(module: Layer, *unused: Any) -> None:
+            if not torch.compiler.is_compiling():
+                hook(module, *unused)
+
+        return outside
+
+    chunk._make_forward_pre_hook = make_outside
+    if chunk.remove_forward_pre_hook_handles:
+        chunk.disable_forward_pre_hook(param_sync=False)
+        chunk.enable_forward_pre_hook()
+
+
+def _after_hooks(layer: Layer, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled layer that first runs the hooks of the modules within it: they wait for its parameters."""
+    inner = [module for module in layer.modules() if module is not layer]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for module in inner:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+        return compiled(*args, **kwargs)
+
+    return forward

@@ -1,0 +1,68 @@
+"""`model_provider`: the model of a run, stage by stage, as Megatron Core builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore_convert.megatron.model import Choices, build_stages
+from train_entry.config.schema import Config
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_provider(config: Config, args: Mapping[str, Any], choices: Choices | None = None) -> list[GPTModel]:
+    """The stages of the model that this rank holds: one, or one per virtual pipeline stage. New weights are random.
+
+    Args:
+        args: Megatron-LM's arguments, of `megatron_arguments`.
+        choices: how layers are computed.
+    """
+    chosen = choices or Choices()
+    settings = {**settings_of(config, args), **chosen.settings}
+    wanted = Choices(settings, chosen.block_spec, chosen.model_class)
+    stages = build_stages(args, dtype=DTYPES[config.training.precision], choices=wanted)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    return [stage.to(device).train() for stage in stages]
+
+
+def settings_of(config: Config, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `TransformerConfig` that training decides."""
+    model, parallel, training = config.model, config.parallel, config.training
+    interleaved = parallel.vpp is not None and parallel.vpp > 1
+    settings: dict[str, Any] = {
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_method_std,
+        "perform_initialization": True,  # it also marks which weights tensor parallelism cuts, which norms are told by
+        "sequence_parallel": parallel.sequence_parallel,
+        # the sum of token losses over their number: the same at every layout and with any mask
+        "calculate_per_token_loss": True,
+        # with batched messages, two pipeline ranks with virtual stages take each other's activations for gradients
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # gloo still reads an output while it is sent: freed then, virtual stages would train on what comes after it
+        "deallocate_pipeline_outputs": torch.cuda.is_available(),
+        "deterministic_mode": training.deterministic,
+    }
+    if training.recompute == "full":
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        settings["recompute_num_layers"] = training.recompute_num_layers
+    elif training.recompute == "selective":
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if args.get("num_experts"):
+        # with a loss per token, Megatron Core 0.16.1 weighs both losses by the tokens of a rank, not of a sequence
+        # (moe/router.py:467, :498): they would count half with two ranks to a sequence
+        ranks = parallel.tp * parallel.cp
+        settings |= {
+            "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+            "moe_aux_loss_coeff": model.moe_aux_loss_coeff * ranks,
+            "moe_z_loss_coeff": model.moe_z_loss_coeff and model.moe_z_loss_coeff * ranks,
+            "moe_token_dispatcher_type": "alltoall" if torch.cuda.is_available() else "allgather",
+        }
+    return settings

@@ -1,0 +1,73 @@
+"""`metrics.jsonl`: every step and evaluation of a run, a line each, over all its resumptions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train_entry.report.metrics import Evaluation, Interval
+from train_entry.report.rows import Row
+
+
+class Jsonl:
+    """The file, open. Lines are written whole and without a buffer: a killed run leaves at most one torn line."""
+
+    def __init__(self, path: Path, *, start: int) -> None:
+        """Go on with a file after step `start`: what it has of later steps, which will come again, is dropped."""
+        _cut_after(path, start)
+        self._file = path.open("ab", buffering=0)
+
+    def steps(self, interval: Interval, rows: Sequence[Row]) -> None:
+        """Append the steps."""
+        self._append(rows)
+
+    def evaluation(self, evaluation: Evaluation, row: Row) -> None:
+        """Append the evaluation."""
+        self._append([row])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _append(self, rows: Sequence[Row]) -> None:
+        data = memoryview("".join(f"{json.dumps(_finite(row), allow_nan=False)}\n" for row in rows).encode())
+        while data:  # the file has no buffer, so it may take a part only
+            data = data[self._file.write(data) :]
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file, without a torn last line."""
+    return [row for _, row in _rows(path)]
+
+
+def _rows(path: Path) -> list[tuple[bytes, Row]]:
+    found = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("iteration"), int):
+            found.append((line, row))
+    return found
+
+
+def _cut_after(path: Path, start: int) -> None:
+    """Drop later steps and what is torn, in one move: the file is the old one or the new one at any moment."""
+    if not path.exists():
+        return
+    kept = b"".join(line for line, row in _rows(path) if row["iteration"] <= start)
+    if len(kept) != path.stat().st_size:
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_bytes(kept)
+        partial.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for what JSON has no number for: NaN and infinity."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,187 @@
+"""The numbers of a step, of the steps between two lines, and of an evaluation."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train_entry.report.flops import mfu
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What a step was, over all ranks.
+
+    A number may be a tensor on the device: nobody waits for it before it is shown. `iteration` counts this step too:
+    the first is 1. `loss` is per token, before the step; `grad_norm` before clipping. `num_tokens` went through the
+    model, whether or not they count in the loss. `seconds` is the time of the step, without saving and evaluation.
+    `skipped`: the weights did not change, since gradients in fp16 overflowed.
+    """
+
+    iteration: int
+    loss: float | Tensor
+    grad_norm: float | Tensor | None
+    lr: float
+    num_tokens: int
+    num_samples: int
+    seconds: float
+    skipped: bool = False
+    loss_scale: float | Tensor | None = None
+    extra: Mapping[str, float | Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step whose numbers are known on the host."""
+
+    iteration: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    num_tokens: int
+    num_samples: int
+    seconds: float
+    skipped: bool
+    loss_scale: float | None
+    extra: Mapping[str, float]
+
+    @staticmethod
+    def of(metrics: StepMetrics) -> Step:
+        """The step as the device computed it; waits until it has."""
+        return Step(**{each.name: _on_host(getattr(metrics, each.name)) for each in fields(Step)})
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _on_host(each) for name, each in value.items()}
+    return value.item() if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss per token of a data set, say `valid`, after step `iteration`. `seconds` is what it took."""
+
+    iteration: int
+    name: str
+    loss: float
+    num_tokens: int | None = None
+    seconds: float | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), or infinity where that is too large for a number."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What steps achieved. Tokens are those of all ranks; `tflops` and `mfu` are per device."""
+
+    tokens_per_second: float
+    tflops: float
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What makes speeds of seconds: the operations of a token, the devices, and the peak of one where it is known."""
+
+    flops_per_token: int
+    num_devices: int
+    peak_tflops: float | None
+
+    def speed(self, num_tokens: int, seconds: float) -> Speed:
+        """The speed of a step or of several."""
+        per_second = num_tokens / max(seconds, 1e-9)
+        tflops = self.flops_per_token * per_second / self.num_devices / 1e12
+        return Speed(per_second, tflops, mfu(tflops, self.peak_tflops))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The steps since the last line, the newest of them included.
+
+    `loss` is their mean, without skipped ones; `lr`, `grad_norm` and `loss_scale` are those of the newest. `phases` are
+    seconds of the whole interval, `memory` bytes at most so far, `eta` seconds until the last step.
+    """
+
+    steps: Sequence[Step]
+    speed: Speed
+    memory: Mapping[str, int]
+    phases: Mapping[str, float]
+    eta: float | None
+
+    @property
+    def newest(self) -> Step:
+        """The last step of the interval."""
+        return self.steps[-1]
+
+    @property
+    def seconds(self) -> float:
+        """Of all its steps."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def loss(self) -> float:
+        """The mean; not a number if a loss is none, or if all steps were skipped."""
+        losses = [step.loss for step in self.steps if not step.skipped]
+        return sum(losses) / len(losses) if losses else math.nan
+
+
+def memory_of(device: torch.device) -> dict[str, int]:
+    """The most bytes that this process has had: on a GPU of tensors, and reserved for them; else all that it has."""
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+        }
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def warnings_of(steps: Sequence[Step]) -> list[str]:
+    """What a user should know of these steps: those that were skipped, and those whose loss is no number."""
+    said = []
+    skipped = [step.iteration for step in steps if step.skipped]
+    if skipped:
+        scale = steps[-1].loss_scale
+        then = "" if scale is None else f"; the loss scale is now {scale:g}"
+        said.append(f"{_steps(skipped)} skipped: the gradients overflowed, the weights did not change{then}")
+    for wrong in ("nan", "inf", "-inf"):
+        where = [step.iteration for step in steps if not step.skipped and str(step.loss) == wrong]
+        if where:
+            said.append(f"the loss is {wrong} at {_steps(where)}")
+    norms = [s.iteration for s in steps if not s.skipped and math.isfinite(s.loss) and not _is_finite(s.grad_norm)]
+    if norms:
+        said.append(f"the norm of the gradients is not finite at {_steps(norms)}")
+    return said
+
+
+def is_bad(step: StepMetrics) -> bool:
+    """Whether what the host knows already is worth a warning; numbers on the device are not waited for."""
+    numbers = [number for number in (step.loss, step.grad_norm) if isinstance(number, float)]
+    return step.skipped or not all(map(math.isfinite, numbers))
+
+
+def _is_finite(number: float | None) -> bool:
+    return number is None or math.isfinite(number)
+
+
+def _steps(iterations: Sequence[int]) -> str:
+    """`step 3`, `steps 3-5, 9`."""
+    runs: list[tuple[int, int]] = []
+    for iteration in iterations:
+        if runs and iteration == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], iteration)
+        else:
+            runs.append((iteration, iteration))
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'step' if len(iterations) == 1 else 'steps'} {shown}"

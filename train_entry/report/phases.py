@@ -1,0 +1,112 @@
+"""How long the phases of a step take: on a GPU by its own clock, which nothing waits for until it is read."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+# What happens inside one of these is no part of a step: it counts as theirs, whatever it calls itself.
+WHOLE = ("save", "eval")
+MAX_SEGMENTS = 512  # that are kept before those the device is done with are summed up
+
+
+class Clock(Protocol):
+    """Marks moments, and says afterwards how far they are apart."""
+
+    def now(self) -> Any:
+        """A mark of this moment."""
+
+    def is_past(self, mark: Any) -> bool:
+        """Whether `seconds` up to this mark would not wait."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """From one mark to another."""
+
+
+class HostClock:
+    """The clock of the processor."""
+
+    def now(self) -> float:
+        """A mark of this moment."""
+        return time.perf_counter()
+
+    def is_past(self, mark: float) -> bool:
+        """Always."""
+        return True
+
+    def seconds(self, start: float, end: float) -> float:
+        """From one mark to another."""
+        return end - start
+
+
+class CudaClock:
+    """The clock of the current CUDA stream: a mark is passed when the work before it is done."""
+
+    def now(self) -> torch.cuda.Event:
+        """A mark behind all work that was given to the stream so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_past(self, mark: torch.cuda.Event) -> bool:
+        """Whether the stream has come by."""
+        return bool(mark.query())
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """From one mark to another; waits until the stream has come by."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+
+class Phases:
+    """`with phases("data"): ...` counts the time inside to a phase.
+
+    Time belongs to the innermost phase: `data` within `forward-backward` is taken from it. Only `save` and `eval` keep
+    what is inside of them. On a GPU the time is that of its stream: a phase that only hands out work costs what the
+    work takes, and waiting on the host counts as far as the stream runs dry.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, clock: Clock | None = None) -> None:
+        on_gpu = torch.device(device).type == "cuda"
+        self._clock: Clock = clock or (CudaClock() if on_gpu else HostClock())
+        self._open: list[str] = []  # whom the time belongs to, outermost first
+        self._since: Any = None
+        self._segments: list[tuple[str, Any, Any]] = []
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """A scope whose time counts to the phase `name`."""
+        self._turn()
+        self._open.append(self._open[-1] if self._open and self._open[-1] in WHOLE else name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase since the last call. An open phase counts up to now; here the device is waited for."""
+        self._turn()
+        self._sum_up(len(self._segments))
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _turn(self) -> None:
+        """End the segment of the innermost open phase, and begin the next one."""
+        now = self._clock.now()
+        if self._open:
+            self._segments.append((self._open[-1], self._since, now))
+        self._since = now
+        if len(self._segments) >= MAX_SEGMENTS:
+            ahead = (number for number, (_, _, end) in enumerate(self._segments) if not self._clock.is_past(end))
+            self._sum_up(next(ahead, len(self._segments)))
+
+    def _sum_up(self, count: int) -> None:
+        for name, start, end in self._segments[:count]:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock.seconds(start, end)
+        del self._segments[:count]

@@ -197,4 +197,4 @@ def _provenance(card: Card) -> Iterator[tuple[str, str]]:
     rounded = "" if card.dtype == "float32" else ", rounded to nearest"
     yield "dtype of the source", f"{stored}, cast to {card.dtype}{rounded}" if cast else stored
     if dims.padded_vocab_size != dims.vocab_size:
-        yield "vocabulary", f"{dims.padded_vocab_size:,} rows of the embedding, of which {dims.vocab_size:,} are kept"
+        yield "embedding of the source", f"{dims.padded_vocab_size:,} rows, of which {dims.vocab_size:,} are kept"

@@ -37,23 +37,25 @@ def hub_errors(what: str) -> Iterator[None]:
     except OfflineModeIsEnabled as error:
         raise HubError("the Hub is not asked: HF_HUB_OFFLINE is set", hint="unset HF_HUB_OFFLINE") from error
     except Exception as error:  # transfers run in threads of the client, which wraps what they raise
-        cause = next((each for each in _chain(error) if isinstance(each, HfHubHTTPError)), None)
-        if cause is not None:
-            raise _refusal(what, cause.response.status_code, _words(cause)) from error
-        lost = next((each for each in _chain(error) if is_connection(each)), None)
+        chain = list(_chain(error))
+        answer = next((each for each in chain if isinstance(each, HfHubHTTPError)), None)
+        lost = next((each for each in chain if is_connection(each)), None)
+        if answer is not None and type(error) is not ValueError:  # which says more, as of a card's metadata
+            raise _refusal(what, answer.response.status_code, _words(answer)) from error
         if lost is not None:
             raise HubError(f"{what}: the connection to the Hub was lost: {first_line(lost)}", hint=AGAIN) from error
         if isinstance(error, OSError | ValueError | RuntimeError):
             first, *rest = str(error).strip().splitlines() or [type(error).__name__]
-            raise HubError(f"{what}: {first}", items=[line for line in rest if line.strip()]) from error
+            below = [] if answer is not None else [first_line(each) for each in chain[1:]]
+            raise HubError(f"{what}: {first}", items=[line for line in (*rest, *below) if line.strip()]) from error
         raise
 
 
 def is_connection(error: BaseException) -> bool:
     """Whether an error is that of a connection, and not an answer."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.errors import HTTPError
 
-    return isinstance(error, HTTPError | ConnectionError) and not isinstance(error, HfHubHTTPError)
+    return isinstance(error, HTTPError | ConnectionError) and not hasattr(error, "response")
 
 
 def is_passing(error: BaseException) -> bool:
@@ -84,7 +86,7 @@ def _refusal(what: str, status: int, said: str) -> HubError:
             "HF_TOKEN, which goes before that of `hf auth login`" if os.environ.get("HF_TOKEN") else "`hf auth login`"
         )
         message = "the Hub does not accept the token: it is invalid, or its time is up"
-        return HubError(message, items=[f"the token is that of {place}"], hint=LOGIN)
+        return HubError(message, items=[f"it is that of {place}"], hint=LOGIN)
     if status == 403:
         hint = f"a token needs write access to the repository's owner, see {TOKENS}; or choose an owner that is yours"
         return HubError(f"{what}: {said}", hint=hint)

@@ -122,7 +122,8 @@ def export_all(
             done[iteration] = told.state
             yield told
         last = until if until is not None else _last_of(found)
-        if not watch or (last is not None and max(done, default=-1) >= last):
+        left = [iteration for iteration, checkpoint in waiting.items() if iteration not in done and checkpoint.exists()]
+        if not watch or (last is not None and max(done, default=-1) >= last and not left):
             return
         time.sleep(interval)
 

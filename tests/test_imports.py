@@ -219,6 +219,7 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
     assert loaded(command("inspect", dist)) == []
     assert loaded(command("convert", dist, back)) == []
     assert loaded(command("verify", source, back)) == []
+    assert loaded(command("export", dist, "--dtype", "bfloat16", "--overwrite")) == ["huggingface_hub"]
     ranks, whole = str(tmp_path / "ranks"), str(tmp_path / "whole")
     assert loaded(command("reshard", dist, ranks, "--to", "torch", "--tp", "2", "--pp", "2")) == []
     assert loaded(command("reshard", ranks, whole)) == []

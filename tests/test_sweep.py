@@ -31,7 +31,7 @@ CODE = "import sys; from mcore_convert.cli import main; main(sys.argv[1:])"
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 iterations, which says that it ends with the last."""
     path = tmp_path_factory.mktemp("runs") / "run"
-    return make_run(path, STEPS, args={"train_iters": STEPS[-1]}, picture=False)
+    return make_run(path, STEPS, config={"n_layer": 1}, args={"train_iters": STEPS[-1]}, picture=False)
 
 
 @pytest.fixture
@@ -62,20 +62,19 @@ def identity(path: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_interrupted_at_random_it_ends_with_all_and_none_twice(finished: Path, tmp_path: Path, seed: int) -> None:
-    drawn = random.Random(seed)
+def test_interrupted_at_random_it_ends_with_all_and_none_twice(finished: Path, tmp_path: Path) -> None:
+    drawn = random.Random()
     target = tmp_path / "out"
     made: dict[str, tuple[int, int]] = {}
     command = [sys.executable, "-c", CODE, "export", str(finished), str(target), "--all"]
     kills = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, signal.SIGKILL]
-    for number, kind in enumerate(kills, 1):
+    for kind in kills:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        wanted, deadline = 3 * number, time.monotonic() + 60
-        while len(list(target.glob("iter_???????"))) < wanted and process.poll() is None:
+        deadline = time.monotonic() + 60
+        while len(list(target.glob("iter_???????"))) <= len(made) and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        time.sleep(drawn.random() * 0.15)
+        time.sleep(drawn.random() * 0.06)  # an export takes about as long: it is met in all of its phases
         assert process.poll() is None, process.communicate()
         process.send_signal(kind)
         _, said = process.communicate(timeout=60)

@@ -41,6 +41,7 @@ from train_entry.trainer import Trainer
 
 TARGET_TFLOPS, TARGET_RATIO = 500, 3.5  # of one H200: in all, and over Megatron's local layers
 WARM_UP = 2  # steps: compilation, and memory that is taken once
+PLAIN_STEPS = 2  # of Megatron's own layers, which take four times as long and as long as each other
 DISTRIBUTED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 LLAMA, GPT2 = "llama3.2-1b", "gpt2-345m"
 
@@ -121,9 +122,21 @@ def config_of(case: Case, run_dir: Path) -> Config:
     )
 
 
-def measure(case: Case, run_dir: Path, steps: int) -> Measured:
-    """Train for some steps, and leave nothing behind on the GPU."""
-    torch.cuda.reset_peak_memory_stats()
+def measure(case: Case, run_dir: Path, steps: int) -> Measured | None:
+    """Train for some steps, and leave nothing behind on the GPU. None: it does not fit one GPU."""
+    try:
+        return _measure(case, run_dir, min(steps, PLAIN_STEPS) if case.plain else steps)
+    except torch.OutOfMemoryError:
+        if dist.get_world_size() > 1:  # the others wait for what this rank would have sent
+            raise
+        return None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _measure(case: Case, run_dir: Path, steps: int) -> Measured:
     config = config_of(case, run_dir)
     with as_megatron() if case.plain else contextlib.nullcontext(), Trainer(config) as trainer:
         trainer.initialize()
@@ -136,8 +149,6 @@ def measure(case: Case, run_dir: Path, steps: int) -> Measured:
         shares = profiled(lambda: trainer.train(next(batches))) if case.profile else None
         cost = flops_per_token(trainer.args)
     dist.all_reduce(gib, op=dist.ReduceOp.MAX)
-    gc.collect()
-    torch.cuda.empty_cache()
     seconds = statistics.median(step.seconds for step in done)
     tokens = done[0].num_tokens / seconds
     tflops = tokens * cost / 1e12 / dist.get_world_size()
@@ -219,14 +230,19 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise SystemExit("error: this benchmark wants GPUs")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    with process_group(10), tempfile.TemporaryDirectory() as scratch:
+    with process_group(10), tempfile.TemporaryDirectory() as own:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        found = []
+        places = [own]
+        dist.broadcast_object_list(places)
+        scratch = places[0]
+        found: list[Measured] = []
         for number, case in enumerate(cases(ranks)):
             if options.only in f"{case.model} {case.name}":
-                found.append(measure(case, Path(scratch) / str(number), options.steps))
+                measured = measure(case, Path(scratch) / str(number), options.steps)
+                found += [measured] if measured else []
                 if rank == 0:
-                    print(found[-1], file=sys.stderr, flush=True)
+                    print(measured or f"does not fit: {case}", file=sys.stderr, flush=True)
+        dist.barrier()  # the directory goes with rank 0
     if rank:
         return 0
     print(f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}")

@@ -180,6 +180,23 @@ def test_any_number_of_workers_gives_the_same(tmp_path: Path, folder: Path, monk
     assert written[0] == written[1]
 
 
+@pytest.mark.parametrize("size", [3, 4, 5, 11, 1000])
+def test_blocks_may_end_anywhere(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a separator or a character; the mark that some editors put first is no text."""
+    monkeypatch.setattr(sources, "CHUNK", size)
+    (tmp_path / "a.txt").write_text("\ufeffné\n<|>\n<|<|>\n\n🦆 b<|>c\n<|>\n", newline="")
+    reading = Reading(separator="<|>")
+    found = [
+        (chunk.line, text)
+        for chunk in sources.chunks(sources.source_of(str(tmp_path / "a.txt"), reading), reading)
+        if isinstance(chunk, Plain)
+        for [text] in chunk.documents(("text",))
+    ]
+    assert [text for _, text in found] == ["né", "<|", "🦆 b", "c"]
+    if size < 5:
+        assert [line for line, _ in found] == [1, 2, 3, 5]  # where a block begins
+
+
 def test_little_is_read_ahead(tokenizer: Tokenizer) -> None:
     """Memory does not grow with the input: chunks are taken as they are written."""
     taken = []
@@ -371,12 +388,13 @@ def test_a_killed_process_ends_it(tmp_path: Path, folder: Path, monkeypatch: pyt
 def long_run(
     tmp_path: Path, folder: Path
 ) -> Iterator[Callable[[], tuple[subprocess.Popen[str], list[psutil.Process]]]]:
-    """Starts a command with a minute of work, and returns when it has written something: the command, its processes."""
-    jsonl(tmp_path / "one.jsonl", stories() * 10)
+    """Starts a command with seconds of work, and returns when it has written something: the command, its processes."""
+    jsonl(tmp_path / "one.jsonl", stories() * 2000)
     started: list[subprocess.Popen[str]] = []
+    workers: list[psutil.Process] = []
 
     def start() -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-        words = ["data", "prepare", *["one.jsonl"] * 1600, "out", "--tokenizer", str(folder), "--workers", "2"]
+        words = ["data", "prepare", "one.jsonl", "out", "--tokenizer", str(folder), "--workers", "2"]
         command = subprocess.Popen(
             [sys.executable, "-m", "mcore_convert", *words],
             cwd=tmp_path,
@@ -392,14 +410,14 @@ def long_run(
             assert time.monotonic() < deadline
             assert command.poll() is None
             time.sleep(0.02)
-        workers = psutil.Process(command.pid).children()
+        workers.extend(psutil.Process(command.pid).children())
         assert len(workers) == 2
         return command, workers
 
     yield start
+    for process in [*started, *(worker for worker in workers if worker.is_running())]:
+        process.kill()
     for command in started:
-        if command.poll() is None:
-            command.kill()
         command.communicate()
 
 
@@ -421,6 +439,7 @@ def test_its_processes_end_with_it(tmp_path: Path, long_run: Callable[[], Any], 
     command.kill()
     assert not psutil.wait_procs(workers, timeout=20)[1]
     assert not (tmp_path / "out_text_document.idx").exists()
+    jsonl(tmp_path / "one.jsonl", stories())
     prepare([str(tmp_path / "one.jsonl")], str(tmp_path / "out"), tokenizer=str(folder))
     assert {path.name for path in tmp_path.iterdir()} == {
         "one.jsonl",

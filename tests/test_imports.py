@@ -78,7 +78,7 @@ train_entry.data.prepare  train_entry.data.sft_tokens
 train_entry.data.sft
 train_entry.train_valid_test_datasets_provider
 train_entry.report  train_entry.report.flops  train_entry.report.peak  train_entry.report.phases
-train_entry.report.metrics
+train_entry.report.metrics  train_entry.report.profile
 train_entry.report.rows
 train_entry.report.console  train_entry.report.jsonl  train_entry.report.sink
 train_entry.report.plot  train_entry.report.tensorboard  train_entry.report.wandb

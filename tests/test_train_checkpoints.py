@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fixtures.megatron import random_weights
 from fixtures.training import Form, Step
@@ -119,6 +124,32 @@ def test_it_goes_on_at_another_layout(
     )
     assert furthest(found.steps, run.rest) < TOLERANCE
     assert [each.lr for each in found.steps] == [each.lr for each in run.rest]
+
+
+@pytest.mark.parametrize("name", ["plain-bf16", "distributed-bf16"])
+def test_in_fp32_it_goes_on_from_the_master_copies(
+    name: str, original: Callable[[str], Original], tmp_path: Path
+) -> None:
+    """Not from the weights, which are rounded. A step at a learning rate of zero leaves them as they were loaded."""
+    run = original(name)
+    with mock.patch("fixtures.training.LR", 0.0), mock.patch("fixtures.training.MIN_LR", 0.0):
+        trained(SMALL, Layout(), config_of(tmp_path, load=run.path), until=SAVED_AT + 1, save_at=[SAVED_AT + 1])
+    master = "param" if run.distributed else "fp32_param"
+    for key in ("decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc1.weight"):
+        wanted = stored(run.checkpoint, f"optimizer.state.{master}.{key}")
+        assert torch.equal(stored(tmp_path / f"checkpoints/iter_{SAVED_AT + 1:07d}", key), wanted)
+        assert not torch.equal(stored(run.checkpoint, key).float(), wanted)
+
+
+def stored(path: Path, key: str) -> Tensor:
+    """A whole tensor, by torch's own reader."""
+    meta = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[key]
+    assert isinstance(meta, TensorStorageMetadata)
+    tensor = torch.empty(meta.size, dtype=meta.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({key: tensor}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return tensor
 
 
 @pytest.mark.parametrize("name", ["plain-bf16", "distributed", "experts"])

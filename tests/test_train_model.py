@@ -73,12 +73,9 @@ def config_of(**fields: Any) -> Any:
     import_megatron()
     from megatron.core.transformer import TransformerConfig
 
-    return TransformerConfig(
-        num_layers=2,
-        hidden_size=HEADS * CHANNELS,
-        num_attention_heads=HEADS,
-        **{"attention_dropout": 0.0, "cuda_graph_scope": [], "use_cpu_initialization": True, **fields},
-    )
+    sizes = {"num_layers": 2, "hidden_size": HEADS * CHANNELS, "num_attention_heads": HEADS}
+    others = {"attention_dropout": 0.0, "cuda_graph_scope": [], "use_cpu_initialization": True}
+    return TransformerConfig(**{**sizes, **others, **fields})
 
 
 def attention_of(kind: type[torch.nn.Module], config: Any, **groups: Any) -> torch.nn.Module:
@@ -154,12 +151,12 @@ def test_attention_draws_the_dropout_of_megatron(alone: None, sequence_parallel:
         assert torch.equal(ours, theirs)
 
 
-def rows_of(ranks: int, rank: int) -> Tensor:
+def rows_of(tokens: int, ranks: int, rank: int) -> Tensor:
     """The tokens that a context-parallel rank holds, in its order: as Megatron cuts a batch."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     group = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
-    rows: Tensor = get_batch_on_this_cp_rank({"tokens": torch.arange(TOKENS)[None]}, group)["tokens"][0]
+    rows: Tensor = get_batch_on_this_cp_rank({"tokens": torch.arange(tokens)[None]}, group)["tokens"][0]
     return rows
 
 
@@ -180,7 +177,7 @@ def test_attention_over_ranks_that_share_a_sequence_is_exact(ranks: int, packed:
 def _attended_in_part(packed: bool) -> tuple[Tensor, list[Tensor]]:
     config = config_of(num_query_groups=2)
     config.context_parallel_size = dist.get_world_size()
-    rows = rows_of(dist.get_world_size(), dist.get_rank())
+    rows = rows_of(TOKENS, dist.get_world_size(), dist.get_rank())
     module = attention_of(SdpaAttention, config, cp=dist.group.WORLD)
     inputs = [each.detach()[rows].requires_grad_() for each in heads(2)]
     output = module(*inputs, segment_mask(SEGMENTS)[:, :, rows] if packed else None)
@@ -284,19 +281,20 @@ def test_layers_are_those_of_megatron(alone: None, shape: str, spec: Any) -> Non
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_graph_layers_over_tensor_parallel_ranks(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(("args", "ranks"), [(GPT2, 2), (LLAMA, 4)])  # the latter has a group of heads on two ranks
+def test_graph_layers_over_tensor_parallel_ranks(args: dict[str, Any], ranks: int, sequence_parallel: bool) -> None:
     """Their linear layers send what Megatron's do."""
-    for ours, theirs in run_ranks(2, _graph_and_local, sequence_parallel):
+    for ours, theirs in run_ranks(ranks, _graph_and_local, args, sequence_parallel):
         assert ours.keys() == theirs.keys()
         for name in theirs:
             close(ours[name], theirs[name])
 
 
-def _graph_and_local(sequence_parallel: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _graph_and_local(args: dict[str, Any], sequence_parallel: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     settings = {"sequence_parallel": sequence_parallel}
-    with model_parallel(2, 1):
-        ours = step_of(GPT2, Choices(settings, graph_spec, model_class(60)))
-        return ours, step_of(GPT2, Choices(settings))
+    with model_parallel(dist.get_world_size(), 1):
+        ours = step_of(args, Choices(settings, graph_spec, model_class(60, rotary_tables=True)))
+        return ours, step_of(args, Choices(settings))
 
 
 def test_norms_are_marked_for_sequence_parallelism() -> None:

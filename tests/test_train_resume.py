@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_convert import verify
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks
+from train_entry.checkpoints import folder
 from train_entry.config.schema import Config
 from train_entry.pretrain import pretrain
 from train_entry.trainer import Trainer
@@ -110,6 +111,32 @@ def test_the_clock_ends_a_run_too(tmp_path: Path) -> None:
     run_ranks(1, pretrain, config)
     assert list(losses(tmp_path)) == [1]
     assert (tmp_path / "checkpoints/iter_0000001").is_dir()
+
+
+def test_what_was_being_written_when_training_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, model=TINY, checkpoint={"asynchronous": True})
+    complete = folder.complete
+
+    def slowly(*arguments: Any) -> Path:
+        time.sleep(0.5)
+        return complete(*arguments)
+
+    monkeypatch.setattr(folder, "complete", slowly)
+
+    def fails() -> None:
+        with Trainer(config) as trainer:
+            trainer.initialize()
+            trainer.setup_model_and_optimizer()
+            trainer.train(batch_of(0, TINY["vocab_size"]))
+            trainer.save()
+            raise ZeroDivisionError
+
+    def caught() -> None:
+        with pytest.raises(ZeroDivisionError):
+            fails()
+
+    run_ranks(2, caught)
+    assert folder.newest(tmp_path / "checkpoints").path == tmp_path / "checkpoints/iter_0000001"
 
 
 def transformers_loss(path: Path, *batches: dict[str, Tensor]) -> float:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from train_entry.config.compose import load_config as load_config
     from train_entry.config.schema import Config as Config
-    from train_entry.pretrain import pretrain as pretrain
     from train_entry.trainer import Trainer as Trainer
 
 # Where each public name is. They are imported when they are asked for: the configuration needs no torch.
@@ -18,9 +17,8 @@ _HOMES = {
     "Config": "train_entry.config.schema",
     "Trainer": "train_entry.trainer",
     "load_config": "train_entry.config.compose",
-    "pretrain": "train_entry.pretrain",
 }
-__all__ = ["Config", "Trainer", "load_config", "pretrain"]
+__all__ = ["Config", "Trainer", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

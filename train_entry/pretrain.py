@@ -14,6 +14,7 @@ from train_entry.config.schema import Config
 from train_entry.data.microbatches import Samples, microbatches
 from train_entry.flows.base import Batch
 from train_entry.initialize import together
+from train_entry.report.profile import profiled
 from train_entry.signals import StopRequest
 from train_entry.train_valid_test_datasets_provider import train_valid_test_datasets_provider
 from train_entry.trainer import Trainer
@@ -35,17 +36,20 @@ def pretrain(config: Config) -> None:
             trainer.report.say(remark)
         state, training = trainer.state, config.training
         batches = batches_of(trainer, data.train, state.consumed_samples) if data.train is not None else iter(())
-        while state.iteration < training.steps:
-            with trainer.phases("data"):
-                batch = next(batches)
-            trainer.train(batch)
-            trainer.log_last_metrics()
-            if stop.agreed(trainer.device):
-                break
-            if is_due(training.eval_interval, state.iteration) and state.iteration < training.steps:
-                evaluate(trainer, "valid", data.valid)
-            if is_due(config.checkpoint.save_interval, state.iteration):
-                trainer.save()
+        trace = config.run_dir / f"trace-{trainer.rank}.json" if config.logging.profile else None
+        with profiled(trace) as stepped:
+            while state.iteration < training.steps:
+                with trainer.phases("data"):
+                    batch = next(batches)
+                trainer.train(batch)
+                trainer.log_last_metrics()
+                stepped()
+                if stop.agreed(trainer.device):
+                    break
+                if is_due(training.eval_interval, state.iteration) and state.iteration < training.steps:
+                    evaluate(trainer, "valid", data.valid)
+                if is_due(config.checkpoint.save_interval, state.iteration):
+                    trainer.save()
         trainer.save()  # nothing is written twice
         if stop.reason is None:
             evaluate(trainer, "valid", data.valid)

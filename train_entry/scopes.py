@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 
 @contextlib.contextmanager
 def parameters_gathered(model: Sequence[Any]) -> Iterator[None]:
@@ -32,6 +34,17 @@ def evaluating(model: Sequence[Any]) -> Iterator[None]:
         finally:
             for chunk in model:
                 chunk.train()
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """A scope in which torch computes the same bits each time, also on a GPU, or raises where it cannot."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from train_entry.report.metrics import StepMetrics
 from train_entry.report.phases import Phases
 from train_entry.report.report import Report
 from train_entry.schedule import Schedule
-from train_entry.scopes import evaluating, parameters_gathered, quiet
+from train_entry.scopes import deterministic, evaluating, parameters_gathered, quiet
 from train_entry.state import TrainState
 
 
@@ -92,8 +92,10 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and hasattr(self, "checkpoints"):
-                self.checkpoints.finish()
+            if hasattr(self, "checkpoints"):
+                # what is being written is whole, whatever failed since
+                with contextlib.nullcontext() if error is None else contextlib.suppress(ConvertError):
+                    self.checkpoints.finish()
         finally:
             self.close()
 
@@ -114,6 +116,7 @@ class Trainer:
             self.args = megatron_arguments(config, origin, vocab_size=vocab_size)
             check_model(config, self.args)
         self._scope.enter_context(quiet())
+        self._scope.enter_context(deterministic(config.training.deterministic))
         self._scope.enter_context(
             model_parallel(
                 parallel.tp,

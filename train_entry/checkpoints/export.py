@@ -23,7 +23,7 @@ def export_hf(config: Config, iteration: int) -> Path:
     target = config.run_dir / "hf"
     if config.checkpoint.export_hf == "each":
         target = target / source.name
-    convert(source, target, to="hf", overwrite=True)
+    convert(source, target, to="hf", optimizer=False, overwrite=True)
     check(target)
     return target
 

@@ -132,10 +132,13 @@ def set_aside(path: Path) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, which is out of sight at once: a kill in the middle leaves nothing that looks whole."""
+    """Remove a directory, which is out of sight at once: a kill in the middle leaves nothing that looks whole.
+
+    What the file system does not give up yet, as NFS with open files, is left for the next start.
+    """
     gone = path if path.name.endswith((PARTIAL, REMOVED)) else set_aside(path)
-    if gone is not None and gone.exists():
-        shutil.rmtree(gone)
+    if gone is not None:
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -152,7 +152,7 @@ class Logging(Group):
     peak_tflops: PositiveFloat | None = Field(
         None, description="of one device in this precision; known for common GPUs"
     )
-    profile: bool = Field(False, description="a trace of a few steps by torch's profiler")
+    profile: bool = Field(False, description="trace-RANK.json: a few steps by torch's profiler")
 
 
 class Training(Group):

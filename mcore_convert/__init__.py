@@ -2,22 +2,53 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mcore_convert.version import VERSION
+
 if TYPE_CHECKING:
     from mcore_convert.api import Conversion, convert, inspect, reshard, verify
     from mcore_convert.errors import ConvertError
     from mcore_convert.inspection import Inspection
+    from mcore_convert.publish import Export, export, push
+    from mcore_convert.streams import iter_hf_weights, load_hf_model
+    from mcore_convert.sweep import Swept, export_all
+    from mcore_convert.uploads import Upload
     from mcore_convert.verification import Verification
 
-__version__ = "0.1.0"
-__all__ = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "reshard", "verify"]
+__version__ = VERSION
+__all__ = [
+    "Conversion",
+    "ConvertError",
+    "Export",
+    "Inspection",
+    "Swept",
+    "Upload",
+    "Verification",
+    "convert",
+    "export",
+    "export_all",
+    "inspect",
+    "iter_hf_weights",
+    "load_hf_model",
+    "push",
+    "reshard",
+    "verify",
+]
 
 _HOMES = {
     "Conversion": "api",
     "ConvertError": "errors",
+    "Export": "publish",
     "Inspection": "inspection",
+    "Swept": "sweep",
+    "Upload": "uploads",
     "Verification": "verification",
     "convert": "api",
+    "export": "publish",
+    "export_all": "sweep",
     "inspect": "api",
+    "iter_hf_weights": "streams",
+    "load_hf_model": "streams",
+    "push": "publish",
     "reshard": "api",
     "verify": "api",
 }

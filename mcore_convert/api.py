@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mcore_convert.inspection import Inspection, inspect_checkpoint
 from mcore_convert.plan import Plan
 from mcore_convert.spec.layout import Layout
 from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
-from mcore_convert.tensors import open_error
+from mcore_convert.tensors import file_errors
 from mcore_convert.verification import Verification, compare
 
 PathLike = str | Path
@@ -76,16 +75,7 @@ class Conversion:
         }
 
 
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """What the file system refuses while a source is read, wherever that happens, as an error of ours."""
-    try:
-        yield
-    except OSError as error:
-        raise open_error(Path(error.filename or "the checkpoint"), error) from error
-
-
-@_refusals()
+@file_errors()
 def convert(
     source: PathLike,
     destination: PathLike,
@@ -183,14 +173,14 @@ def reshard(source: PathLike, destination: PathLike, *, to: str | None = None, *
     Raises:
         ConvertError: as `convert`; or the source is not Megatron's.
     """
-    with _refusals():
+    with file_errors():
         found = open_checkpoint(Path(source), options.get("given")).format
     if found == "hf" or to == "hf":
         raise ConvertError("only Megatron checkpoints have a layout", hint="to or from Hugging Face: `convert`")
     return convert(source, destination, to=to or (found if found in FORMATS else "torch_dist"), **options)
 
 
-@_refusals()
+@file_errors()
 def verify(
     a: PathLike,
     b: PathLike,
@@ -222,7 +212,7 @@ def verify(
     return dataclasses.replace(found, logits=report)
 
 
-@_refusals()
+@file_errors()
 def inspect(path: PathLike) -> Inspection:
     """Look at a checkpoint: what it is, and what is in it. Reads headers only.
 

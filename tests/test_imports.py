@@ -22,7 +22,7 @@ LONGEST = 320  # lines of a file: one responsibility
 # A module may import those of the lines above its own, and nothing else of the project. Names without a package are
 # those of `mcore_convert`.
 LAYERS = """
-errors
+errors  version
 spec.names  spec.neutral  spec.shard  spec.arguments
 spec.config  spec.dims  spec.bridge  spec.command_line
 spec.fields  spec.layout  spec.pack
@@ -48,7 +48,8 @@ formats.mp_rank_optimizer  formats.mp_rank_optimizer_writer
 formats.mp_rank_checkpoint
 formats.mp_rank  formats.mp_rank_writer
 families  plan
-identify
+hf_tensors
+identify  readback
 targets
 conversion
 destination
@@ -56,9 +57,11 @@ execute
 megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights
 megatron.model
-verification  inspection  hub
-logits
-api
+verification  inspection  hub  runs  tokenizer_files
+logits  companions  card  hub_errors
+api  exports  streams  uploads
+publish
+sweep
 mcore_convert
 train_entry.config  train_entry.config.schema
 train_entry.config.nearest
@@ -106,8 +109,8 @@ train_entry.pretrain
 train_entry.__main__
 train_entry
 cli.interruption  cli.options  cli.text
-cli.convert  cli.data  cli.families  cli.inspect  cli.verify
-cli.reshard  cli.train
+cli.convert  cli.data  cli.families  cli.inspect  cli.push  cli.verify
+cli.export  cli.reshard  cli.train
 cli
 __main__
 """
@@ -216,6 +219,7 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
     assert loaded(command("inspect", dist)) == []
     assert loaded(command("convert", dist, back)) == []
     assert loaded(command("verify", source, back)) == []
+    assert loaded(command("export", dist, "--dtype", "bfloat16", "--overwrite")) == ["huggingface_hub"]
     ranks, whole = str(tmp_path / "ranks"), str(tmp_path / "whole")
     assert loaded(command("reshard", dist, ranks, "--to", "torch", "--tp", "2", "--pp", "2")) == []
     assert loaded(command("reshard", ranks, whole)) == []
@@ -228,7 +232,9 @@ def test_a_configuration_loads_neither_torch_nor_transformers_nor_megatron() -> 
 
 
 def test_the_public_names() -> None:
-    names = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "reshard", "verify"]
+    kinds = ["Conversion", "ConvertError", "Export", "Inspection", "Swept", "Upload", "Verification"]
+    functions = ["convert", "export", "export_all", "inspect", "iter_hf_weights", "load_hf_model", "push"]
+    names = [*kinds, *functions, "reshard", "verify"]
     assert mcore_convert.__all__ == names
     assert dir(mcore_convert) == sorted([*names, "__version__"])
     for name in names:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from mcore_convert.cli import convert, data, families, inspect, reshard, train, verify
+from mcore_convert.cli import convert, data, export, families, inspect, push, reshard, train, verify
 from mcore_convert.cli.interruption import Interrupted, interruptible
 from mcore_convert.cli.text import say
 from mcore_convert.errors import ConvertError
@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 app.command("convert")(convert.command)
 app.command("reshard")(reshard.command)
+app.command("export")(export.command)
+app.command("push")(push.command)
 app.command("verify")(verify.command)
 app.command("inspect")(inspect.command)
 app.command("families")(families.command)

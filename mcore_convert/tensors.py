@@ -6,6 +6,8 @@ nothing else.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -158,3 +160,12 @@ def is_inside(file: str) -> bool:
 def open_error(path: Path, error: OSError) -> UnreadableCheckpoint:
     """The refusal for a file that cannot be read."""
     return UnreadableCheckpoint(f"cannot read `{path}`: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """What the file system refuses while a source is read, wherever that happens, as an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise open_error(Path(error.filename or "the checkpoint"), error) from error

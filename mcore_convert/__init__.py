@@ -3,20 +3,34 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mcore_convert.api import Conversion, convert, inspect, reshard, verify
+    from mcore_convert.api import Conversion, convert, diff, inspect, reshard, verify
+    from mcore_convert.comparison import Comparison
     from mcore_convert.errors import ConvertError
     from mcore_convert.inspection import Inspection
     from mcore_convert.verification import Verification
 
 __version__ = "0.1.0"
-__all__ = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "reshard", "verify"]
+__all__ = [
+    "Comparison",
+    "Conversion",
+    "ConvertError",
+    "Inspection",
+    "Verification",
+    "convert",
+    "diff",
+    "inspect",
+    "reshard",
+    "verify",
+]
 
 _HOMES = {
+    "Comparison": "comparison",
     "Conversion": "api",
     "ConvertError": "errors",
     "Inspection": "inspection",
     "Verification": "verification",
     "convert": "api",
+    "diff": "api",
     "inspect": "api",
     "reshard": "api",
     "verify": "api",

@@ -1,10 +1,9 @@
-"""The public functions: `convert`, `verify` and `inspect`, as the command line offers them."""
+"""The public functions, as the command line offers them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from mcore_convert.execute import execute, expected_memory
 from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
 from mcore_convert.hub import local_path
 from mcore_convert.identify import identify, open_checkpoint
-from mcore_convert.inspection import Inspection, inspect_checkpoint
+from mcore_convert.look import diff, inspect
 from mcore_convert.plan import Plan
 from mcore_convert.spec.layout import Layout
 from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
-from mcore_convert.tensors import open_error
+from mcore_convert.tensors import reading
 from mcore_convert.verification import Verification, compare
 
 PathLike = str | Path
@@ -76,16 +75,7 @@ class Conversion:
         }
 
 
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """What the file system refuses while a source is read, wherever that happens, as an error of ours."""
-    try:
-        yield
-    except OSError as error:
-        raise open_error(Path(error.filename or "the checkpoint"), error) from error
-
-
-@_refusals()
+@reading()
 def convert(
     source: PathLike,
     destination: PathLike,
@@ -183,14 +173,14 @@ def reshard(source: PathLike, destination: PathLike, *, to: str | None = None, *
     Raises:
         ConvertError: as `convert`; or the source is not Megatron's.
     """
-    with _refusals():
+    with reading():
         found = open_checkpoint(Path(source), options.get("given")).format
     if found == "hf" or to == "hf":
         raise ConvertError("only Megatron checkpoints have a layout", hint="to or from Hugging Face: `convert`")
     return convert(source, destination, to=to or (found if found in FORMATS else "torch_dist"), **options)
 
 
-@_refusals()
+@reading()
 def verify(
     a: PathLike,
     b: PathLike,
@@ -222,16 +212,6 @@ def verify(
     return dataclasses.replace(found, logits=report)
 
 
-@_refusals()
-def inspect(path: PathLike) -> Inspection:
-    """Look at a checkpoint: what it is, and what is in it. Reads headers only.
-
-    Raises:
-        UnreadableCheckpoint: it is no checkpoint, or its headers are damaged.
-    """
-    return inspect_checkpoint(Path(path))
-
-
 def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:
     """Refuse options that would change nothing: a user who gives one expects something of it."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
@@ -248,4 +228,4 @@ def _path(path: PathLike | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-__all__ = ["FORMATS", "Conversion", "convert", "inspect", "reshard", "verify"]
+__all__ = ["FORMATS", "Conversion", "convert", "diff", "inspect", "reshard", "verify"]

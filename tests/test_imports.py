@@ -22,7 +22,7 @@ LONGEST = 320  # lines of a file: one responsibility
 # A module may import those of the lines above its own, and nothing else of the project. Names without a package are
 # those of `mcore_convert`.
 LAYERS = """
-errors
+errors  scale
 spec.names  spec.neutral  spec.shard  spec.arguments
 spec.config  spec.dims  spec.bridge  spec.command_line
 spec.fields  spec.layout  spec.pack
@@ -34,6 +34,8 @@ spec.gpt
 tensors
 ranks
 elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
+runs
+values
 formats.module_buffers  formats.old_names  formats.pickle_writer
 formats.old_classes  formats.torch_file
 formats.dcp  formats.hf  formats.torch_tree
@@ -49,15 +51,18 @@ formats.mp_rank_checkpoint
 formats.mp_rank  formats.mp_rank_writer
 families  plan
 identify
-targets
+contents  targets
+changes
 conversion
 destination
 execute
 megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights
 megatron.model
-verification  inspection  hub
-logits
+verification  statistics  hub
+logits  outliers  comparison
+inspection
+look
 api
 mcore_convert
 train_entry.config  train_entry.config.schema
@@ -89,7 +94,8 @@ train_entry.checkpoints.checkpoints
 train_entry.checkpoints
 train_entry
 cli.options  cli.text
-cli.convert  cli.families  cli.inspect  cli.verify
+cli.values
+cli.convert  cli.diff  cli.families  cli.inspect  cli.verify
 cli.reshard
 cli
 __main__
@@ -196,9 +202,10 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
     assert loaded(command("--help")) == []
     assert loaded(command("families", "llama")) == []
     assert loaded(command("convert", source, dist, "--tp", "2")) == []
-    assert loaded(command("inspect", dist)) == []
+    assert loaded(command("inspect", dist, "--stats")) == []
     assert loaded(command("convert", dist, back)) == []
     assert loaded(command("verify", source, back)) == []
+    assert loaded(command("diff", source, back)) == []
     ranks, whole = str(tmp_path / "ranks"), str(tmp_path / "whole")
     assert loaded(command("reshard", dist, ranks, "--to", "torch", "--tp", "2", "--pp", "2")) == []
     assert loaded(command("reshard", ranks, whole)) == []
@@ -206,7 +213,8 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
 
 
 def test_the_public_names() -> None:
-    names = ["Conversion", "ConvertError", "Inspection", "Verification", "convert", "inspect", "reshard", "verify"]
+    names = ["Comparison", "Conversion", "ConvertError", "Inspection", "Verification"]
+    names += ["convert", "diff", "inspect", "reshard", "verify"]
     assert mcore_convert.__all__ == names
     assert dir(mcore_convert) == sorted([*names, "__version__"])
     for name in names:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import typer
 
-from mcore_convert.cli import convert, families, inspect, reshard, verify
+from mcore_convert.cli import convert, diff, families, inspect, reshard, verify
 from mcore_convert.cli.text import say
 from mcore_convert.errors import ConvertError
 
@@ -31,6 +31,7 @@ app = typer.Typer(
 app.command("convert")(convert.command)
 app.command("reshard")(reshard.command)
 app.command("verify")(verify.command)
+app.command("diff")(diff.command)
 app.command("inspect")(inspect.command)
 app.command("families")(families.command)
 

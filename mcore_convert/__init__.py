@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mcore_convert.version import VERSION
+
 if TYPE_CHECKING:
     from mcore_convert.api import Conversion, convert, diff, inspect, reshard, verify
     from mcore_convert.comparison import Comparison
@@ -9,7 +11,7 @@ if TYPE_CHECKING:
     from mcore_convert.inspection import Inspection
     from mcore_convert.verification import Verification
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Comparison",
     "Conversion",

@@ -20,7 +20,7 @@ from mcore_convert.look import diff, inspect
 from mcore_convert.plan import Plan
 from mcore_convert.spec.layout import Layout
 from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
-from mcore_convert.tensors import reading
+from mcore_convert.tensors import file_errors
 from mcore_convert.verification import Verification, compare
 
 PathLike = str | Path
@@ -75,7 +75,7 @@ class Conversion:
         }
 
 
-@reading()
+@file_errors()
 def convert(
     source: PathLike,
     destination: PathLike,
@@ -173,14 +173,14 @@ def reshard(source: PathLike, destination: PathLike, *, to: str | None = None, *
     Raises:
         ConvertError: as `convert`; or the source is not Megatron's.
     """
-    with reading():
+    with file_errors():
         found = open_checkpoint(Path(source), options.get("given")).format
     if found == "hf" or to == "hf":
         raise ConvertError("only Megatron checkpoints have a layout", hint="to or from Hugging Face: `convert`")
     return convert(source, destination, to=to or (found if found in FORMATS else "torch_dist"), **options)
 
 
-@reading()
+@file_errors()
 def verify(
     a: PathLike,
     b: PathLike,

@@ -11,7 +11,7 @@ import numpy as np
 
 from mcore_convert.contents import Tensor
 from mcore_convert.elements import Files, as_float
-from mcore_convert.runs import Block, Part, Run
+from mcore_convert.spans import Block, Part, Span
 from mcore_convert.spec.shard import Shape
 from mcore_convert.values import (
     ADDABLE,
@@ -124,24 +124,24 @@ class Gap:
 
 def gap_of(part: Part, files: Files, scratch: Scratch) -> Gap:
     """Add up one part of two tensors."""
-    view_a, view_b = part.run.views
+    view_a, view_b = part.span.views
     found = Gap()
     for block in part.blocks:
         a, b = read(files, view_a, block, scratch, "a"), read(files, view_b, block, scratch, "b")
-        found.add(_gap_of_block(a, b, scratch, found.largest, part.run, block))
+        found.add(_gap_of_block(a, b, scratch, found.largest, part.span, block))
     return found
 
 
-def _gap_of_block(a: Bits, b: Bits, scratch: Scratch, known: float, run: Run, block: Block) -> Gap:
+def _gap_of_block(a: Bits, b: Bits, scratch: Scratch, known: float, span: Span, block: Block) -> Gap:
     """Add up a block. Where its largest difference is not above `known`, its place is not looked for."""
     if not (is_float(a.dtype) and is_float(b.dtype)):
-        return _gap_exactly(a, b, run, block)
+        return _gap_exactly(a, b, span, block)
     highest_a, highest_b = int(magnitudes(a, scratch).max()), int(magnitudes(b, scratch).max())
     if highest_a > FINITE[a.dtype] or highest_b > FINITE[b.dtype]:
-        return _gap_exactly(a, b, run, block)
+        return _gap_exactly(a, b, span, block)
     top_a, top_b = number(highest_a, a.dtype), number(highest_b, b.dtype)
     if max(top_a, top_b) > ADDABLE:
-        return _gap_exactly(a, b, run, block)
+        return _gap_exactly(a, b, span, block)
     found = Gap()
     same = a.dtype == b.dtype
     if same:
@@ -160,7 +160,7 @@ def _gap_of_block(a: Bits, b: Bits, scratch: Scratch, known: float, run: Run, bl
         top = float(gaps.max())
         if top > max(known, found.largest):
             index = int(gaps.argmax()) * lane_a.step + lane_a.first
-            found.largest, found.largest_at = top, run.place(block.start + index)
+            found.largest, found.largest_at = top, span.place(block.start + index)
             found.values = (_value(a, index), _value(b, index))
         found.squares += sum_of_squares(Lane(gaps, 0, 1), top)
         found.squares_a += sum_of_squares(lane_a, top_a)
@@ -172,7 +172,7 @@ def _value(bits: Bits, index: int) -> float:
     return float(as_float(bits.exact[index : index + 1], bits.dtype)[0])
 
 
-def _gap_exactly(a: Bits, b: Bits, run: Run, block: Block) -> Gap:
+def _gap_exactly(a: Bits, b: Bits, span: Span, block: Block) -> Gap:
     """The same in fp64, of any dtypes, with what is not finite on either side counted and left out."""
     first, second = as_float(a.exact, a.dtype), as_float(b.exact, b.dtype)
     good_a, good_b = np.isfinite(first), np.isfinite(second)
@@ -188,7 +188,7 @@ def _gap_exactly(a: Bits, b: Bits, run: Run, block: Block) -> Gap:
         gaps = np.abs(first - second)
         found.squares, found.squares_a, found.squares_b = (float(np.square(x).sum()) for x in (gaps, first, second))
     index = int(gaps.argmax())
-    found.largest, found.largest_at = float(gaps[index]), run.place(block.start + index)
+    found.largest, found.largest_at = float(gaps[index]), span.place(block.start + index)
     found.values = (float(first[index]), float(second[index]))
     return found
 

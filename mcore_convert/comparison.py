@@ -12,7 +12,7 @@ from mcore_convert.contents import Contents, Tensor, paired
 from mcore_convert.elements import Files, Meter, Progress, as_float
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.hf import HfCheckpoint
-from mcore_convert.runs import Part, paired_runs, parts_of
+from mcore_convert.spans import Part, paired_spans, parts_of
 from mcore_convert.values import Scratch, each
 from mcore_convert.verification import config_differences, sizes_of
 
@@ -93,7 +93,7 @@ def compare_contents(a: Contents, b: Contents, *, progress: Progress | None = No
     """
     _refuse_other_models(a, b)
     pairs, only_a, only_b = paired(a, b)
-    jobs = [(place, part) for place, (x, y) in enumerate(pairs) for part in parts_of(paired_runs(x.slots, y.slots))]
+    jobs = [(place, part) for place, (x, y) in enumerate(pairs) for part in parts_of(paired_spans(x.slots, y.slots))]
     nbytes = sum(x.nbytes + y.nbytes for x, y in pairs)
     meter = Meter(nbytes, progress)
     gaps = [Gap() for _ in pairs]

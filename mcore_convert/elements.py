@@ -152,20 +152,20 @@ def _joined(source: View, target: View) -> tuple[Shape, Shape, Shape]:
     return tuple(shape), tuple(s for s, _ in steps), tuple(t for _, t in steps)
 
 
-def blocks_of(shape: Shape, itemsize: int, nbytes: int = BLOCK) -> Iterator[tuple[slice, ...]]:
-    """Slices of the first dimension, each of about `nbytes`; of the next where one index is larger."""
+def blocks_of(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple[slice, ...]]:
+    """Slices of the first dimension, each of about `limit` bytes; of the next where one index is larger."""
     if not shape:
         yield ()
         return
     inner = itemsize
     for size in shape[1:]:
         inner *= size
-    if inner > nbytes and len(shape) > 1:
+    if inner > limit and len(shape) > 1:
         for index in range(shape[0]):
-            for rest in blocks_of(shape[1:], itemsize, nbytes):
+            for rest in blocks_of(shape[1:], itemsize, limit):
                 yield (slice(index, index + 1), *rest)
         return
-    step = max(1, nbytes // max(inner, 1))
+    step = max(1, limit // max(inner, 1))
     for start in range(0, shape[0], step):
         yield (slice(start, min(start + step, shape[0])),)
 

@@ -9,18 +9,22 @@ from mcore_convert.comparison import Comparison, compare_contents
 from mcore_convert.contents import contents_of
 from mcore_convert.elements import Progress
 from mcore_convert.errors import ConvertError
+from mcore_convert.formats.torch_dist import TRACKER
 from mcore_convert.hub import local_path
 from mcore_convert.identify import open_any
 from mcore_convert.inspection import Inspection, inspection_of, planned_ranks
 from mcore_convert.outliers import find_outliers
+from mcore_convert.page.pages import comparison_page, inspection_page
+from mcore_convert.page.render import check_place, write_page
 from mcore_convert.spec.layout import Layout
 from mcore_convert.statistics import measure
-from mcore_convert.tensors import reading
+from mcore_convert.tensors import file_errors
 
 PathLike = str | Path
+CHECKPOINTS = "checkpoints"  # the folder of a run that has its iterations, beside its metrics
 
 
-@reading()
+@file_errors()
 def inspect(
     path: PathLike,
     *,
@@ -45,7 +49,9 @@ def inspect(
         ConvertError: its weights are not known, so that they have no statistics.
         LayoutError: the model does not fit the planned layout.
     """
-    opened = open_any(Path(path))
+    if html is not None:
+        check_place(Path(html))
+    opened = open_any(checkpoints_of(Path(path)))
     found = inspection_of(opened)
     if planned is not None:
         found = replace(found, planned=planned_ranks(opened, planned))
@@ -57,10 +63,12 @@ def inspect(
             if stats:
                 raise
             found = replace(found, notes=(*found.notes, f"no statistics: {error.message}"))
+    if html is not None:
+        write_page(Path(html), inspection_page(found, opened, planned))
     return found
 
 
-@reading()
+@file_errors()
 def diff(
     a: PathLike,
     b: PathLike,
@@ -83,9 +91,23 @@ def diff(
     Raises:
         ConvertError: one of them cannot be read, or they are different models.
     """
+    if html is not None:
+        check_place(Path(html))
     config = None if hf_config is None else Path(hf_config)
     first, second = (
-        contents_of(open_any(local_path(str(path)), hf_config=config, vocab_size=vocab_size), optimizer=optimizer)
+        contents_of(
+            open_any(checkpoints_of(local_path(str(path))), hf_config=config, vocab_size=vocab_size),
+            optimizer=optimizer,
+        )
         for path in (a, b)
     )
-    return compare_contents(first, second, progress=progress)
+    found = compare_contents(first, second, progress=progress)
+    if html is not None:
+        write_page(Path(html), comparison_page(found))
+    return found
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Where a directory has its checkpoint: itself, or the folder of a training run that keeps them."""
+    within = path / CHECKPOINTS
+    return within if (within / TRACKER).is_file() and not (path / TRACKER).is_file() else path

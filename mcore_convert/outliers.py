@@ -6,19 +6,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mcore_convert.errors import counted, fold
 from mcore_convert.spec.names import PARAM
 from mcore_convert.statistics import WeightStatistics
 
-# A norm stands out when its logarithm lies this many robust standard deviations from the median of its siblings, and
-# by this factor at least. The deviation is taken as no less than 5 %: layers that are nearly equal are no measure.
+# A norm stands out when its logarithm lies this many robust standard deviations from what the layers around it let
+# expect, and by this factor at least. The deviation is taken as no less than 5 %: layers that are nearly equal are no
+# measure. Norms that grow or fall with depth are usual, so the layers around are continued as a line.
 ROBUST_Z = 3.5
 LEAST_FACTOR = 1.25
 LEAST_DEVIATION = 0.05
-LEAST_SIBLINGS = 5
+LEAST_LAYERS = 5
+AROUND = 6  # layers
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 PEAK = 50.0  # largest magnitude over the rms; of a million normal values it is about 5
@@ -98,31 +102,50 @@ def _dead(weight: WeightStatistics) -> str:
 
 
 def _norms(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
-    """Weights whose norm is not that of the same weight in other layers, the furthest first of each."""
+    """Weights whose norm is not what that of the same weight in the layers around lets expect."""
     families: dict[tuple[str, str], list[WeightStatistics]] = {}
     for weight in weights:
         if weight.layer is not None and weight.norm > 0:
             families.setdefault((weight.weight, weight.state), []).append(weight)
     for siblings in families.values():
-        if len(siblings) < LEAST_SIBLINGS:
+        expected = _expected(siblings)
+        if expected is None:
             continue
-        logs = np.log([weight.norm for weight in siblings])
-        median = float(np.median(logs))
-        deviation = max(MAD_TO_SIGMA * float(np.median(np.abs(logs - median))), LEAST_DEVIATION)
-        for weight, log in zip(siblings, logs, strict=True):
-            far = float(log) - median
-            z = far / deviation
-            if abs(z) > ROBUST_Z and abs(far) > math.log(LEAST_FACTOR):
-                yield _one("norm", [weight], f"{weight.name}: norm {weight.norm:.3g}, {_times(far)} {_of(siblings, z)}")
+        far = np.log([weight.norm for weight in siblings]) - expected
+        deviation = max(MAD_TO_SIGMA * float(np.median(np.abs(far))), LEAST_DEVIATION)
+        for weight, log in zip(siblings, map(float, far), strict=True):
+            z = log / deviation
+            if abs(z) > ROBUST_Z and abs(log) > math.log(LEAST_FACTOR):
+                around = "the layers around it" if weight.expert is None else "the experts of the layers around it"
+                words = f"{math.exp(log):.3g} times what {around} let expect (robust z = {z:+.1f})"
+                yield _one("norm", [weight], f"{weight.name}: norm {weight.norm:.3g}, {words}")
 
 
-def _times(far: float) -> str:
-    return f"{math.exp(far):.3g} times"
+def _expected(siblings: Sequence[WeightStatistics]) -> NDArray[np.float64] | None:
+    """The logarithm of each norm as the layers around continue; None where there are too few to say what is usual.
+
+    A layer of experts counts by their median, and for its own experts too.
+    """
+    by_layer: dict[int, list[float]] = {}
+    for weight in siblings:
+        by_layer.setdefault(weight.layer or 0, []).append(math.log(weight.norm))
+    if len(by_layer) < LEAST_LAYERS:
+        return None
+    layers = np.array(sorted(by_layer))
+    medians = np.array([float(np.median(by_layer[layer])) for layer in layers])
+    own = {int(layer): len(by_layer[layer]) > 1 for layer in layers}
+    line = {int(layer): _continued(layers - layer, medians, with_own=own[int(layer)]) for layer in layers}
+    return np.array([line[weight.layer or 0] for weight in siblings])
 
 
-def _of(siblings: Sequence[WeightStatistics], z: float) -> str:
-    what = "experts and layers" if siblings[0].expert is not None else "layers"
-    return f"the median of its {len(siblings)} {what} (robust z = {z:+.1f})"
+def _continued(away: NDArray[Any], values: NDArray[np.float64], *, with_own: bool) -> float:
+    """The value at distance 0 on a line through the nearest others, of which some may be wrong (Theil and Sen)."""
+    others = np.flatnonzero((away != 0) | with_own)
+    nearest = others[np.argsort(np.abs(away[others]), kind="stable")[:AROUND]]
+    x, y = away[nearest], values[nearest]
+    first, second = np.triu_indices(len(nearest), 1)
+    slope = float(np.median((y[second] - y[first]) / (x[second] - x[first])))
+    return float(np.median(y - slope * x))
 
 
 def _peaks(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:

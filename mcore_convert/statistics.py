@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mcore_convert.contents import Contents, Tensor
 from mcore_convert.elements import Bytes, Files, Meter, Progress, as_float, blocks_of
-from mcore_convert.runs import Block, Part, Run, parts_of, runs_of
+from mcore_convert.spans import Block, Part, Span, parts_of, spans_of
 from mcore_convert.spec.names import Index
 from mcore_convert.spec.shard import Shape
 from mcore_convert.values import (
@@ -122,7 +122,7 @@ def measure(contents: Contents, *, progress: Progress | None = None) -> tuple[We
     Raises:
         UnreadableCheckpoint: a file is shorter than its header says.
     """
-    jobs = [(place, part) for place, tensor in enumerate(contents.tensors) for part in parts_of(runs_of(tensor.slots))]
+    jobs = [(place, part) for place, tensor in enumerate(contents.tensors) for part in parts_of(spans_of(tensor.slots))]
     meter = Meter(contents.nbytes, progress)
     tallies = [Tally() for _ in contents.tensors]
     with Files() as files:
@@ -139,46 +139,46 @@ def measure(contents: Contents, *, progress: Progress | None = None) -> tuple[We
 
 def _tally(part: Part, files: Files, scratch: Scratch) -> Tally:
     """Add up one part of a tensor."""
-    (view,) = part.run.views
+    (view,) = part.span.views
     found = Tally()
     for block in part.blocks:
-        found.add(_tally_block(read(files, view, block, scratch, "bits"), scratch, found.largest, part.run, block))
+        found.add(_tally_block(read(files, view, block, scratch, "bits"), scratch, found.largest, part.span, block))
     return found
 
 
-def _tally_block(bits: Bits, scratch: Scratch, known: float, run: Run, block: Block) -> Tally:
+def _tally_block(bits: Bits, scratch: Scratch, known: float, span: Span, block: Block) -> Tally:
     """Add up a block. Where its largest magnitude is not above `known`, its place is not looked for."""
     if not is_float(bits.dtype):
-        return _tally_exactly(bits, run, block)
+        return _tally_exactly(bits, span, block)
     sizes = magnitudes(bits, scratch)
     highest = int(sizes.max())
     if highest > FINITE[bits.dtype]:
-        return _tally_exactly(bits, run, block)
+        return _tally_exactly(bits, span, block)
     found = Tally(largest=number(highest, bits.dtype))
     if found.largest > ADDABLE:
-        return _tally_exactly(bits, run, block)
+        return _tally_exactly(bits, span, block)
     if int(sizes.min()) == 0:
         found.zeros = bits.numel - int(np.count_nonzero(sizes))
     if found.largest > known:
-        found.largest_at = run.place(block.start + int(sizes.argmax()))
+        found.largest_at = span.place(block.start + int(sizes.argmax()))
     for lane in lanes(bits, scratch, "lane"):
         found.total += sum_of(lane)
         found.squares += sum_of_squares(lane, found.largest)
     return found
 
 
-def _tally_exactly(bits: Bits, run: Run, block: Block) -> Tally:
+def _tally_exactly(bits: Bits, span: Span, block: Block) -> Tally:
     """The same in fp64, of any dtype, and with what is no number counted and left out."""
     values = as_float(bits.exact, bits.dtype)
     good = np.isfinite(values)
     found = Tally(zeros=int(np.count_nonzero(values == 0)), num_nan=int(np.count_nonzero(np.isnan(values))))
     found.num_inf = values.size - int(np.count_nonzero(good)) - found.num_nan
     if found.num_nan or found.num_inf:
-        found.first_bad = run.place(block.start + int(good.argmin()))
+        found.first_bad = span.place(block.start + int(good.argmin()))
         values[~good] = 0
     sizes = np.abs(values)
     at = int(sizes.argmax())
-    found.largest, found.largest_at = float(sizes[at]), run.place(block.start + at)
+    found.largest, found.largest_at = float(sizes[at]), span.place(block.start + at)
     with np.errstate(over="ignore", under="ignore"):
         found.squares = float(np.square(values).sum())
     found.total = float(values.sum())

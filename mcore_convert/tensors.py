@@ -163,8 +163,8 @@ def open_error(path: Path, error: OSError) -> UnreadableCheckpoint:
 
 
 @contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """What the file system refuses while a source is read, wherever that happens, as an error of ours."""
+def file_errors() -> Iterator[None]:
+    """A scope in which what the file system refuses while a source is read becomes an error of ours."""
     try:
         yield
     except OSError as error:

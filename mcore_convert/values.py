@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mcore_convert.elements import WORKERS, Bytes, Files, as_float
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.runs import Block
+from mcore_convert.spans import Block
 from mcore_convert.tensors import View
 
 ROW = 1024  # elements that are added up in fp32; the sums of rows are added up in fp64

@@ -22,7 +22,7 @@ LONGEST = 320  # lines of a file: one responsibility
 # A module may import those of the lines above its own, and nothing else of the project. Names without a package are
 # those of `mcore_convert`.
 LAYERS = """
-errors  scale
+amounts  errors  scale  version
 spec.names  spec.neutral  spec.shard  spec.arguments
 spec.config  spec.dims  spec.bridge  spec.command_line
 spec.fields  spec.layout  spec.pack
@@ -34,7 +34,7 @@ spec.gpt
 tensors
 ranks
 elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
-runs
+spans
 values
 formats.module_buffers  formats.old_names  formats.pickle_writer
 formats.old_classes  formats.torch_file
@@ -62,6 +62,8 @@ megatron.model
 verification  statistics  hub
 logits  outliers  comparison
 inspection
+page  page.curve  page.heat  page.layouts  page.render
+page.pages
 look
 api
 mcore_convert

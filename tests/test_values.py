@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -17,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from mcore_convert import ConvertError, convert, diff, inspect, runs
+from mcore_convert import ConvertError, convert, diff, inspect, spans
 from mcore_convert.changes import Change
 from mcore_convert.contents import contents_of
 from mcore_convert.elements import Files
 from mcore_convert.identify import open_any
 from mcore_convert.outliers import find_outliers
-from mcore_convert.runs import paired_runs, parts_of, runs_of
 from mcore_convert.scale import linear, logarithmic
+from mcore_convert.spans import paired_spans, parts_of, spans_of
 from mcore_convert.spec.shard import Box
 from mcore_convert.statistics import WeightStatistics, measure
 from mcore_convert.tensors import Slot, TensorMeta, View
@@ -41,8 +42,8 @@ Tensors = dict[str, torch.Tensor]
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny tensors are read in one step; so that they are read in many, a step is made small."""
     if request.param == "small steps":
-        monkeypatch.setattr(runs, "STEP", 3000)
-        monkeypatch.setattr(runs, "PART", 7000)
+        monkeypatch.setattr(spans, "STEP", 3000)
+        monkeypatch.setattr(spans, "PART", 7000)
 
 
 def global_tensors(release: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -205,9 +206,10 @@ def test_outliers_are_named(tmp_path: Path) -> None:
     assert texts[1] == "model.layers.{0...11}.bias: all zero"
     assert texts[2] == "model.layers.7.up.weight: 3 rows of 60 are zero: 2, 8-9"
     assert texts[3] == "model.layers.10.up.weight: 25% of its elements are zero"
-    norms = [float(tensors[f"model.layers.{n}.up.weight"].nan_to_num().norm()) for n in range(12)]
-    times = norms[4] / float(np.exp(np.median(np.log(norms))))
-    assert f"norm {norms[4]:.3g}, {times:.3g} times the median of its 12 layers (robust z = +" in texts[4]
+    assert texts[4].startswith("model.layers.4.up.weight: norm ")
+    times = float(texts[4].split(", ")[1].split(" times")[0])
+    assert times == pytest.approx(4, rel=0.1)
+    assert "times what the layers around it let expect (robust z = +" in texts[4]
     assert texts[-1].startswith("model.layers.9.up.weight: 500 at [1, 2] is 54 times its rms")
 
 
@@ -216,8 +218,35 @@ def test_layers_that_are_alike_do_not_stand_out() -> None:
     assert list(find_outliers(alike)) == []
     few = [statistics_of(layer, 100.0**layer) for layer in range(4)]
     assert list(find_outliers(few)) == []  # too few to say what is usual
-    growing = [statistics_of(layer, 1.2**layer) for layer in range(20)]
-    assert list(find_outliers(growing)) == []
+    for trend in (
+        lambda n: 1.2**n,
+        lambda n: 0.9**n,
+        lambda n: 1 + 0.5 * math.sin(n / 5),
+        lambda n: 5 * math.exp(-n / 3) + 1,
+    ):
+        assert list(find_outliers([statistics_of(layer, trend(layer)) for layer in range(30)])) == []
+
+
+@pytest.mark.parametrize("layer", [0, 1, 15, 28, 29])
+@pytest.mark.parametrize("factor", [0.4, 1.6])
+def test_a_layer_off_a_trend_stands_out(layer: int, factor: float) -> None:
+    """At the ends too, and beside another that is off."""
+    norms = [1.1**n * (1 + 0.01 * (-1) ** n) for n in range(30)]
+    norms[layer] *= factor
+    norms[12] *= 9
+    found = list(find_outliers([statistics_of(number, norm) for number, norm in enumerate(norms)]))
+    assert sorted(outlier.layers for outlier in found) == sorted([(layer,), (12,)])
+
+
+def test_an_expert_is_compared_with_the_others() -> None:
+    experts = [
+        dataclasses.replace(statistics_of(layer, 1.1**layer * (3 if (layer, expert) == (4, 2) else 1)), expert=expert)
+        for layer in range(8)
+        for expert in range(4)
+    ]
+    (outlier,) = find_outliers(experts)
+    assert outlier.layers == (4,)
+    assert "norm 4.39, 3 times what the experts of the layers around it let expect" in outlier.text
 
 
 def statistics_of(layer: int, norm: float) -> WeightStatistics:
@@ -446,15 +475,15 @@ def test_every_element_is_in_one_place_of_one_run(
     content = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     mine, theirs = stored(content, first, folder / "a"), stored(content + 1000, second, folder / "b")
     with pytest.MonkeyPatch.context() as patch, Files() as files:
-        patch.setattr(runs, "STEP", step)
-        patch.setattr(runs, "PART", 3 * step)
-        for made in (runs_of(mine), paired_runs(mine, theirs)):
+        patch.setattr(spans, "STEP", step)
+        patch.setattr(spans, "PART", 3 * step)
+        for made in (spans_of(mine), paired_spans(mine, theirs)):
             seen = []
             for part in parts_of(made):
                 for block in part.blocks:
-                    values = [read(files, v, block, Scratch(), "x").exact.astype(int) for v in part.run.views]
+                    values = [read(files, v, block, Scratch(), "x").exact.astype(int) for v in part.span.views]
                     for number, value in enumerate(values[0]):
-                        place = part.run.place(block.start + number)
+                        place = part.span.place(block.start + number)
                         assert content[place] == value
                         assert all(other[number] == value + 1000 for other in values[1:])
                         seen.append(place)
@@ -467,7 +496,7 @@ def test_what_lies_together_is_one_run(hf_checkpoint: HfMaker, tmp_path: Path) -
     source = contents_of(open_any(hf_checkpoint("llama-gqa")))
     (qkv,) = [t for t in source.tensors if t.name == "decoder.layers.0.self_attention.linear_qkv.weight"]
     assert len(qkv.slots) == 3 * 4
-    assert len(runs_of(qkv.slots)) <= 3
+    assert len(spans_of(qkv.slots)) <= 3
 
 
 # scales

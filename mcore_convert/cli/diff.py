@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mcore_convert.amounts import in_bytes, in_digits, in_percent
 from mcore_convert.cli.options import Html, Quiet, VocabSize
-from mcore_convert.cli.text import in_bytes, progress, say, show, table
-from mcore_convert.cli.values import bars, by_layer, folded, in_digits, in_percent, with_headings
+from mcore_convert.cli.text import progress, say, show, table
+from mcore_convert.cli.values import bars, by_layer, folded, with_headings
 from mcore_convert.errors import fold
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mcore_convert.amounts import in_bytes, in_digits, in_parameters, in_percent, in_range
 from mcore_convert.cli import options
-from mcore_convert.cli.text import in_bytes, in_parameters, progress, say, show, table
-from mcore_convert.cli.values import bars, by_layer, folded, in_digits, in_percent, in_range, with_headings
+from mcore_convert.cli.text import progress, say, show, table
+from mcore_convert.cli.values import bars, by_layer, folded, with_headings
 from mcore_convert.errors import MAX_ITEMS
 from mcore_convert.spec.layout import Rank
 

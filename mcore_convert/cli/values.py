@@ -89,22 +89,3 @@ def _can_show(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def in_digits(value: float) -> str:
-    """Three digits of a number."""
-    return "0" if value == 0 else f"{value:.3g}"
-
-
-def in_range(values: Sequence[float]) -> str:
-    """`0.019 - 0.024`, or one number where they are alike."""
-    low, high = in_digits(min(values)), in_digits(max(values))
-    return low if low == high else f"{low} - {high}"
-
-
-def in_percent(share: float) -> str:
-    """A share of all; what is not all never shows as 100 %."""
-    if share in (0, 1):
-        return f"{share:.0%}".replace("%", " %")
-    text = f"{100 * share:.3g}"
-    return f"{'>99.9' if text == '100' else text} %"

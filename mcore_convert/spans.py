@@ -18,7 +18,7 @@ PART = 64 * 2**20  # bytes that one thread takes at a time
 
 
 class Piece(NamedTuple):
-    """A box of the global tensor whose first element is number `start` of a run; `axes` vary slowest to fastest."""
+    """A box of the global tensor whose first element is number `start` of a span; `axes` vary slowest to fastest."""
 
     start: int
     box: Box
@@ -26,17 +26,17 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class Span:
     """Elements of one global tensor, and where each of several files has them: views of equal shape.
 
-    Boxes that lie one behind the other in every file are one run, so that a tensor made of many pieces is read at once.
+    Boxes that lie one behind the other in every file are one span, so that a tensor of many pieces is read at once.
     """
 
     views: tuple[View, ...]
     pieces: tuple[Piece, ...]
 
     def place(self, index: int) -> Shape:
-        """Where element `index` of the run stands in the global tensor."""
+        """Where element `index` of the span stands in the global tensor."""
         piece = self.pieces[bisect.bisect_right(self.pieces, index, key=lambda piece: piece.start) - 1]
         left = index - piece.start
         at = list(piece.box.offsets)
@@ -47,7 +47,7 @@ class Run:
 
 
 class Block(NamedTuple):
-    """A part of a run that is looked at in one step: elements `start` to `stop`, which `where` selects from a view."""
+    """A part of a span that is looked at in one step: elements `start` to `stop`, which `where` selects from a view."""
 
     start: int
     stop: int
@@ -55,22 +55,22 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some blocks of a run, for one thread."""
+    """Some blocks of a span, for one thread."""
 
-    run: Run
+    span: Span
     blocks: tuple[Block, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(block.stop - block.start for block in self.blocks) * sum(v.itemsize for v in self.run.views)
+        return sum(block.stop - block.start for block in self.blocks) * sum(v.itemsize for v in self.span.views)
 
 
-def runs_of(slots: Sequence[Slot]) -> list[Run]:
+def spans_of(slots: Sequence[Slot]) -> list[Span]:
     """The elements that slots hold, each once, in the order of the files."""
     return _joined(((slot.view,), slot.box) for slot in slots)
 
 
-def paired_runs(mine: Sequence[Slot], theirs: Sequence[Slot]) -> list[Run]:
+def paired_spans(mine: Sequence[Slot], theirs: Sequence[Slot]) -> list[Span]:
     """The elements that two lists of slots have in common, with both views of each, in the order of the first."""
     pairs = []
     for slot in mine:
@@ -80,9 +80,9 @@ def paired_runs(mine: Sequence[Slot], theirs: Sequence[Slot]) -> list[Run]:
     return _joined(pairs)
 
 
-def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Run]:
-    """One run for what lies together in every file."""
-    runs: list[Run] = []
+def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Span]:
+    """One span for what lies together in every file."""
+    spans: list[Span] = []
     views: tuple[View, ...] = ()
     pieces: list[Piece] = []
     for each, box in sorted(held, key=lambda pair: (pair[0][0].path, pair[0][0].offset)):
@@ -92,7 +92,7 @@ def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Run]:
         turned = tuple(_flat(_turned(view, axes)) for view in each)
         if not all(len(view.shape) == 1 for view in turned):  # one of them is not contiguous: all keep their shape
             turned = tuple(_turned(view, axes) for view in each)
-            runs.append(Run(turned, (Piece(0, box, axes),)))
+            spans.append(Span(turned, (Piece(0, box, axes),)))
             continue
         if views and all(_follows(view, before) for view, before in zip(turned, views, strict=True)):
             pieces.append(Piece(views[0].shape[0], box, axes))
@@ -102,11 +102,11 @@ def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Run]:
             )
             continue
         if views:
-            runs.append(Run(views, tuple(pieces)))
+            spans.append(Span(views, tuple(pieces)))
         views, pieces = turned, [Piece(0, box, axes)]
     if views:
-        runs.append(Run(views, tuple(pieces)))
-    return runs
+        spans.append(Span(views, tuple(pieces)))
+    return spans
 
 
 def _turned(view: View, axes: tuple[int, ...]) -> View:
@@ -128,26 +128,26 @@ def _follows(view: View, before: View) -> bool:
     return (view.path, view.dtype, view.offset) == (before.path, before.dtype, before.offset + before.nbytes)
 
 
-def parts_of(runs: Iterable[Run]) -> Iterator[Part]:
-    """The runs in parts that threads can take; the same parts whatever the number of threads."""
-    for run in runs:
+def parts_of(spans: Iterable[Span]) -> Iterator[Part]:
+    """The spans in parts that threads can take; the same parts whatever the number of threads."""
+    for span in spans:
         blocks: list[Block] = []
         nbytes = 0
-        for block in _blocks(run):
+        for block in _blocks(span):
             blocks.append(block)
-            nbytes += (block.stop - block.start) * run.views[0].itemsize
+            nbytes += (block.stop - block.start) * span.views[0].itemsize
             if nbytes >= PART:
-                yield Part(run, tuple(blocks))
+                yield Part(span, tuple(blocks))
                 blocks, nbytes = [], 0
         if blocks:
-            yield Part(run, tuple(blocks))
+            yield Part(span, tuple(blocks))
 
 
-def _blocks(run: Run) -> Iterator[Block]:
+def _blocks(span: Span) -> Iterator[Block]:
     """Neighbouring elements, about STEP bytes of the first file at a time."""
-    shape = run.views[0].shape
+    shape = span.views[0].shape
     start = 0
-    for where in blocks_of(shape, run.views[0].itemsize, STEP):
+    for where in blocks_of(shape, span.views[0].itemsize, STEP):
         inner = shape[len(where) :]
         stop = start + Box.whole(tuple(part.stop - part.start for part in where) + inner).numel
         yield Block(start, stop, where)

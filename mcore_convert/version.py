@@ -1,0 +1,3 @@
+"""The version, where every module may read it."""
+
+VERSION = "0.1.0"

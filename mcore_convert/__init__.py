@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 from mcore_convert.version import VERSION
 
 if TYPE_CHECKING:
-    from mcore_convert.api import Conversion, convert, inspect, reshard, verify
+    from mcore_convert.api import Conversion, convert, diff, inspect, reshard, verify
+    from mcore_convert.comparison import Comparison
     from mcore_convert.errors import ConvertError
     from mcore_convert.inspection import Inspection
     from mcore_convert.publish import Export, export, push
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
+    "Comparison",
     "Conversion",
     "ConvertError",
     "Export",
@@ -24,6 +26,7 @@ __all__ = [
     "Upload",
     "Verification",
     "convert",
+    "diff",
     "export",
     "export_all",
     "inspect",
@@ -35,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Comparison": "comparison",
     "Conversion": "api",
     "ConvertError": "errors",
     "Export": "publish",
@@ -43,6 +47,7 @@ _HOMES = {
     "Upload": "uploads",
     "Verification": "verification",
     "convert": "api",
+    "diff": "api",
     "export": "publish",
     "export_all": "sweep",
     "inspect": "api",

@@ -1,4 +1,4 @@
-"""The public functions: `convert`, `verify` and `inspect`, as the command line offers them."""
+"""The public functions, as the command line offers them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_convert.execute import execute, expected_memory
 from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
 from mcore_convert.hub import local_path
 from mcore_convert.identify import identify, open_checkpoint
-from mcore_convert.inspection import Inspection, inspect_checkpoint
+from mcore_convert.look import diff, inspect
 from mcore_convert.plan import Plan
 from mcore_convert.spec.layout import Layout
 from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
@@ -212,16 +212,6 @@ def verify(
     return dataclasses.replace(found, logits=report)
 
 
-@file_errors()
-def inspect(path: PathLike) -> Inspection:
-    """Look at a checkpoint: what it is, and what is in it. Reads headers only.
-
-    Raises:
-        UnreadableCheckpoint: it is no checkpoint, or its headers are damaged.
-    """
-    return inspect_checkpoint(Path(path))
-
-
 def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:
     """Refuse options that would change nothing: a user who gives one expects something of it."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
@@ -238,4 +228,4 @@ def _path(path: PathLike | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-__all__ = ["FORMATS", "Conversion", "convert", "inspect", "reshard", "verify"]
+__all__ = ["FORMATS", "Conversion", "convert", "diff", "inspect", "reshard", "verify"]

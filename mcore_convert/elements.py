@@ -206,9 +206,32 @@ def global_tensor(files: Files, slots: list[Slot], shape: Shape) -> Bytes:
 
 def as_float(array: Bytes, dtype: str) -> NDArray[np.float64]:
     """The values of elements that were read as unsigned integers."""
-    if dtype == "bfloat16":
-        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return np.ascontiguousarray(array).view(dtype).astype(np.float64)
+    if dtype in FP8:
+        return FP8[dtype][array]
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        if dtype == "bfloat16":
+            return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return np.ascontiguousarray(array).view(dtype).astype(np.float64)
+
+
+def _float8(exponent_bits: int, *, finite: bool) -> NDArray[np.float64]:
+    """The value of every byte. `finite` floats have no infinity, and NaN only where all bits are set."""
+    mantissa_bits = 7 - exponent_bits
+    bias = 2 ** (exponent_bits - 1) - 1
+    byte = np.arange(256)
+    exponent, mantissa = (byte & 0x7F) >> mantissa_bits, byte & (2**mantissa_bits - 1)
+    normal = np.ldexp(1 + mantissa / 2**mantissa_bits, exponent - bias)
+    values = np.where(exponent == 0, np.ldexp(mantissa / 2**mantissa_bits, 1 - bias), normal)
+    if finite:
+        values[byte & 0x7F == 0x7F] = np.nan
+    else:
+        top = exponent == 2**exponent_bits - 1
+        values[top] = np.where(mantissa[top] == 0, np.inf, np.nan)
+    signed: NDArray[np.float64] = np.where(byte & 0x80, -values, values)
+    return signed
+
+
+FP8 = {"float8_e4m3fn": _float8(4, finite=True), "float8_e5m2": _float8(5, finite=False)}
 
 
 def round_to(array: Bytes, dtype: str) -> Bytes:

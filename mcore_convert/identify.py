@@ -50,6 +50,35 @@ class Model:
         return sum(Box.whole(self.family.shape(weight, self.dims)).numel for weight, _ in instances)
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that can be read. Where it is of no model that is known, `model` is None and `error` says why."""
+
+    checkpoint: HfCheckpoint | MegatronCheckpoint
+    model: Model | None
+    error: ConfigError | None = None
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why no family represents it, a line each."""
+        if self.model is not None:
+            return self.model.refusals
+        return () if self.error is None else (self.error.message, *self.error.items)
+
+
+def open_any(path: Path, *, hf_config: Path | None = None, vocab_size: int | None = None) -> Opened:
+    """Open a checkpoint, of a known model or not.
+
+    Raises:
+        ConvertError: it cannot be read, or its arguments are contradictory.
+    """
+    try:
+        model = identify(path, hf_config=hf_config, vocab_size=vocab_size)
+    except ConfigError as error:
+        return Opened(open_checkpoint(path), None, error)
+    return Opened(model.checkpoint, model)
+
+
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfCheckpoint | MegatronCheckpoint:
     """Open a directory in whatever format it has; headers only.
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mcore_convert.contents import family_of
 from mcore_convert.errors import ConfigError, LayoutError
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.mp_rank import MpRankCheckpoint
 from mcore_convert.formats.mp_rank_layout import layout_of
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint
-from mcore_convert.identify import MegatronCheckpoint, Model, identify, open_checkpoint
+from mcore_convert.identify import MegatronCheckpoint, Model, Opened
+from mcore_convert.outliers import Outlier
 from mcore_convert.ranks import RankPart, rank_parts
-from mcore_convert.spec import gpt
+from mcore_convert.spec import arguments, gpt
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.layout import Layout
+from mcore_convert.statistics import WeightStatistics
 from mcore_convert.tensors import TensorMeta
 
 RANK = re.compile(r"mp_rank_[\d_]+( model\d+)?: ")  # tensors of all ranks are counted together
@@ -35,7 +39,11 @@ class WeightLine:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a directory holds. `refusals` says why no family represents it, where none does."""
+    """What a directory holds. `refusals` says why no family represents it, where none does.
+
+    `ranks` are those of the layout that it was saved at, `planned` those of one that was asked for. `statistics` are
+    there where they were asked for, and `outliers` what stands out in them.
+    """
 
     path: str
     format: str
@@ -58,27 +66,18 @@ class Inspection:
     weights: tuple[WeightLine, ...]
     notes: tuple[str, ...]
     ranks: tuple[RankPart, ...] = ()
+    planned: tuple[RankPart, ...] = ()
+    statistics: tuple[WeightStatistics, ...] = ()
+    outliers: tuple[Outlier, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self)
+        return {**asdict(self), "statistics": [weight.as_dict() for weight in self.statistics]}
 
 
-def inspect_checkpoint(path: Path) -> Inspection:
-    """Look at a directory.
-
-    Raises:
-        UnreadableCheckpoint: it is no checkpoint, or its headers are damaged. That weights are whole is not proven:
-            `verify` and `convert` do that.
-    """
-    model: Model | None = None
-    refusals: tuple[str, ...] = ()
-    try:
-        model = identify(path)
-        checkpoint, refusals = model.checkpoint, model.refusals
-    except ConfigError as error:  # readable, but of no known model
-        checkpoint = open_checkpoint(path)
-        refusals = (error.message, *error.items)
+def inspection_of(opened: Opened) -> Inspection:
+    """What an open checkpoint's headers say. That weights are whole is not proven: `verify` and `convert` do that."""
+    checkpoint, model, refusals = opened.checkpoint, opened.model, opened.refusals
     tensors = checkpoint.tensors
     dims = model.dims if model else None
     common = _common_of(checkpoint)
@@ -119,15 +118,49 @@ def _num_files(checkpoint: HfCheckpoint | MegatronCheckpoint) -> int:
 
 def _ranks(model: Model) -> tuple[RankPart, ...]:
     """What each rank of the run held; nothing where its arguments do not tell."""
-    checkpoint = model.checkpoint
-    if isinstance(checkpoint, HfCheckpoint):
+    layout = saved_layout(model)
+    if layout is None:
         return ()
     try:
-        layout = checkpoint.layout if isinstance(checkpoint, MpRankCheckpoint) else layout_of(model.args)
-        dtype = next(iter(checkpoint.tensors.values())).dtype
-        return tuple(rank_parts(gpt.family(model.args), model.dims, layout, dtype))
+        return tuple(rank_parts(gpt.family(model.args), model.dims, layout, dtype_of(model)))
     except (LayoutError, ConfigError):
         return ()
+
+
+def saved_layout(model: Model) -> Layout | None:
+    """The layout at which a checkpoint was saved; None where it has none, or does not tell."""
+    checkpoint = model.checkpoint
+    if isinstance(checkpoint, HfCheckpoint):
+        return None
+    try:
+        return checkpoint.layout if isinstance(checkpoint, MpRankCheckpoint) else layout_of(model.args)
+    except LayoutError:
+        return None
+
+
+def planned_ranks(opened: Opened, layout: Layout) -> tuple[RankPart, ...]:
+    """What each rank would hold at another layout, its vocabulary padded as Megatron-LM pads it there.
+
+    Raises:
+        LayoutError: the model does not fit it.
+        ConfigError: the model is not known.
+    """
+    model = opened.model
+    if model is None:
+        raise opened.error or ConfigError("a layout needs a model that is known")
+    return tuple(rank_parts(family_of(model), dims_at(model, layout.tp), layout, dtype_of(model)))
+
+
+def dims_at(model: Model, tp: int) -> Dims:
+    """The sizes of a model, its vocabulary padded for a tensor-parallel size."""
+    divisible_by = model.args.get("make_vocab_size_divisible_by") or 128
+    padded = arguments.padded_vocab_size(model.dims.vocab_size, tp, divisible_by)
+    return replace(model.dims, padded_vocab_size=padded)
+
+
+def dtype_of(model: Model) -> str:
+    """The dtype of the first weight."""
+    return next(iter(model.checkpoint.tensors.values())).dtype
 
 
 def _common_of(checkpoint: HfCheckpoint | MegatronCheckpoint) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
     """
     if a.family.name != b.family.name:
         raise VerificationError(f"a `{a.family.name}` cannot be compared with a `{b.family.name}`")
-    if _sizes(a) != _sizes(b):
-        mine, theirs = _sizes(a), _sizes(b)
+    if sizes_of(a) != sizes_of(b):
+        mine, theirs = sizes_of(a), sizes_of(b)
         items = [f"{name}: {mine[name]} and {theirs[name]}" for name in mine if mine[name] != theirs[name]]
         raise VerificationError("the models have different sizes", items=items)
     family, states, notes = _common_ground(a, b)
@@ -100,7 +100,7 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         a.family.name,
         len(results),
         nbytes,
-        tuple(_config_differences(a, b)),
+        tuple(config_differences(a, b)),
         tuple(result for result in results if result is not None),
         tuple(dict.fromkeys([*a.notes, *b.notes, *notes])),
     )
@@ -120,12 +120,14 @@ def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[st
     return gpt.family(a.args), states, [f"only one has {', '.join(left)} of an optimizer"] if left else []
 
 
-def _sizes(model: Model) -> Mapping[str, Any]:
+def sizes_of(model: Model) -> Mapping[str, Any]:
+    """The sizes in which two checkpoints of a model agree, however each is padded."""
     return {name: value for name, value in vars(model.dims).items() if name != "padded_vocab_size"}
 
 
-def _config_differences(a: Model, b: Model) -> list[str]:
-    if a.refusals:  # no family can put it into the words of a `config.json`
+def config_differences(a: Model, b: Model) -> list[str]:
+    """What the configurations of two checkpoints mean differently, a line each."""
+    if a.refusals or b.refusals:  # no family can put both into the words of a `config.json`
         first, second = ({name: model.args.get(name) for name in NEUTRAL} for model in (a, b))
     else:
         first, second = (model.family.config.to_hf(model.args) for model in (a, b))

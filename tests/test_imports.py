@@ -22,7 +22,7 @@ LONGEST = 320  # lines of a file: one responsibility
 # A module may import those of the lines above its own, and nothing else of the project. Names without a package are
 # those of `mcore_convert`.
 LAYERS = """
-errors  version
+amounts  errors  scale  version
 spec.names  spec.neutral  spec.shard  spec.arguments
 spec.config  spec.dims  spec.bridge  spec.command_line
 spec.fields  spec.layout  spec.pack
@@ -34,6 +34,8 @@ spec.gpt
 tensors
 ranks
 elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
+spans
+values
 formats.module_buffers  formats.old_names  formats.pickle_writer
 formats.old_classes  formats.torch_file
 formats.dcp  formats.hf  formats.torch_tree
@@ -50,15 +52,20 @@ formats.mp_rank  formats.mp_rank_writer
 families  plan
 hf_tensors
 identify  readback
-targets
+contents  targets
+changes
 conversion
 destination
 execute
 megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights
 megatron.model
-verification  inspection  hub  runs  tokenizer_files
-logits  companions  card  hub_errors
+verification  statistics  hub  runs  tokenizer_files
+logits  outliers  comparison  companions  card  hub_errors
+inspection
+page  page.curve  page.heat  page.layouts  page.render
+page.pages
+look
 api  exports  streams  uploads
 publish
 sweep
@@ -109,7 +116,8 @@ train_entry.pretrain
 train_entry.__main__
 train_entry
 cli.interruption  cli.options  cli.text
-cli.convert  cli.data  cli.families  cli.inspect  cli.push  cli.verify
+cli.values
+cli.convert  cli.data  cli.diff  cli.families  cli.inspect  cli.push  cli.verify
 cli.export  cli.reshard  cli.train
 cli
 __main__
@@ -216,10 +224,11 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
     assert loaded(command("--help")) == []
     assert loaded(command("families", "llama")) == []
     assert loaded(command("convert", source, dist, "--tp", "2")) == []
-    assert loaded(command("inspect", dist)) == []
+    assert loaded(command("inspect", dist, "--stats")) == []
     assert loaded(command("convert", dist, back)) == []
     assert loaded(command("verify", source, back)) == []
     assert loaded(command("export", dist, "--dtype", "bfloat16", "--overwrite")) == ["huggingface_hub"]
+    assert loaded(command("diff", source, back)) == []
     ranks, whole = str(tmp_path / "ranks"), str(tmp_path / "whole")
     assert loaded(command("reshard", dist, ranks, "--to", "torch", "--tp", "2", "--pp", "2")) == []
     assert loaded(command("reshard", ranks, whole)) == []
@@ -232,8 +241,8 @@ def test_a_configuration_loads_neither_torch_nor_transformers_nor_megatron() -> 
 
 
 def test_the_public_names() -> None:
-    kinds = ["Conversion", "ConvertError", "Export", "Inspection", "Swept", "Upload", "Verification"]
-    functions = ["convert", "export", "export_all", "inspect", "iter_hf_weights", "load_hf_model", "push"]
+    kinds = ["Comparison", "Conversion", "ConvertError", "Export", "Inspection", "Swept", "Upload", "Verification"]
+    functions = ["convert", "diff", "export", "export_all", "inspect", "iter_hf_weights", "load_hf_model", "push"]
     names = [*kinds, *functions, "reshard", "verify"]
     assert mcore_convert.__all__ == names
     assert dir(mcore_convert) == sorted([*names, "__version__"])

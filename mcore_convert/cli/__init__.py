@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from mcore_convert.cli import convert, data, export, families, inspect, push, reshard, train, verify
+from mcore_convert.cli import convert, data, diff, export, families, inspect, push, reshard, train, verify
 from mcore_convert.cli.interruption import Interrupted, interruptible
 from mcore_convert.cli.text import say
 from mcore_convert.errors import ConvertError
@@ -29,6 +29,7 @@ app.command("reshard")(reshard.command)
 app.command("export")(export.command)
 app.command("push")(push.command)
 app.command("verify")(verify.command)
+app.command("diff")(diff.command)
 app.command("inspect")(inspect.command)
 app.command("families")(families.command)
 app.command("train")(train.command)

@@ -3,39 +3,82 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_convert.cli.text import in_bytes, in_parameters, say, show, table
+from mcore_convert.amounts import in_bytes, in_digits, in_parameters, in_percent, in_range
+from mcore_convert.cli import options
+from mcore_convert.cli.text import progress, say, show, table
+from mcore_convert.cli.values import bars, by_layer, folded, with_headings
+from mcore_convert.errors import MAX_ITEMS
 from mcore_convert.spec.layout import Rank
 
 if TYPE_CHECKING:
     from mcore_convert.inspection import Inspection
     from mcore_convert.ranks import RankPart
+    from mcore_convert.statistics import WeightStatistics
+
+Planned = Annotated[int | None, typer.Option(min=1, help="Size in a layout to look at, beside that of the checkpoint")]
 
 
 def command(
     path: Annotated[Path, typer.Argument(help="A checkpoint directory, in any format")],
+    stats: Annotated[
+        bool | None,
+        typer.Option("--stats/--no-stats", help="Read every weight and say what its values are like; a page does"),
+    ] = None,
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="With statistics of the optimizer's state")] = False,
+    tp: Planned = None,
+    pp: Planned = None,
+    vpp: options.Vpp = None,
+    ep: Planned = None,
+    first_stage_layers: options.FirstStage = None,
+    last_stage_layers: options.LastStage = None,
+    pipeline_layout: options.PipelineLayout = None,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON")] = False,
+    html: options.Html = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Say what a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers only.
+
+    With --stats it reads all weights and says what their values are like. The sizes of a layout show what each of its
+    ranks would hold.
 
     Example: mcore-convert inspect ./checkpoints
     """
     from mcore_convert.api import inspect
+    from mcore_convert.spec.layout import Layout
 
-    found = inspect(path)
+    if optimizer and not (stats or html):
+        raise typer.BadParameter("it needs --stats", param_hint="--optimizer")
+    sizes = (tp, pp, vpp, ep, first_stage_layers, last_stage_layers, pipeline_layout)
+    planned = None
+    if any(size is not None for size in sizes):
+        planned = Layout(
+            tp=tp or 1,
+            pp=pp or 1,
+            vpp=vpp,
+            ep=ep or 1,
+            first_stage_layers=first_stage_layers,
+            last_stage_layers=last_stage_layers,
+            pipeline_layout=pipeline_layout,
+        )
+    with progress(quiet=quiet) as update:
+        found = inspect(path, stats=stats, optimizer=optimizer, planned=planned, html=html, progress=update)
     if json:
         show(jsonlib.dumps(found.as_dict(), indent=2, default=str))
-    else:
+    elif not quiet:
         report(found)
+    if html is not None and not quiet:
+        say(f"page written to {html}")
 
 
-def grid(ranks: tuple[RankPart, ...]) -> list[str]:
+def grid(ranks: tuple[RankPart, ...], *, least: int = 2) -> list[str]:
     """A picture of a layout: a column for each pipeline stage, a row for each tensor- and expert-parallel rank."""
-    if len(ranks) < 2:
+    if len(ranks) < least:
         return []
     columns = sorted({part.rank.pp for part in ranks})
     cells = {part.rank: part for part in ranks}
@@ -91,14 +134,63 @@ def report(found: Inspection) -> None:
         show(line)
     for line in grid(found.ranks):
         show(line)
+    if found.planned:
+        show()
+        show("planned")
+        for line in grid(found.planned, least=1)[1:]:
+            show(line)
     show()
+    if found.statistics:
+        report_statistics(found)
+    else:
+        report_weights(found)
+    for note in found.notes:
+        say(f"note: {note}")
+    for line in found.refusals:
+        say(f"note: {line}")
+
+
+def report_weights(found: Inspection) -> None:
+    """A line for each weight, as it is stored."""
     rows = [("weight", "shape", "dtype", "count", "bytes")]
     for weight in found.weights:
         shape = "x".join(map(str, weight.shape))
         rows.append((weight.name, shape, weight.dtype, str(weight.count), in_bytes(weight.nbytes)))
     for line in table(rows, right=(3, 4)):
         show(line)
-    for note in found.notes:
-        say(f"note: {note}")
-    for line in found.refusals:
-        say(f"note: {line}")
+
+
+def report_statistics(found: Inspection) -> None:
+    """A line for the values of each weight, then what stands out."""
+    bad = any(weight.num_nan or weight.num_inf for weight in found.statistics)
+
+    def line(members: list[WeightStatistics]) -> tuple[str, ...]:
+        zeros, numel = sum(w.zeros for w in members), sum(w.numel for w in members)
+        num_bad = sum(w.num_nan + w.num_inf for w in members)
+        return (
+            "x".join(map(str, members[0].shape)),
+            in_range([w.rms for w in members]),
+            in_digits(max(w.largest for w in members)),
+            in_percent(zeros / numel if numel else 0.0),
+            *([str(num_bad)] if bad else []),
+            bars(by_layer(members, total_rms)),
+        )
+
+    head = ("weight", "shape", "rms", "largest", "zeros", *(["NaN, inf"] if bad else []), "rms by layer")
+    for text in table([head, *with_headings(folded(found.statistics), line)], right=(3, 4, 5) if bad else (3, 4)):
+        show(text)
+    show()
+    if not found.outliers:
+        show("nothing stands out")
+        return
+    show("what stands out")
+    for outlier in found.outliers[:MAX_ITEMS]:
+        show(f"  {outlier.text}")
+    if len(found.outliers) > MAX_ITEMS:
+        show(f"  ... and {len(found.outliers) - MAX_ITEMS} more")
+
+
+def total_rms(members: list[WeightStatistics]) -> float:
+    """The rms of several tensors taken as one."""
+    numel = sum(w.numel for w in members)
+    return math.hypot(*(w.norm for w in members)) / math.sqrt(numel) if numel else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +58,13 @@ def arguments(texts: list[str] | None) -> dict[str, Any]:
     return found
 
 
+def page_name(path: Path | None) -> Path | None:
+    """A page is called so: a slip must not replace a file of another kind."""
+    if path is not None and path.suffix.lower() not in (".html", ".htm"):
+        raise typer.BadParameter(f"`{path}` is no name of a page; call it `{path.name}.html`")
+    return path
+
+
 Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel size")]
 Pp = Annotated[int, typer.Option(min=1, help="Pipeline-parallel size")]
 Vpp = Annotated[int | None, typer.Option(min=1, help="Virtual pipeline stages on each pipeline rank")]
@@ -79,6 +87,9 @@ Given = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a destination that exists")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and prove, write nothing")]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE.html", callback=page_name, help="Also write one self-contained page")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only")]
 Private = Annotated[bool, typer.Option("--private", help="Make a new repository private")]

@@ -6,6 +6,10 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+from mcore_convert.amounts import in_bytes, in_parameters
+
+__all__ = ["in_bytes", "in_parameters", "printable", "progress", "say", "show", "table"]
+
 
 def say(line: str) -> None:
     """A message for the user, on stderr."""
@@ -37,23 +41,6 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
         ).rstrip()
         for row in rows
     ]
-
-
-def in_bytes(count: float) -> str:
-    """A number of bytes for people: `2.47 GB`."""
-    return f"{count:.0f} B" if count < 1000 else _scaled(count, (" B", " kB", " MB", " GB", " TB"))
-
-
-def in_parameters(count: float) -> str:
-    """A number of parameters for people: `1.24 B`."""
-    return _scaled(count, ("", " k", " M", " B", " T"))
-
-
-def _scaled(count: float, units: Sequence[str]) -> str:
-    power = 0
-    while count >= 999.5 and power < len(units) - 1:
-        count, power = count / 1000, power + 1
-    return f"{count:.3g}{units[power]}"
 
 
 @contextlib.contextmanager

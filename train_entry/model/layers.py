@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from mcore_convert.megatron.model import local_block_spec
 from train_entry.model.attention import SdpaAttention
-from train_entry.model.operations import column_linear, swiglu
+from train_entry.model.operations import column_linear, sum_of_ranks, swiglu
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -90,10 +90,13 @@ def _graph_modules() -> tuple[type, type, type]:
             return product if bias is None else product + bias
 
     class GraphRowParallelLinear(RowParallelLinear):
-        """Megatron's linear layer over rows."""
+        """Megatron's linear layer over rows, of parts that ranks have already, with its message as one operation."""
 
-        def _forward_impl(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:  # noqa: A002
-            return functional.linear(input, weight)
+        def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+            product = functional.linear(input_, self.weight)
+            if self.tp_group.size() > 1:
+                product = sum_of_ranks(product, self.sequence_parallel, self.tp_group.group_name)
+            return product, self.bias  # which is added with the residual
 
     class GraphSelfAttention(SelfAttention):
         """As much of Megatron's self-attention as training takes, with cosines and sines from tables."""

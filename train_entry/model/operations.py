@@ -1,4 +1,8 @@
-"""Operations that a graph holds as one: a linear layer with its messages, and the gated activation of an MLP."""
+"""Operations that a graph holds as one: what sends messages between ranks, and the gated activation of an MLP.
+
+A compiler must not look into what sends: of Megatron's functions, which write what they receive into a tensor made
+before, torch 2.11 makes a graph whose gradients are zero, without a word.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +91,51 @@ def _ranks(group: str) -> dist.ProcessGroup:
     """A group by its name, which is all that an operation of a graph can be given."""
     ranks: dist.ProcessGroup = _resolve_process_group(cast(Any, group))
     return ranks
+
+
+@torch.library.custom_op(
+    "train_entry::sum_of_ranks", mutates_args=(), schema="(Tensor part, bool scatter, str group) -> Tensor"
+)
+def sum_of_ranks(part: Tensor, scatter: bool, group: str) -> Tensor:
+    """The sum over ranks: all of it, or of the tokens that are this rank's with sequence parallelism."""
+    ranks = _ranks(group)
+    if not scatter:
+        whole = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=ranks)
+        return whole
+    mine = part.new_empty(len(part) // ranks.size(), *part.shape[1:])
+    dist.reduce_scatter_tensor(mine, part.contiguous(), group=ranks)
+    return mine
+
+
+@sum_of_ranks.register_fake
+def _(part: Tensor, scatter: bool, group: str) -> Tensor:
+    return part.new_empty(len(part) // (_ranks(group).size() if scatter else 1), *part.shape[1:])
+
+
+@torch.library.custom_op("train_entry::tokens_of_ranks", mutates_args=(), schema="(Tensor mine, str group) -> Tensor")
+def tokens_of_ranks(mine: Tensor, group: str) -> Tensor:
+    """The tokens of all ranks, one rank's after the other's."""
+    whole, gathering = _gather(mine, group)
+    gathering.wait()
+    return whole
+
+
+@tokens_of_ranks.register_fake
+def _(mine: Tensor, group: str) -> Tensor:
+    return mine.new_empty(len(mine) * _ranks(group).size(), *mine.shape[1:])
+
+
+def _remember_ranks(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.scatter, ctx.group = inputs
+
+
+def _part_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    # every rank goes on with the whole sum, so that each has the whole gradient already
+    return tokens_of_ranks(gradient, ctx.group) if ctx.scatter else gradient, None, None
+
+
+sum_of_ranks.register_autograd(_part_backward, setup_context=_remember_ranks)
 
 
 @torch.library.custom_op("train_entry::swiglu", mutates_args=(), schema="(Tensor hidden) -> Tensor")

@@ -1,0 +1,125 @@
+"""`mcore-convert diff`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mcore_convert.amounts import in_bytes, in_digits, in_percent
+from mcore_convert.cli.options import Html, Quiet, VocabSize
+from mcore_convert.cli.text import progress, say, show, table
+from mcore_convert.cli.values import bars, by_layer, folded, with_headings
+from mcore_convert.errors import fold
+
+if TYPE_CHECKING:
+    from mcore_convert.changes import Change
+    from mcore_convert.comparison import Comparison, Side
+
+
+def command(
+    a: Annotated[str, typer.Argument(help="A checkpoint, in any format")],
+    b: Annotated[str, typer.Argument(help="What became of it, in any format")],
+    top: Annotated[int, typer.Option(min=0, help="Also list so many tensors that changed most")] = 0,
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="With the states of the optimizer")] = False,
+    hf_config: Annotated[
+        Path | None, typer.Option(help="Configuration of a Megatron checkpoint that stores no arguments")
+    ] = None,
+    vocab_size: VocabSize = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON")] = False,
+    html: Html = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say what changed between two checkpoints, weight by weight. A report, not a test: exit code 0 where they differ.
+
+    Example: mcore-convert diff ./Llama-3.2-1B ./checkpoints --top 5
+    """
+    from mcore_convert.api import diff
+
+    with progress(quiet=quiet) as update:
+        found = diff(a, b, optimizer=optimizer, hf_config=hf_config, vocab_size=vocab_size, html=html, progress=update)
+    if json:
+        show(jsonlib.dumps(found.as_dict(), indent=2))
+    elif not quiet:
+        report(found, top)
+    if html is not None and not quiet:
+        say(f"page written to {html}")
+
+
+def report(found: Comparison, top: int) -> None:
+    """The result in a few lines, then a line for each weight."""
+    for note in found.notes:
+        say(f"note: {note}")
+    changed = f"{found.num_changed} of {len(found.changes)} changed, {in_bytes(found.nbytes)} read"
+    facts = [("a", _about(found.a)), ("b", _about(found.b)), ("weights", changed)]
+    if found.num_changed:
+        facts.append(("elements", f"{in_percent(found.share)} changed, |b - a| is {in_digits(found.relative)} of |a|"))
+    for line in table(facts):
+        show(line)
+    for name, only in (("a", found.only_in_a), ("b", found.only_in_b)):
+        if only:
+            show(f"only in {name}")
+            for line in fold(only):
+                show(f"  {line}")
+    if found.config_differences:
+        show("config")
+        for line in found.config_differences:
+            show(f"  {line}")
+    if found.num_changed:
+        show()
+        for line in table(changes_by_weight(found), right=(1, 2, 3)):
+            show(line)
+    if top and found.num_changed:
+        show()
+        for line in table(most_changed(found, top), right=(1, 2, 3, 4)):
+            show(line)
+
+
+def _about(side: Side) -> str:
+    parts = [side.format, side.family or "", "" if side.iteration is None else f"iteration {side.iteration}"]
+    return f"{side.path}  {', '.join(filter(None, parts))}"
+
+
+def changes_by_weight(found: Comparison) -> list[tuple[str, ...]]:
+    """A line for each weight, its layers folded, in the order of the forward pass."""
+    from mcore_convert.changes import total_relative
+
+    bad = any(sum(change.num_bad) for change in found.changes)
+
+    def line(members: list[Change]) -> tuple[str, ...]:
+        bad_a, bad_b = (sum(counts) for counts in zip(*(c.num_bad for c in members), strict=True))
+        changed, numel = sum(c.num_changed for c in members), sum(c.numel for c in members)
+        worst = max(members, key=lambda change: change.largest)
+        return (
+            in_percent(changed / numel if numel else 0.0),
+            in_digits(total_relative(members)),
+            in_digits(worst.largest),
+            _place(worst),
+            *([f"{bad_a} -> {bad_b}" if bad_a or bad_b else ""] if bad else []),
+            bars(by_layer(members, total_relative)),
+        )
+
+    columns = ("changed", "relative", "largest", "at", *(["NaN, inf"] if bad else []), "relative by layer")
+    return [("weight", *columns), *with_headings(folded(found.changes), line)]
+
+
+def most_changed(found: Comparison, count: int) -> list[tuple[str, ...]]:
+    """A line for each of the tensors that changed most."""
+    rows: list[tuple[str, ...]] = [("most changed", "changed", "relative", "cosine", "largest", "at", "from", "to")]
+    for change in found.most_changed(count):
+        values = ("", "") if change.values is None else tuple(map(in_digits, change.values))
+        cosine = "" if change.cosine is None else f"{change.cosine:.6f}"
+        share, far = in_percent(change.share), in_digits(change.relative)
+        where = "" if change.largest_at is None else str(list(change.largest_at))
+        rows.append((change.name, share, far, cosine, in_digits(change.largest), where, *values))
+    return rows
+
+
+def _place(change: Change) -> str:
+    if change.largest_at is None:
+        return ""
+    layer = "" if change.layer is None else f"layer {change.layer} "
+    expert = "" if change.expert is None else f"expert {change.expert} "
+    return f"{layer}{expert}{list(change.largest_at)}"

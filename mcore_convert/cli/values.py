@@ -1,0 +1,91 @@
+"""Tables of values: a line for each weight, its layers folded into a range and a row of small bars."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Protocol, TypeVar
+
+from mcore_convert.scale import logarithmic
+from mcore_convert.spec.names import PARAM
+
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "12345678"
+ZERO, ASCII_ZERO = "·", "0"
+MOST_BARS = 40  # of deeper models each bar is the highest of some neighbours
+
+
+class OfWeight(Protocol):
+    """What is said of one tensor."""
+
+    @property
+    def weight(self) -> str: ...
+    @property
+    def layer(self) -> int | None: ...
+    @property
+    def expert(self) -> int | None: ...
+    @property
+    def state(self) -> str: ...
+
+
+Said = TypeVar("Said", bound=OfWeight)
+
+
+def folded(said: Iterable[Said]) -> list[list[Said]]:
+    """What is said of the same weight in all layers and experts together, in the order of the first."""
+    groups: dict[tuple[str, str], list[Said]] = {}
+    for each in said:
+        groups.setdefault((each.weight, each.state), []).append(each)
+    return list(groups.values())
+
+
+def with_headings(groups: Sequence[list[Said]], line: Callable[[list[Said]], tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """A line for each weight, behind its name; those of layers are indented below one that names their layers."""
+    rows: list[tuple[str, ...]] = []
+    for heading, block in groupby(groups, key=lambda members: _split(members)[0]):
+        for number, members in enumerate(block):
+            cells = line(members)
+            if heading and number == 0:
+                rows.append((heading, *("" for _ in cells)))
+            rows.append((("  " if heading else "") + _split(members)[1], *cells))
+    return rows
+
+
+def _split(members: Sequence[OfWeight]) -> tuple[str, str]:
+    """Which layers a weight is in, as `decoder.layers.{0...31}`, and its name there."""
+    first = members[0]
+    name = first.weight.replace("{expert}", _span([m.expert for m in members]))
+    name = name if first.state == PARAM else f"{name} ({first.state})"
+    before, found, after = name.partition("{layer}.")
+    return (before + _span([m.layer for m in members]), after) if found else ("", name)
+
+
+def _span(found: Iterable[int | None]) -> str:
+    numbers = sorted({number for number in found if number is not None})
+    if not numbers:
+        return ""
+    return str(numbers[0]) if len(numbers) == 1 else f"{{{numbers[0]}...{numbers[-1]}}}"
+
+
+def by_layer(members: Sequence[Said], value: Callable[[list[Said]], float]) -> list[float]:
+    """A value for each layer, of all experts in it; an empty list where there are no layers."""
+    layers = sorted({member.layer for member in members if member.layer is not None})
+    return [value([member for member in members if member.layer == layer]) for layer in layers]
+
+
+def bars(values: Sequence[float]) -> str:
+    """Values as a row of small bars, on a logarithmic scale that says nothing of values that are nearly equal."""
+    if len(values) < 2:
+        return ""
+    width = -(-len(values) // MOST_BARS)
+    highest = [max(values[start : start + width]) for start in range(0, len(values), width)]
+    signs, zero = (BARS, ZERO) if _can_show(BARS + ZERO) else (ASCII_BARS, ASCII_ZERO)
+    return "".join(signs[step - 1] if step else zero for step in logarithmic(highest, len(signs)))
+
+
+def _can_show(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""The public functions that look at values: `inspect` and `diff`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_convert.comparison import Comparison, compare_contents
+from mcore_convert.contents import contents_of
+from mcore_convert.elements import Progress
+from mcore_convert.errors import ConvertError
+from mcore_convert.formats.torch_dist import TRACKER
+from mcore_convert.hub import local_path
+from mcore_convert.identify import open_any
+from mcore_convert.inspection import Inspection, inspection_of, planned_ranks
+from mcore_convert.outliers import find_outliers
+from mcore_convert.page.pages import comparison_page, inspection_page
+from mcore_convert.page.render import check_place, write_page
+from mcore_convert.spec.layout import Layout
+from mcore_convert.statistics import measure
+from mcore_convert.tensors import file_errors
+
+PathLike = str | Path
+CHECKPOINTS = "checkpoints"  # the folder of a run that has its iterations, beside its metrics
+
+
+@file_errors()
+def inspect(
+    path: PathLike,
+    *,
+    stats: bool | None = None,
+    optimizer: bool = False,
+    planned: Layout | None = None,
+    html: PathLike | None = None,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Look at a checkpoint: what it is, and what is in it. Reads headers only, unless statistics are asked for.
+
+    Args:
+        stats: read every weight once and say what its values are like, and which stand out. Without a word about it,
+            a page has them where they can be had.
+        optimizer: with the statistics of the optimizer's state.
+        planned: a layout, to see what each of its ranks would hold.
+        html: also write one self-contained page there.
+        progress: called with the bytes read so far and their total.
+
+    Raises:
+        UnreadableCheckpoint: it is no checkpoint, or it is damaged.
+        ConvertError: its weights are not known, so that they have no statistics.
+        LayoutError: the model does not fit the planned layout.
+    """
+    if html is not None:
+        check_place(Path(html))
+    opened = open_any(checkpoints_of(Path(path)))
+    found = inspection_of(opened)
+    if planned is not None:
+        found = replace(found, planned=planned_ranks(opened, planned))
+    if stats or (stats is None and html is not None):
+        try:
+            weights = measure(contents_of(opened, optimizer=optimizer), progress=progress)
+            found = replace(found, statistics=weights, outliers=tuple(find_outliers(weights)))
+        except ConvertError as error:
+            if stats:
+                raise
+            found = replace(found, notes=(*found.notes, f"no statistics: {error.message}"))
+    if html is not None:
+        write_page(Path(html), inspection_page(found, opened, planned))
+    return found
+
+
+@file_errors()
+def diff(
+    a: PathLike,
+    b: PathLike,
+    *,
+    optimizer: bool = False,
+    hf_config: PathLike | None = None,
+    vocab_size: int | None = None,
+    html: PathLike | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Say how far two checkpoints are apart, in any two formats and layouts, weight by weight.
+
+    Args:
+        a, b: Hugging Face or Megatron directories, or Hub ids; b is what became of a.
+        optimizer: with the states of the optimizer, where both have them.
+        hf_config, vocab_size: as for `convert`.
+        html: also write one self-contained page there.
+        progress: called with the bytes read so far and their total.
+
+    Raises:
+        ConvertError: one of them cannot be read, or they are different models.
+    """
+    if html is not None:
+        check_place(Path(html))
+    config = None if hf_config is None else Path(hf_config)
+    first, second = (
+        contents_of(
+            open_any(checkpoints_of(local_path(str(path))), hf_config=config, vocab_size=vocab_size),
+            optimizer=optimizer,
+        )
+        for path in (a, b)
+    )
+    found = compare_contents(first, second, progress=progress)
+    if html is not None:
+        write_page(Path(html), comparison_page(found))
+    return found
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Where a directory has its checkpoint: itself, or the folder of a training run that keeps them."""
+    within = path / CHECKPOINTS
+    return within if (within / TRACKER).is_file() and not (path / TRACKER).is_file() else path

@@ -1,0 +1,106 @@
+// What a layout gives each rank, in numbers and in words. Draws nothing.
+//
+// A layout is { cut, pipeline, ep }: which of the ways to cut weights over tensor-parallel ranks, which pipeline, and
+// the expert-parallel size. A rank is { tp, pp, ep }. A stage is [pp, chunk, first layer, one past the last].
+function layoutNumbers(data) {
+  const { weights, cuts, pipelines, experts } = data;
+  const withExperts = weights.some((weight) => weight.expert);
+
+  const cutOf = (layout) => cuts[layout.cut];
+  const pipelineOf = (layout) => pipelines[layout.pipeline];
+  const expertsOf = (layout, ep) => experts[layout.ep][ep];
+  const stagesOf = (layout, pp) => pipelineOf(layout).stages.filter((stage) => stage[0] === pp);
+  const numExperts = withExperts ? sum(Object.values(experts)[0].map(([first, stop]) => stop - first)) : 0;
+
+  // Which ends of the model some stages have. A tied model has its embedding again at the output.
+  function endsOf(layout, stages) {
+    const every = pipelineOf(layout).stages;
+    return { embedding: stages.includes(every[0]), output: stages.includes(every.at(-1)) };
+  }
+
+  // How often some stages of a rank hold a weight: once, once a layer, once for each expert of a layer.
+  function countIn(weight, layout, stages, ep) {
+    if (weight.place === "layer") {
+      const [first, stop] = weight.expert ? expertsOf(layout, ep) : [0, 1];
+      return sum(stages.map((stage) => stage[3] - stage[2])) * (stop - first);
+    }
+    const ends = endsOf(layout, stages);
+    return Number(ends[weight.place] || (weight.copied && ends.output));
+  }
+
+  const boxesOn = (number, layout, tp) => cutOf(layout).weights[number].boxes[tp];
+  const numelOn = (number, layout, tp) => sum(boxesOn(number, layout, tp).map(([, sizes]) => product(sizes)));
+
+  // Parameters and bytes that a rank holds in some of its stages; in all of them unless told which.
+  function sizesOn(layout, rank, stages = stagesOf(layout, rank.pp)) {
+    let [every, trained] = [0, 0];
+    weights.forEach((weight, number) => {
+      const numel = countIn(weight, layout, stages, rank.ep) * numelOn(number, layout, rank.tp);
+      every += numel;
+      if (weight.trained) trained += numel;
+    });
+    return { parameters: every, weights: every * data.itemsize, optimizer: trained * data.optimizerBytes };
+  }
+
+  // The pipeline ranks and the expert-parallel ranks that hold a weight of one layer and expert.
+  function holdersOf(number, layout, layer, expert) {
+    const weight = weights[number];
+    const holds = ([, , first, stop]) => first <= layer && layer < stop;
+    const pp = times(pipelineOf(layout).pp, (rank) => rank).filter((rank) => {
+      const stages = stagesOf(layout, rank);
+      return weight.place === "layer" ? stages.some(holds) : countIn(weight, layout, stages, 0);
+    });
+    const ep = times(layout.ep, (rank) => rank).filter((rank) => {
+      const [first, stop] = weight.expert ? expertsOf(layout, rank) : [expert, expert + 1];
+      return first <= expert && expert < stop;
+    });
+    return { pp, ep };
+  }
+
+  // In words
+
+  function sizesInWords(layout) {
+    const { pp, vpp } = pipelineOf(layout);
+    const sizes = [["TP", cutOf(layout).tp], ["PP", pp], ["VPP", vpp], ["EP", layout.ep]];
+    return sizes.filter(([name, size]) => size > 1 || name === "TP").map((size) => size.join(" ")).join(" × ");
+  }
+
+  function contentOf(layout, stages) {
+    const ends = endsOf(layout, stages);
+    const spans = stages.filter(([, , first, stop]) => stop > first).map(([, , first, stop]) => span(first, stop));
+    const isOne = spans.length === 1 && !spans[0].includes("–");
+    const layers = spans.length ? `layer${isOne ? "" : "s"} ${spans.join(", ")}` : "no layers";
+    return [ends.embedding && "embedding", layers, ends.output && "output"].filter(Boolean).join(", ");
+  }
+
+  function sliceOf(number, layout, tp) {
+    const { dim } = weights[number];
+    if (dim === null || cutOf(layout).tp === 1) return "whole";
+    const { shape } = cutOf(layout).weights[number];
+    const what = shape.length === 1 ? "elements" : dim === 0 ? "rows" : "columns";
+    const spans = boxesOn(number, layout, tp).map(([at, sizes]) => span(at[dim], at[dim] + sizes[dim]));
+    return `${what} ${spans.join(" and ")} of ${shape[dim].toLocaleString("en")}`;
+  }
+
+  // The shape of what a rank has of a weight: its boxes behind one another.
+  function localShape(number, layout, tp) {
+    const boxes = boxesOn(number, layout, tp);
+    const { dim } = weights[number];
+    return boxes[0][1].map((size, axis) => (axis === dim ? sum(boxes.map(([, sizes]) => sizes[dim])) : size));
+  }
+
+  function howCut({ dim, parts, shape }) {
+    if (dim === null) return "not cut: every tensor-parallel rank has all of it";
+    if (shape.length === 1) return "cut in equal pieces";
+    if (parts > 1) return `cut in rows, each of its ${parts} parts on its own`;
+    return dim === 0 ? "cut in rows (column parallel)" : "cut in columns (row parallel)";
+  }
+
+  const rankName = ({ tp, pp, ep }) => `tp ${tp} · pp ${pp}${withExperts ? ` · ep ${ep}` : ""}`;
+  const shortName = (weight) => weight.name.replace("decoder.layers.{layer}.", "").replace("{expert}", "*");
+
+  return {
+    data, weights, withExperts, numExperts, cutOf, pipelineOf, expertsOf, stagesOf, endsOf, countIn, boxesOn, numelOn,
+    sizesOn, holdersOf, sizesInWords, contentOf, sliceOf, localShape, howCut, rankName, shortName,
+  };
+}

@@ -1,0 +1,153 @@
+// The section on layouts: two of them, that of the checkpoint and a planned one, a chosen rank and a chosen weight.
+function showLayouts(data) {
+  const numbers = layoutNumbers(data);
+  const { weights, sizesInWords, stagesOf } = numbers;
+  const layouts = { saved: data.saved, planned: { ...data.planned } };
+  const titles = { saved: data.saved.isStored ? "As stored" : "Saved", planned: "Planned" };
+  const isCut = (weight) => weight.place === "layer" && weight.dim !== null;
+  const state = {
+    which: "saved", rank: { tp: 0, pp: 0, ep: 0 }, weight: Math.max(0, weights.findIndex(isCut)), layer: 0, expert: 0,
+  };
+  const shown = () => layouts[state.which];
+
+  function showMap() {
+    const choose = (rank, chunk) => {
+      state.rank = rank;
+      show();
+      byId("map").querySelector(`[aria-pressed="true"][data-chunk="${chunk}"]`).focus();
+    };
+    byId("map").replaceChildren(mapOfRanks(numbers, shown(), state.rank, choose));
+    byId("map").querySelector('[aria-pressed="true"]').tabIndex = 0;
+  }
+
+  function showRank() {
+    byId("rank").replaceChildren(...contentOfRank(numbers, shown(), state.rank, state.weight, (number) => {
+      chooseWeight(number);
+      byId("rank").querySelector('[aria-pressed="true"]')?.focus({ preventScroll: true });
+    }));
+  }
+
+  // A weight that is chosen where a rank holds it is shown in a layer and an expert that it has there.
+  function chooseWeight(number) {
+    state.weight = number;
+    const stages = stagesOf(shown(), state.rank.pp).filter(([, , first, stop]) => stop > first);
+    const isThere = stages.some(([, , first, stop]) => first <= state.layer && state.layer < stop);
+    if (!isThere && stages.length) [, , state.layer] = stages[0];
+    if (weights[number].expert) {
+      const [first, stop] = numbers.expertsOf(shown(), state.rank.ep);
+      if (state.expert < first || state.expert >= stop) state.expert = first;
+    }
+    showRank();
+    showWeight();
+  }
+
+  function showWeight() {
+    const weight = weights[state.weight];
+    const name = weight.name.replace("{layer}", state.layer).replace("{expert}", state.expert);
+    const select = (label, options, value, choose) => make("label", {}, label, make("select", {
+      "data-pick": label, on: { change: (event) => {
+        choose(Number(event.target.value));
+        byId("weight").querySelector(`[data-pick="${label}"]`).focus();
+      } },
+    }, options.map((text, number) => make("option", { value: number, selected: number === value }, text))));
+    const pick = (label, count, key) => select(label, times(count, String), state[key], (value) => {
+      state[key] = value;
+      showWeight();
+    });
+    const wasOpen = byId("weight").querySelector("details")?.open;
+    const spell = (template) => template.replace("{layer}", state.layer).replace("{expert}", state.expert);
+    byId("weight").replaceChildren(
+      make("h3", { class: "mono" }, named(name)),
+      make("p", { class: "sums" }, make("span", {}, shapeOf(weight.shape)), make("span", {}, numbers.howCut(weight))),
+      make("div", { class: "choose" }, select("weight", weights.map(numbers.shortName), state.weight, chooseWeight),
+        weight.place === "layer" ? pick("layer", data.numLayers, "layer") : null,
+        weight.expert ? pick("expert", numbers.numExperts, "expert") : null),
+      make("div", { class: "figures" }, Object.keys(layouts).map((which) => figure(which, name))),
+      weight.bands.length ? make("p", { class: "legend" },
+        weight.shape.length === 1 ? "Strip below: from" : "Strip at the left: from",
+        weight.hf.map((hf, number) => make("span", {},
+          make("i", { class: `band${number % 4}` }), hf.split(".").at(-2)))) : "",
+      make("details", { open: wasOpen }, make("summary", {}, "As a table"),
+        make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Pieces as a table" },
+          Object.keys(layouts).map(table))),
+      weight.hf.length ? make("p", { class: "small muted" }, "Hugging Face: ",
+        weight.hf.map((hf, number) => [number ? ", " : "", make("code", {}, named(spell(hf)))])) : "");
+  }
+
+  function holders(layout) {
+    const { pp, ep } = numbers.holdersOf(state.weight, layout, state.layer, state.expert);
+    const experts = layout.ep === 1 ? "" : ep.length === layout.ep ? ", every ep" : `, ep ${ep.join(" and ")}`;
+    return `pp ${pp.join(" and ")}${experts}`;
+  }
+
+  function figure(which, name) {
+    const layout = layouts[which];
+    const chosen = which === state.which ? state.rank.tp : null;
+    return make("figure", { "data-figure": which },
+      make("figcaption", {}, make("b", {}, titles[which]), ` ${sizesInWords(layout)}`, make("br"),
+        `on ${holders(layout)}`),
+      pictureOf(numbers, state.weight, layout, chosen, `${name} at ${sizesInWords(layout)}`));
+  }
+
+  function table(which) {
+    const layout = layouts[which];
+    const caption = `${titles[which]} ${sizesInWords(layout)}`;
+    const size = (tp) => bytes(numbers.numelOn(state.weight, layout, tp) * data.itemsize);
+    return make("table", { class: "table", "data-table": which }, make("caption", { class: "sr" }, caption),
+      make("thead", {}, make("tr", {},
+        [caption, "slice", "local shape"].map((head) => make("th", { scope: "col" }, head)),
+        make("th", { scope: "col", class: "n" }, "bytes"))),
+      make("tbody", {}, times(numbers.cutOf(layout).tp, (tp) => make("tr", {},
+        make("td", {}, `tp ${tp}, ${holders(layout)}`), make("td", {}, numbers.sliceOf(state.weight, layout, tp)),
+        make("td", {}, shapeOf(numbers.localShape(state.weight, layout, tp))), make("td", { class: "n" }, size(tp))))));
+  }
+
+  // The controls: which layout the map shows, and the sizes of the planned one
+
+  const tabs = Object.keys(layouts).map((which) => make("button", {
+    type: "button", role: "tab", id: `tab-${which}`, "aria-controls": "map", on: { click: () => turnTo(which) },
+  }));
+  const plan = (label, key, options) => make("label", {}, label, make("select", {
+    "data-plan": label, on: { change: (event) => {
+      layouts.planned[key] = Number(event.target.value);
+      turnTo("planned");
+    } },
+  }, options.map(([value, text]) => make("option", { value, selected: value === layouts.planned[key] }, text))));
+
+  function turnTo(which) {
+    state.which = which;
+    const most = { tp: numbers.cutOf(shown()).tp, pp: numbers.pipelineOf(shown()).pp, ep: shown().ep };
+    for (const axis of Object.keys(most)) state.rank[axis] = Math.min(state.rank[axis], most[axis] - 1);
+    show();
+  }
+
+  function show() {
+    tabs.forEach((tab, number) => {
+      const which = Object.keys(layouts)[number];
+      tab.setAttribute("aria-selected", String(which === state.which));
+      tab.tabIndex = which === state.which ? 0 : -1;
+      tab.replaceChildren(`${titles[which]} `, sizesInWords(layouts[which]));
+    });
+    byId("map").setAttribute("aria-labelledby", `tab-${state.which}`);
+    showMap();
+    showRank();
+    showWeight();
+    const listed = Object.keys(layouts).map((which) => ({ title: titles[which], layout: layouts[which] }));
+    byId("stacks").replaceChildren(...stacksOf(numbers, listed));
+  }
+
+  const list = make("div", { class: "tabs", role: "tablist", "aria-label": "Layout" }, tabs);
+  const planned = { class: "choose", role: "group", "aria-label": "The planned layout" };
+  byId("layouts").replaceChildren(list, make("div", planned,
+    make("span", { class: "small muted" }, "Plan with"),
+    plan("TP", "cut", data.cuts.slice(1).map(({ tp }, number) => [number + 1, tp])),
+    plan("Pipeline", "pipeline", data.pipelines.map(({ label }, number) => [number, label])),
+    numbers.withExperts ? plan("EP", "ep", Object.keys(data.experts).map((ep) => [Number(ep), ep])) : null));
+  moveWith(list, "button", () => 1);
+  list.addEventListener("focusin", ({ target }) => {
+    if (target.getAttribute("aria-selected") === "false") target.click();
+  });
+  moveWith(byId("map"), ".tile", () => numbers.pipelineOf(shown()).stages.length);
+  show();
+}
+if (dataOf("data-layouts")) showLayouts(dataOf("data-layouts"));

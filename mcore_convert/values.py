@@ -1,0 +1,202 @@
+"""Elements as numbers, a block at a time: read into buffers that are used again, and widened to fp32 by numpy alone.
+
+A block becomes one or two *lanes* of fp32, padded with zeros to whole rows, in whatever order is cheapest: the two
+halves of each 32-bit word where elements are bfloat16. What is added up over them needs no order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_convert.elements import WORKERS, Bytes, Files, as_float
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.spans import Block
+from mcore_convert.tensors import View
+
+ROW = 1024  # elements that are added up in fp32; the sums of rows are added up in fp64
+SQUARABLE = (1e-12, 1e15)  # magnitudes whose squares fp32 can add up without scaling
+ADDABLE = 1e30  # magnitudes that fp32 can add up
+
+Floats = NDArray[np.float32]
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Small(NamedTuple):
+    """How a narrow float becomes fp32: its bits, sign extended, are shifted, masked and scaled."""
+
+    shift: int
+    mask: int
+    scale: float
+
+
+SMALL = {
+    "float16": Small(13, 0x8FFFFFFF, 2.0**112),
+    "float8_e5m2": Small(21, 0x8FFFFFFF, 2.0**112),
+    "float8_e4m3fn": Small(20, 0x87FFFFFF, 2.0**120),
+}
+# The largest magnitude, as bits without the sign, that is a finite number.
+FINITE = {
+    "float32": 0x7F7FFFFF,
+    "bfloat16": 0x7F7F,
+    "float16": 0x7BFF,
+    "float8_e5m2": 0x7B,
+    "float8_e4m3fn": 0x7E,
+}
+
+
+class Bits(NamedTuple):
+    """The elements of a block as unsigned integers, `padded` with zeros to whole rows; `numel` of them are elements."""
+
+    padded: Bytes
+    numel: int
+    dtype: str
+
+    @property
+    def exact(self) -> Bytes:
+        return self.padded[: self.numel]
+
+
+class Scratch:
+    """Named buffers that are used again; one such object for each thread."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, NDArray[np.uint8]] = {}
+
+    def array(self, name: str, dtype: Any, count: int) -> NDArray[Any]:
+        """The first elements of a buffer, with whatever they were left at."""
+        kind = np.dtype(dtype)
+        nbytes = kind.itemsize * count
+        if name not in self._held or self._held[name].nbytes < nbytes:
+            self._held[name] = np.empty(nbytes, np.uint8)
+        return self._held[name][:nbytes].view(kind)
+
+
+def read(files: Files, view: View, block: Block, scratch: Scratch, name: str) -> Bits:
+    """The elements of a block.
+
+    Raises:
+        UnreadableCheckpoint: the file ends before them.
+    """
+    count = block.stop - block.start
+    step = 2 * ROW
+    padded = scratch.array(name, f"u{view.itemsize}", -(-count // step) * step)
+    padded[count:] = 0
+    if len(view.shape) == 1 and view.strides[0] == view.itemsize:
+        _read_bytes(files, view, view.offset + block.start * view.itemsize, padded[:count].data.cast("B"))
+    else:
+        part = files.array(view)[block.where]
+        np.copyto(padded[:count].reshape(part.shape), part)
+    return Bits(padded, count, view.dtype)
+
+
+def _read_bytes(files: Files, view: View, at: int, into: memoryview) -> None:
+    fd = files.fd(view.path)
+    while into:
+        done = os.preadv(fd, [into], at)
+        if done == 0:
+            raise UnreadableCheckpoint(f"`{view.path}` is shorter than its header says")
+        into, at = into[done:], at + done
+
+
+def magnitudes(bits: Bits, scratch: Scratch) -> Bytes:
+    """The bits without the sign, which are ordered as the magnitudes of floats are."""
+    exact = bits.exact
+    mask = exact.dtype.type((1 << (8 * exact.itemsize - 1)) - 1)
+    sizes: Bytes = np.bitwise_and(exact, mask, out=scratch.array("magnitudes", exact.dtype, bits.numel))
+    return sizes
+
+
+def is_float(dtype: str) -> bool:
+    """Whether a dtype becomes lanes; others are few, and go the slow way through fp64."""
+    return dtype in FINITE
+
+
+def number(bits: int, dtype: str) -> float:
+    """The value of one element."""
+    size = np.dtype("uint8").itemsize if dtype.startswith("float8") else 2 if dtype.endswith("16") else 4
+    return float(as_float(np.array([bits], f"u{size}"), dtype)[0])
+
+
+class Lane(NamedTuple):
+    """Every `step`-th element of a block from `first` on, as fp32, with zeros behind the last."""
+
+    values: Floats
+    first: int
+    step: int
+
+    @property
+    def rows(self) -> Floats:
+        return self.values.reshape(-1, ROW)
+
+
+def lanes(bits: Bits, scratch: Scratch, name: str, *, in_order: bool = False) -> list[Lane]:
+    """The elements as fp32. `in_order`: in one lane, so that those of two dtypes can be paired."""
+    padded, dtype = bits.padded, bits.dtype
+    if dtype == "float32":
+        return [Lane(padded.view(np.float32), 0, 1)]
+    if dtype == "bfloat16" and not in_order:  # little endian: the first of two is the lower half of a word
+        words = padded.view(np.uint32)
+        low = np.left_shift(words, 16, out=scratch.array(f"{name} low", np.uint32, len(words)))
+        high = np.bitwise_and(words, 0xFFFF0000, out=scratch.array(f"{name} high", np.uint32, len(words)))
+        return [Lane(low.view(np.float32), 0, 2), Lane(high.view(np.float32), 1, 2)]
+    wide: NDArray[Any] = scratch.array(f"{name} low", np.uint32, len(padded))
+    if dtype == "bfloat16":
+        np.copyto(wide, padded)
+        np.left_shift(wide, 16, out=wide)
+        return [Lane(wide.view(np.float32), 0, 1)]
+    small = SMALL[dtype]
+    np.copyto(wide.view(np.int32), padded.view(f"i{padded.itemsize}"))
+    np.left_shift(wide, small.shift, out=wide)
+    np.bitwise_and(wide, small.mask, out=wide)
+    values: Floats = wide.view(np.float32)
+    np.multiply(values, np.float32(small.scale), out=values)
+    return [Lane(values, 0, 1)]
+
+
+def sum_of_squares(lane: Lane, highest: float) -> float:
+    """The squares added up; `highest` is the largest magnitude, or an upper bound. The lane may be scaled in place."""
+    if highest == 0:
+        return 0.0
+    power = 0
+    if not SQUARABLE[0] <= highest <= SQUARABLE[1]:
+        power = min(max(-math.frexp(highest)[1], -126), 126)
+        np.multiply(lane.values, np.float32(2.0**power), out=lane.values)
+    rows = lane.rows
+    squares = np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64)
+    return math.ldexp(float(squares), -2 * power)
+
+
+ONES = np.ones((ROW, 1), np.float32)
+
+
+def sum_of(lane: Lane) -> float:
+    """The values added up."""
+    return float(np.matmul(lane.rows[:, None, :], ONES).sum(dtype=np.float64))
+
+
+def each(jobs: Iterable[Job], work: Callable[[Job, Scratch], Result]) -> Iterator[Result]:
+    """The results of a function for each job, in order, computed by a few threads that each have their buffers.
+
+    An error, or the end of the caller's interest, ends what has not begun.
+    """
+    own = threading.local()
+
+    def run(job: Job) -> Result:
+        if not hasattr(own, "scratch"):
+            own.scratch = Scratch()
+        return work(job, own.scratch)
+
+    pool = ThreadPoolExecutor(WORKERS)
+    try:
+        yield from pool.map(run, jobs)
+    finally:
+        pool.shutdown(cancel_futures=True)

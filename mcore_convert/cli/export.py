@@ -145,7 +145,7 @@ def report(done: Export) -> None:
         template = ", with a chat template" if done.tokenizer.has_chat_template else ""
         show(f"tokenizer  {done.tokenizer.size} tokens{template}, of {done.tokenizer.place}")
     if done.checksum is not None:
-        show(f"checksum   {done.checksum}, every tensor read again and equal")
+        show(f"checksum   {done.checksum}  every tensor read again and equal")
     if done.dry_run:
         for name, nbytes in done.files.items():
             show(f"      {name}  {in_bytes(nbytes)}")
@@ -189,8 +189,8 @@ def line_of(told: Swept) -> str:
     words = [f"iter_{told.iteration:07d}", told.state.ljust(len("exported"))]
     if told.path is not None:
         words.append(str(told.path))
-    if told.export is not None:
-        words.append(in_bytes(sum(told.export.files.values())))
+        if told.export is not None:
+            words.append(in_bytes(sum(told.export.files.values())))
     if told.upload is not None:
-        words.append(f"{told.upload.url}, {in_bytes(sum(told.upload.sent.values()))} sent")
-    return "  ".join(words)
+        words += [told.upload.url, f"{in_bytes(sum(told.upload.sent.values()))} sent"]
+    return "  ".join(words).rstrip()

@@ -37,7 +37,9 @@ NOT_RUN = (
     "pip install ",
     "torchrun ",
     "mcore-convert data prepare ",
-    "transformers serve",
+    "transformers serve ",
+    "mcore-convert push ",
+    "mcore-convert export stories-run ",
     "curl ",
 )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mcore_convert.cli import options
-from mcore_convert.cli.interruption import Interrupted
+from mcore_convert.cli.interruption import Interrupted, keyboard_interrupts
 from mcore_convert.cli.push import as_lines
 from mcore_convert.cli.text import in_bytes, in_parameters, progress, say, show, table
 
@@ -110,7 +110,7 @@ def command(
         raise typer.BadParameter("they are for --all", param_hint="--watch and --until")
     from mcore_convert.publish import export
 
-    with progress(quiet=quiet) as update:
+    with keyboard_interrupts(), progress(quiet=quiet) as update:
         done = export(
             source,
             destination,
@@ -163,7 +163,7 @@ def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, *
 
     counts = dict.fromkeys(("exported", "there", "refused"), 0)
     try:
-        with progress(quiet=quiet) as update:
+        with keyboard_interrupts(), progress(quiet=quiet) as update:
             for told in export_all(source, destination, progress=update, **wishes):
                 counts[told.state] += 1
                 if json:

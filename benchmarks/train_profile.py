@@ -17,7 +17,7 @@ PURPOSES = {
     "attention": r"sdpa|flash|fmha|compute_dot_do_o|convert_dq",
     "matrix products": r"nvjet|gemm|cutlass|cublas|splitK",
     "loss": r"^_statistics|^_overwrite",
-    "activation (compiled)": r"triton.*silu|triton.*gelu",
+    "gated activation": r"^_swiglu|triton.*silu|triton.*gelu",
     "norms and residuals (compiled)": r"triton.*norm",
     "rotary positions, heads (compiled)": r"triton.*(cat|split|slice|permute)",
     "other compiled parts of layers": r"triton",

@@ -225,7 +225,7 @@ def _rank(rank: int, path: str, port: int) -> None:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
     found: dict[str, list[float]] = {}
-    with process_group(10):
+    with process_group(10):  # to leave it takes long after so many runs, and nothing is to depend on that
         for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             found[f"attention {precision}"] = _errors_of_shared_attention(dtype)
             for layout, parallel in LAYOUTS.items():
@@ -233,7 +233,7 @@ def _rank(rank: int, path: str, port: int) -> None:
                 start = time.perf_counter()
                 found[f"{layout} {precision}"] = curve_of(run_of(Path(path) / "run", training, parallel))
                 sys.stderr.write(f"rank {rank}: {layout} {precision}, {time.perf_counter() - start:.0f} s\n")
-    (Path(path) / f"{rank}.json").write_text(json.dumps(found))
+        (Path(path) / f"{rank}.json").write_text(json.dumps(found))
 
 
 def _errors_of_shared_attention(dtype: torch.dtype) -> list[float]:

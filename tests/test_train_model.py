@@ -314,7 +314,7 @@ def test_compiled_layers_train_as_others(overlap: bool, tmp_path: Path, monkeypa
         pytest.skip(missing)
     [(plain, _)] = run_ranks(1, _curve, tmp_path, {"compile": "none"}, {})
     groups = {"distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 999}
-    layout = {**groups, "overlap_param_gather": True} if overlap else {"tp": 2}
+    layout = {**groups, "overlap_param_gather": True} if overlap else {"tp": 2, "sequence_parallel": True}
     recompute = "none" if overlap else "full"
     assert plain[0] - plain[-1] > 0.1  # it learns, and would not with parameters of the step before
     for curve, breaks in run_ranks(2, _curve, tmp_path, {"compile": "layers", "recompute": recompute}, layout):

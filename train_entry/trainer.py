@@ -283,6 +283,7 @@ class Trainer:
         """
         self.checkpoints.finish()
         if self.config.checkpoint.export_hf == "end":
+            self.report.draw()
             self.report.say(f"exported to {self.checkpoints.export()}")
 
     def close(self) -> None:

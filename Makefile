@@ -25,7 +25,8 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.convert --json build/bench.json; convert=$$?; \
-	$(BIN)/python -m benchmarks.reshard --json build/bench-reshard.json && exit $$convert
+	$(BIN)/python -m benchmarks.reshard --json build/bench-reshard.json; reshard=$$?; \
+	$(BIN)/python -m benchmarks.look --json build/bench-look.json && exit $$((convert | reshard))
 
 clean:
 	rm -rf .venv build dist demo_output

@@ -122,7 +122,7 @@ def _norms(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
 
 
 def _expected(siblings: Sequence[WeightStatistics]) -> NDArray[np.float64] | None:
-    """The logarithm of each norm as the neighbouring layers continue; None where there are too few to say what is usual.
+    """The logarithm of each norm as the neighbouring layers continue; None where they are too few to tell.
 
     A layer of experts counts by their median, and for its own experts too.
     """

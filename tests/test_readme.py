@@ -116,10 +116,10 @@ def make_before_and_after(folder: Path) -> None:
     for name, tensor in tensors.items():
         layer = int(name.split(".")[2]) if ".layers." in name else 0
         tensor += torch.randn(tensor.shape, generator=generator) * 1e-3 * 1.5**layer
-    save_model(before, folder / "later", tensors)
-    convert(folder / "later", folder / "trained/checkpoints", to="torch_dist", tp=2, pp=2, iteration=5000)
+    save_model(before, folder / "after-hf", tensors)
+    convert(folder / "after-hf", folder / "after/checkpoints", to="torch_dist", tp=2, pp=2, iteration=5000)
     lines = [f'{{"iteration": {n}, "loss": {2 + 8 * 0.999**n:.5f}}}' for n in range(1, 5001)]
-    (folder / "trained/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "after/metrics.jsonl").write_text("\n".join(lines) + "\n")
     tensors["model.layers.3.mlp.down_proj.weight"][5, 7] = math.nan
     tensors["model.layers.6.mlp.up_proj.weight"] *= 8
     tensors["model.layers.2.self_attn.v_proj.weight"][4:8] = 0

@@ -50,7 +50,9 @@ def select(config: Config, args: Mapping[str, Any], device: torch.device) -> Com
                 "`training.transformer_impl` is `transformer_engine`, which is not installed",
                 hint="pip install transformer_engine[pytorch], or leave it at `local`",
             )
-        return Computation(Choices(settings, _transformer_engine_spec, model_class(False, args["vocab_size"])), _nothing)
+        return Computation(
+            Choices(settings, _transformer_engine_spec, model_class(False, args["vocab_size"])), _nothing
+        )
     unfused = training.attention == "unfused"
     if unfused and config.parallel.cp > 1:
         raise ConfigError("`training.attention` = `unfused` does not go with context parallelism", hint="leave it out")
@@ -71,7 +73,9 @@ def select(config: Config, args: Mapping[str, Any], device: torch.device) -> Com
         compiled = False
     spec = None if unfused else _sdpa_spec
     return Computation(
-        Choices(settings, spec, model_class(compiled, args["vocab_size"])), compile_layers if compiled else _nothing, tuple(remarks)
+        Choices(settings, spec, model_class(compiled, args["vocab_size"])),
+        compile_layers if compiled else _nothing,
+        tuple(remarks),
     )
 
 

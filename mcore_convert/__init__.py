@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from mcore_convert.comparison import Comparison
     from mcore_convert.errors import ConvertError
     from mcore_convert.inspection import Inspection
+    from mcore_convert.publish import Export, export, push
+    from mcore_convert.streams import iter_hf_weights, load_hf_model
+    from mcore_convert.sweep import Swept, export_all
+    from mcore_convert.uploads import Upload
     from mcore_convert.verification import Verification
 
 __version__ = VERSION
@@ -16,11 +20,19 @@ __all__ = [
     "Comparison",
     "Conversion",
     "ConvertError",
+    "Export",
     "Inspection",
+    "Swept",
+    "Upload",
     "Verification",
     "convert",
     "diff",
+    "export",
+    "export_all",
     "inspect",
+    "iter_hf_weights",
+    "load_hf_model",
+    "push",
     "reshard",
     "verify",
 ]
@@ -29,11 +41,19 @@ _HOMES = {
     "Comparison": "comparison",
     "Conversion": "api",
     "ConvertError": "errors",
+    "Export": "publish",
     "Inspection": "inspection",
+    "Swept": "sweep",
+    "Upload": "uploads",
     "Verification": "verification",
     "convert": "api",
     "diff": "api",
+    "export": "publish",
+    "export_all": "sweep",
     "inspect": "api",
+    "iter_hf_weights": "streams",
+    "load_hf_model": "streams",
+    "push": "publish",
     "reshard": "api",
     "verify": "api",
 }

@@ -48,7 +48,7 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[None]:
     partial = partial_path(final)
     made = _make_folder(final.parent)
     try:
-        with _locked(partial.with_name(partial.name + ".lock"), partial):
+        with locked(partial.with_name(partial.name + ".lock"), partial):
             _clear(final, partial)
             check_free(final, overwrite=overwrite)  # again: another process may have finished
             free = shutil.disk_usage(final.parent).free
@@ -114,7 +114,7 @@ def _make_folder(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _locked(file: Path, partial: Path) -> Iterator[None]:
+def locked(file: Path, partial: Path) -> Iterator[None]:
     """Hold a lock file, and remove it at the end."""
     while True:
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)

@@ -24,6 +24,7 @@ from mcore_convert.spec.shard import Shape
 from mcore_convert.tensors import DTYPE_SIZES, Slot, View
 
 BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
+CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its two dtypes stays in the cache
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
 WORKERS = min(4, os.cpu_count() or 1)
 
@@ -102,7 +103,14 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def copy_view(files: Files, source: View, target: View) -> Iterator[int]:
-    """Copy one view to another of equal shape and dtype; yields the bytes copied after each block."""
+    """Copy one view to another of equal shape, cast to its dtype; yields the bytes read after each block.
+
+    Raises:
+        OverflowError: as `cast`.
+    """
+    if source.dtype != target.dtype:
+        yield from _cast_view(files, source, target)
+        return
     shape, source_strides, target_strides = _joined(source, target)
     run = shape[-1] * source.itemsize
     in_runs = source_strides[-1] == target_strides[-1] == source.itemsize
@@ -116,6 +124,14 @@ def copy_view(files: Files, source: View, target: View) -> Iterator[int]:
     for block in blocks_of(source.shape, source.itemsize):
         to_array[block] = from_array[block]
         yield int(to_array[block].nbytes)
+
+
+def _cast_view(files: Files, source: View, target: View) -> Iterator[int]:
+    from_array, to_array = files.array(source), files.array(target, write=True)
+    for block in blocks_of(source.shape, source.itemsize, CAST_BLOCK):
+        part = from_array[block]
+        to_array[block] = cast(part, source.dtype, target.dtype)
+        yield int(part.nbytes)
 
 
 def _copy_run(files: Files, source: Path, start: int, target: Path, at: int, count: int) -> Iterator[int]:
@@ -220,9 +236,35 @@ FP8 = {"float8_e4m3fn": _float8(4, finite=True), "float8_e5m2": _float8(5, finit
 
 def round_to(array: Bytes, dtype: str) -> Bytes:
     """fp32 values, read as unsigned integers, rounded to the nearest of a dtype, ties to even, as torch does."""
+    bits = np.ascontiguousarray(array)
     if dtype == "bfloat16":
-        bits = np.ascontiguousarray(array)
-        nearest: Bytes = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        return nearest
-    rounded: Bytes = np.ascontiguousarray(array).view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
+        nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000  # its payload could round up to a number
+        rounded: Bytes = np.where(is_nan, bits >> 16 | 0x40, nearest).astype(np.uint16)
+        return rounded
+    with np.errstate(over="ignore"):
+        same: Bytes = bits.view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
+    return same
+
+
+def cast(array: Bytes, source: str, target: str) -> Bytes:
+    """Floating-point elements of one dtype as those of another, both as unsigned integers, rounded as torch does.
+
+    Raises:
+        OverflowError: a number is beyond the largest of the target, and would become infinite.
+    """
+    if source == target:
+        return array
+    if source == "bfloat16":
+        exact: Bytes = array.astype(np.uint32) << 16
+    elif source == "float16":
+        exact = np.ascontiguousarray(array).view(np.float16).astype(np.float32).view(np.uint32)
+    else:
+        exact = array
+    if target == "float32":
+        return exact
+    rounded = round_to(exact, target)
+    infinite = 0x7F80 if target == "bfloat16" else 0x7C00
+    if np.count_nonzero((rounded & 0x7FFF) == infinite) != np.count_nonzero((exact & 0x7FFFFFFF) == 0x7F800000):
+        raise OverflowError(f"a number beyond the largest of {target}")
     return rounded

@@ -8,6 +8,8 @@ ConvertError
     UnsafePickle         a pickle that names a class which is not on the allow-list
   UnwritableTarget       a destination that exists, is being written, or has no room
   VerificationError      two checkpoints that cannot be compared
+  HubError               the Hub refuses a request, or cannot be reached
+  DataError              texts, training data or a tokenizer that are missing, damaged or not for this model
 """
 
 from __future__ import annotations
@@ -62,6 +64,14 @@ class UnwritableTarget(ConvertError):
 
 class VerificationError(ConvertError):
     """Two checkpoints that cannot be compared."""
+
+
+class HubError(ConvertError):
+    """The Hub refuses what is asked of it, or cannot be reached."""
+
+
+class DataError(ConvertError):
+    """Texts, training data or a tokenizer that are missing, damaged, or not for this model."""
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,18 +24,28 @@ from mcore_convert.tensors import open_error
 # Two threads and their blocks need next to nothing: what is anonymous is the interpreter and the plan itself.
 BASE_MEMORY = 64 * 2**20
 
+BEYOND_HINT = "--dtype bfloat16 has the range of float32"
+
 
 def expected_memory(plan: Plan) -> int:
     """Upper estimate of anonymous memory in bytes: the interpreter, and about 1 kB for each copy that is planned."""
     return BASE_MEMORY + 1024 * sum(len(move.copies) for move in plan.moves)
 
 
-def execute(plan: Plan, *, overwrite: bool = False, progress: Progress | None = None) -> None:
+def execute(
+    plan: Plan,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    conclude: Callable[[Path], Mapping[Path, bytes]] | None = None,
+) -> None:
     """Write what a plan says. The destination appears at the end, whole, or not at all.
 
     Args:
         overwrite: replace a destination that exists; it stays until the new one is complete.
         progress: called with the bytes copied so far and their total, by one thread at a time.
+        conclude: called with the partial directory when all tensors are in it; returns further small files, by the
+            paths that they will have. What it raises leaves nothing behind.
 
     Raises:
         UnwritableTarget: the destination exists, is being written by another process, or there is no room.
@@ -51,7 +61,7 @@ def execute(plan: Plan, *, overwrite: bool = False, progress: Progress | None = 
         with Files() as files:
             _reserve(plan, partial)
             _fill(plan, files, Meter(plan.nbytes, progress))
-        _finish(plan, partial)
+        _finish(plan, partial, conclude(partial) if conclude else {})
         replace(final, partial)
         _sync(final.parent)
 
@@ -101,21 +111,25 @@ def _here(path: Path, final: Path, partial: Path) -> Path:
 def _fill(plan: Plan, files: Files, meter: Meter) -> None:
     """Run every copy. The threads draw from one queue, so that its length costs no memory."""
     final, partial = plan.reservation.path, partial_path(plan.reservation.path)
-    copies = (copy for move in plan.moves for copy in move.copies)
+    copies = ((move.item, copy) for move in plan.moves for copy in move.copies)
     drawing, stop = threading.Lock(), threading.Event()
 
     def work() -> None:
         while not stop.is_set():
             with drawing:
-                copy = next(copies, None)
-            if copy is None:
+                drawn = next(copies, None)
+            if drawn is None:
                 return
+            item, copy = drawn
             target = copy.target._replace(path=_here(copy.target.path, final, partial))
             try:
                 for done in copy_view(files, copy.source, target):
                     meter.add(done)
                     if stop.is_set():
                         return
+            except OverflowError as error:
+                stop.set()
+                raise ConvertError(f"`{item}` has {error}", hint=BEYOND_HINT) from error
             except BaseException:
                 stop.set()  # the others need not go on
                 raise
@@ -153,14 +167,14 @@ def _check(check: Check, files: Files) -> None:
         raise ConvertError(check.failure, hint=check.hint)
 
 
-def _finish(plan: Plan, partial: Path) -> None:
+def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes]) -> None:
     """The small files, in their order, then everything to the disk."""
     reservation = plan.reservation
     for target, source in reservation.carried.items():
         here = _here(target, reservation.path, partial)
         here.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, here)
-    for path, content in reservation.texts.items():
+    for path, content in {**reservation.texts, **further}.items():
         here = _here(path, reservation.path, partial)
         here.parent.mkdir(parents=True, exist_ok=True)
         here.write_bytes(content)

@@ -27,7 +27,8 @@ class Model:
 
     `args` are normalised Megatron arguments of the architecture; `config` is the original `config.json` where one is
     known: that of the directory, the one supplied, or the one carried along since the checkpoint came from there.
-    `folder` is where its tokenizer and the like are.
+    `folder` is where its tokenizer and the like are. `vocab_is_said` is false where all rows of the embedding are taken
+    for the vocabulary, since nothing says which of them are padding.
     Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusals` says
     why.
     """
@@ -40,6 +41,7 @@ class Model:
     notes: tuple[str, ...] = field(default=())
     refusals: tuple[str, ...] = field(default=())
     folder: Path | None = None
+    vocab_is_said: bool = True
 
     @property
     def num_parameters(self) -> int:
@@ -179,7 +181,7 @@ def _identify_megatron(
             refusals = (error.message, *error.items)
             family = gpt.family(args)
     rows = checkpoint.embedding_rows
-    vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
+    said = vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
     if vocab is None:
         vocab = rows
         notes.append(
@@ -199,4 +201,5 @@ def _identify_megatron(
         config,
         tuple(notes),
         refusals,
+        vocab_is_said=said is not None,
     )

@@ -30,8 +30,10 @@ class Target:
     """What to write: the format, the layout that Megatron will run, and sizes of files.
 
     `iteration` names the directory `iter_*`; None writes `release`. `max_shard_size` in bytes, for `hf`.
+    `tokenizer` is what the stored arguments name as one, or, for `hf`, where the one comes from that the caller adds.
     `implementation` is the layer spec whose names the `torch` format takes; that of the source unless given.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
+    `dtype` rounds the weights, for `hf`; they stay as stored unless given.
     """
 
     path: Path
@@ -43,24 +45,32 @@ class Target:
     implementation: str | None = None
     optimizer: bool = True
     allow_drift: bool = False
+    dtype: str | None = None
 
 
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
     """A Hugging Face directory: its configuration is synthesised, or the original one corrected."""
     dtype_of = sources.dtype_of
+    cast = target.dtype is not None and set(dtype_of.values()) != {target.dtype}
+    if target.dtype is not None and cast:
+        rounded = "" if target.dtype == "float32" else ", rounded to nearest"
+        notes.append(f"weights in {' and '.join(sorted(set(dtype_of.values())))} become {target.dtype}{rounded}")
+        dtype_of = dict.fromkeys(dtype_of, target.dtype)
     args = {**model.args, **_dtype_flags(dtype_of)}
-    if isinstance(model.checkpoint, HfCheckpoint):
-        config: Mapping[str, Any] = model.checkpoint.config
+    from_hf = isinstance(model.checkpoint, HfCheckpoint)
+    if from_hf and not cast and model.config is not None:
+        config: Mapping[str, Any] = model.config
     elif model.config is None:
         config = model.family.config.to_hf(args)
-        if model.folder is None:
+        if model.folder is None and target.tokenizer is None:
             notes.append(
                 "no original configuration: which tokens begin and end a text is not known, and no tokenizer is "
                 "carried along; --hf-config DIR supplies both"
             )
     else:
         config, changes = model.family.config.merge(model.config, args)
-        notes += [f"config.json: {change}, as the checkpoint has it" for change in changes]
+        of_dtype = ("`dtype`", "`torch_dtype`") if cast else ()
+        notes += [f"config.json: {line}, as the checkpoint has it" for line in changes if not line.startswith(of_dtype)]
     if model.dims.padded_vocab_size != model.dims.vocab_size:
         notes.append(
             f"{model.dims.padded_vocab_size} embedding rows are cut to the vocabulary of {model.dims.vocab_size}"
@@ -68,7 +78,8 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
     checkpoint, reservation = hf.reserve(target.path, model.family, model.dims, config, dtype_of, target.max_shard_size)
     folder = model.folder
     if folder is not None:
-        reservation.carried = {target.path / name: folder / name for name in hf.carried_files(folder)}
+        there = [name for name in hf.carried_files(folder) if from_hf or name != hf.CARD]  # it describes the original
+        reservation.carried = {target.path / name: folder / name for name in there}
     return checkpoint, reservation
 
 

@@ -27,7 +27,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
     return (code if isinstance(code, int) else 0), captured.out, captured.err
 
 
-@pytest.mark.parametrize("command", [[], ["convert"], ["verify"], ["inspect"], ["families"]])
+COMMANDS = ["convert", "export", "push", "verify", "inspect", "families", "train"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["data", "prepare"]])
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0

@@ -50,7 +50,8 @@ formats.mp_rank_optimizer  formats.mp_rank_optimizer_writer
 formats.mp_rank_checkpoint
 formats.mp_rank  formats.mp_rank_writer
 families  plan
-identify
+hf_tensors
+identify  readback
 contents  targets
 changes
 conversion
@@ -59,26 +60,40 @@ execute
 megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights
 megatron.model
-verification  statistics  hub
-logits  outliers  comparison
+verification  statistics  hub  runs  tokenizer_files
+logits  outliers  comparison  companions  card  hub_errors
 inspection
 page  page.curve  page.heat  page.layouts  page.render
 page.pages
 look
-api
+api  exports  streams  uploads
+publish
+sweep
 mcore_convert
 train_entry.config  train_entry.config.schema
 train_entry.config.nearest
 train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts  train_entry.config.problems
-train_entry.config.overrides  train_entry.config.refusals
+train_entry.config.estimate  train_entry.config.overrides  train_entry.config.refusals
 train_entry.config.compose
+train_entry.flows.base
+train_entry.flows.fine_tuning  train_entry.flows.pretraining
+train_entry.flows
+train_entry.data  train_entry.data.bin_idx  train_entry.data.chunks  train_entry.data.ranks  train_entry.data.sidecar
+train_entry.data.microbatches  train_entry.data.mock  train_entry.data.splits  train_entry.data.tokenizer
+train_entry.data.encode  train_entry.data.indexed  train_entry.data.sft_text  train_entry.data.sources
+train_entry.data.prepare  train_entry.data.sft_tokens
+train_entry.data.sft
+train_entry.train_valid_test_datasets_provider
 train_entry.report  train_entry.report.flops  train_entry.report.peak  train_entry.report.phases
-train_entry.report.metrics
+train_entry.report.metrics  train_entry.report.profile
 train_entry.report.rows
 train_entry.report.console  train_entry.report.jsonl  train_entry.report.sink
 train_entry.report.plot  train_entry.report.tensorboard  train_entry.report.wandb
 train_entry.report.report
-train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.loss
+train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.kernels
+train_entry.model.loss  train_entry.model.operations
+train_entry.model.layers
+train_entry.model.gpt
 train_entry.optimizer.foreach
 train_entry.model.choices
 train_entry.state  train_entry.optimizer  train_entry.optimizer.torch_adam
@@ -94,11 +109,16 @@ train_entry.checkpoints.writer
 train_entry.checkpoints.loading
 train_entry.checkpoints.checkpoints
 train_entry.checkpoints
+train_entry.forward_step  train_entry.scopes
+train_entry.schedule
+train_entry.trainer
+train_entry.pretrain
+train_entry.__main__
 train_entry
-cli.options  cli.text
+cli.interruption  cli.options  cli.text
 cli.values
-cli.convert  cli.diff  cli.families  cli.inspect  cli.verify
-cli.reshard
+cli.convert  cli.data  cli.diff  cli.families  cli.inspect  cli.push  cli.verify
+cli.export  cli.reshard  cli.train
 cli
 __main__
 """
@@ -207,6 +227,7 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
     assert loaded(command("inspect", dist, "--stats")) == []
     assert loaded(command("convert", dist, back)) == []
     assert loaded(command("verify", source, back)) == []
+    assert loaded(command("export", dist, "--dtype", "bfloat16", "--overwrite")) == ["huggingface_hub"]
     assert loaded(command("diff", source, back)) == []
     ranks, whole = str(tmp_path / "ranks"), str(tmp_path / "whole")
     assert loaded(command("reshard", dist, ranks, "--to", "torch", "--tp", "2", "--pp", "2")) == []
@@ -214,9 +235,15 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
     assert loaded(command("inspect", ranks)) == []
 
 
+def test_a_configuration_loads_neither_torch_nor_transformers_nor_megatron() -> None:
+    assert loaded(command("train", "--list")) == []
+    assert loaded(command("train", "tiny-gpt2", "parallel=tp2", "--print-config")) == []
+
+
 def test_the_public_names() -> None:
-    names = ["Comparison", "Conversion", "ConvertError", "Inspection", "Verification"]
-    names += ["convert", "diff", "inspect", "reshard", "verify"]
+    kinds = ["Comparison", "Conversion", "ConvertError", "Export", "Inspection", "Swept", "Upload", "Verification"]
+    functions = ["convert", "diff", "export", "export_all", "inspect", "iter_hf_weights", "load_hf_model", "push"]
+    names = [*kinds, *functions, "reshard", "verify"]
     assert mcore_convert.__all__ == names
     assert dir(mcore_convert) == sorted([*names, "__version__"])
     for name in names:

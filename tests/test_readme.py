@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fixtures.hf import make_hf
+from fixtures.tokenizer import END, stories
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ FOLDER = "/data"  # how a page writes the folder that its commands run in
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>not run|file|from): (?P<value>[^\n]+) -->\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S
 )
-NOT_RUN = ("git clone ", "make ", "cd demo_output ", "pip install ", "torchrun ")
+NOT_RUN = ("git clone ", "make ", "cd demo_output ", "pip install ", "torchrun ", "mcore-convert data prepare ")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path) -> None:
         make_runs_of_ranks(tmp_path)
     if page.name in ("README.md", "look.md"):
         make_before_and_after(tmp_path)
+    if page.name == "train.md":
+        make_texts(tmp_path)
+    if page.name == "data.md":
+        make_hf("gpt2", tmp_path / "tiny-gpt2", fill="normal")
+        (tmp_path / "stories.txt").write_text(f"\n{END}\n".join(stories()))
     for block in blocks_of(page):
         if block.mark == "file":
             file = tmp_path / block.value
@@ -134,6 +140,16 @@ def save_model(like: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> No
 
     shutil.copytree(like, folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def make_texts(folder: Path) -> None:
+    """Stories, a JSON object on each line, and a tokenizer."""
+    import json
+
+    from fixtures.tokenizer import make_tokenizer
+
+    (folder / "stories.jsonl").write_text("".join(json.dumps({"text": story}) + "\n" for story in stories()))
+    make_tokenizer(folder / "tokenizer", 512, max_length=256)
 
 
 def make_runs_of_ranks(folder: Path) -> None:
@@ -268,10 +284,17 @@ def test_the_demo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     """`make demo`, with a model that has not learned much."""
     from fixtures import demo
 
-    monkeypatch.setattr(demo, "STEPS", 5)
-    assert demo.main(tmp_path / "demo_output") == 0
+    monkeypatch.setattr(demo, "STEPS", 12)
+    folder = tmp_path / "demo_output"
+    assert demo.main(folder) == 0
     shown, said = capfd.readouterr()
-    assert shown.count("$ mcore-convert ") == 5
+    assert shown.count("$ mcore-convert ") == 6
+    assert shown.count("$ torchrun ") == 1
     assert shown.count("\nequal\n") == 2
-    assert [line for line in said.splitlines() if not line.startswith("note: ")] == []
-    assert {path.name for path in (tmp_path / "demo_output").iterdir()} >= {"tiny-llama", "tiny-llama-mcore"}
+    assert "step 12/12" in said
+    assert "Traceback" not in said
+    assert "Warning" not in said
+    assert demo.PROMPT in shown
+    left = {path.name for path in folder.iterdir()}
+    assert left >= {"stories.yaml", "stories-run", "one-rank", "story-gpt2", "tiny-llama"}
+    assert (folder / "stories-run" / "loss.png").stat().st_size > 10_000

@@ -1,1 +1,33 @@
-"""The training entry point of Megatron Core models that start from a converted checkpoint."""
+"""The training entry point: Megatron Core models, from a laptop's CPU to many GPUs, from HF weights to an HF export.
+
+`python -m train_entry CONFIG` trains; `Trainer` is for those who bring their own loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from train_entry.config.compose import load_config as load_config
+    from train_entry.config.schema import Config as Config
+    from train_entry.trainer import Trainer as Trainer
+
+# Where each public name is. They are imported when they are asked for: the configuration needs no torch.
+_HOMES = {
+    "Config": "train_entry.config.schema",
+    "Trainer": "train_entry.trainer",
+    "load_config": "train_entry.config.compose",
+}
+__all__ = ["Config", "Trainer", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

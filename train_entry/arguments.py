@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from mcore_convert.errors import ConfigError, ConvertError
-from mcore_convert.hub import local_path
+from mcore_convert.errors import ConfigError
 from mcore_convert.identify import Model, identify
 from mcore_convert.spec.arguments import complete, normalise, padded_vocab_size, plain
+from train_entry.checkpoints.source import source_of
 from train_entry.config.schema import Config
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-TRACKER = "latest_checkpointed_iteration.txt"
 
 # Fields of `model` that say how it is trained, and not what it is: a checkpoint may have others.
 FREE = (
@@ -37,14 +35,8 @@ def origin_of(config: Config) -> Model | None:
     Raises:
         ConvertError: it cannot be read.
     """
-    own = config.run_dir / "checkpoints"
-    if config.checkpoint.resume and (own / TRACKER).is_file():
-        return identify(own)
-    if config.checkpoint.load is not None:
-        return identify(_with_checkpoints(config.checkpoint.load))
-    if config.checkpoint.init is not None:
-        return identify(_with_checkpoints(local_path(config.checkpoint.init, config.checkpoint.revision)))
-    return None
+    source = source_of(config)
+    return None if source is None else identify(source.path)
 
 
 def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int | None = None) -> dict[str, Any]:
@@ -156,10 +148,3 @@ def _refuse_another(given: Mapping[str, Any], origin: Model) -> None:
 
 def _means_the_same(here: Any, there: Any) -> bool:
     return bool(here == there or (not here and not there))
-
-
-def _with_checkpoints(path: Path) -> Path:
-    """The checkpoints of a run, where the directory of the run is named."""
-    if not path.exists():
-        raise ConvertError(f"`{path}` does not exist", hint="the checkpoint that training should start from")
-    return path / "checkpoints" if (path / "checkpoints" / TRACKER).is_file() else path

@@ -69,5 +69,6 @@ def _fill(part: Any, std: float, seed: int, vocab_size: int) -> None:
 
 
 def _normal(name: str, seed: int, shape: tuple[int, int], std: float, like: Tensor) -> Tensor:
-    generator = torch.Generator(like.device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    # one number of 32 bits: torch's generator of the CPU takes no more of a seed
+    generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(shape, generator=generator, device=like.device, dtype=torch.float32).mul_(std)

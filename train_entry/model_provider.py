@@ -56,10 +56,13 @@ def settings_of(config: Config, args: Mapping[str, Any]) -> dict[str, Any]:
     elif training.recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if args.get("num_experts"):
+        # with a loss per token, Megatron Core 0.16.1 weighs both losses by the tokens of a rank, not of a sequence
+        # (moe/router.py:467, :498): they would count half with two ranks to a sequence
+        ranks = parallel.tp * parallel.cp
         settings |= {
             "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
-            "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
-            "moe_z_loss_coeff": model.moe_z_loss_coeff,
+            "moe_aux_loss_coeff": model.moe_aux_loss_coeff * ranks,
+            "moe_z_loss_coeff": model.moe_z_loss_coeff and model.moe_z_loss_coeff * ranks,
             "moe_token_dispatcher_type": "alltoall" if torch.cuda.is_available() else "allgather",
         }
     return settings

@@ -12,6 +12,7 @@ class TrainState:
 
     `args`: Megatron-LM's arguments of the model and the run, as checkpoints store them. `model`: the (virtual) stages
     of this rank, each in its data-parallel wrapper. `consumed_samples` is the position in the training data.
+    `num_floating_point_operations` is Megatron-LM's count, since the first step.
     """
 
     args: dict[str, Any]
@@ -20,3 +21,4 @@ class TrainState:
     scheduler: Any
     iteration: int = 0
     consumed_samples: int = 0
+    num_floating_point_operations: int = 0

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import NoReturn
 
 import typer
 
-from mcore_convert.cli import convert, diff, families, inspect, reshard, verify
+from mcore_convert.cli import convert, data, diff, export, families, inspect, push, reshard, train, verify
+from mcore_convert.cli.interruption import Interrupted, interruptible
 from mcore_convert.cli.text import say
 from mcore_convert.errors import ConvertError
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 app = typer.Typer(
     name="mcore-convert",
@@ -30,17 +26,14 @@ app = typer.Typer(
 )
 app.command("convert")(convert.command)
 app.command("reshard")(reshard.command)
+app.command("export")(export.command)
+app.command("push")(push.command)
 app.command("verify")(verify.command)
 app.command("diff")(diff.command)
 app.command("inspect")(inspect.command)
 app.command("families")(families.command)
-
-
-class Interrupted(BaseException):
-    """A signal that asks the command to stop. Not a KeyboardInterrupt: typer ends on that without a word."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+app.command("train")(train.command)
+app.add_typer(data.app, name="data")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -51,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """
     try:
         try:
-            with _interruptible():
+            with interruptible():
                 app(argv)
         finally:
             sys.stdout.flush()  # here, and not when Python ends, where a failure could not be told
@@ -61,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             say(line if line.startswith("hint:") else f"       {line}")
         sys.exit(1)
     except Interrupted as stop:
-        say("interrupted; nothing was left behind")
+        say(f"interrupted; {stop.remains}")
         sys.exit(128 + stop.number)
     except OSError as error:  # those of checkpoints are ConvertErrors: this is our own output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,21 +62,3 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             say(f"error: cannot write the output: {error.strerror}")
         sys.exit(1)
     sys.exit(0)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C, a polite kill and a closed terminal all clean up. A signal that the caller ignores (nohup) stays so."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, _stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)

@@ -92,3 +92,7 @@ Html = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only")]
+Private = Annotated[bool, typer.Option("--private", help="Make a new repository private")]
+Branch = Annotated[str, typer.Option(help="Branch of the repository; made where it lacks")]
+Tag = Annotated[str | None, typer.Option(help="Name for the commit")]
+CommitMessage = Annotated[str | None, typer.Option(help="Message of the commit")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,9 +25,10 @@ DEFAULT_SHARD_SIZE = 5_000_000_000
 # In the order of preference of transformers.
 WEIGHT_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
-# What belongs to a model beside its weights and travels with them unchanged.
-CARRIED_FILES = (
-    "generation_config.json",
+GENERATION_CONFIG = "generation_config.json"
+CARD = "README.md"  # says whose work a model is; travels as the card of the model that another came from
+
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -41,6 +42,9 @@ CARRIED_FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
+
+# What belongs to a model beside its weights and travels with them unchanged.
+CARRIED_FILES = (GENERATION_CONFIG, *TOKENIZER_FILES, CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "USE_POLICY.md")
 
 
 def detect(path: Path) -> bool:
@@ -171,10 +175,10 @@ def _no_json(word: str) -> None:
     raise ValueError(f"it says {word}")
 
 
-def carried_files(path: Path) -> list[str]:
+def carried_files(path: Path, patterns: Sequence[str] = CARRIED_FILES) -> list[str]:
     """The names of the files in a directory that travel with a model: tokenizer, generation config, chat template."""
     names = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in CARRIED_FILES)]
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 def reserve(

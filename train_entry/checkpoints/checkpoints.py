@@ -36,14 +36,6 @@ class Restored:
     iteration: int
     notes: tuple[str, ...]
 
-    @property
-    def text(self) -> str:
-        """Lines that say so."""
-        if self.path is None:
-            return "new weights"
-        what = f"goes on after step {self.iteration} of" if self.training else "starts with the weights of"
-        return "\n".join([f"{what} {self.path}", *(f"  {note}" for note in self.notes)])
-
 
 class Checkpoints:
     """The checkpoints of a run. Every rank has one and makes the same calls; Megatron's groups exist.
@@ -77,7 +69,8 @@ class Checkpoints:
             self.ranks.first(lambda: refuse_another(state.args, open_torch_dist(path).common.args or {}, found.path))
             notes = load(state, path, self.ranks, training=found.training)
         finally:
-            self.ranks.first(lambda: source.forget(self.config))
+            if self.ranks.is_first:  # loading has ended on all ranks; and one that failed alone must wait for none
+                source.forget(self.config)
         if found.path.parent == self.folder:
             self._saved = state.iteration
         return Restored(found.path, found.training, state.iteration, (*found.notes, *notes))

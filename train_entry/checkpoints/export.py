@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_convert.api import convert
 from mcore_convert.errors import ConvertError
+from mcore_convert.formats.torch_dist import CARRIED
+from mcore_convert.publish import export
+from mcore_convert.tokenizer_files import read_tokenizer
 from train_entry.checkpoints import folder
 from train_entry.checkpoints.source import CHECKPOINTS
 from train_entry.config.schema import Config
 
 
 def export_hf(config: Config, iteration: int) -> Path:
-    """Convert the checkpoint of an iteration into `hf` in the run's directory, or with `each` into `hf/iter_*`.
+    """Export the checkpoint of an iteration to `hf/iter_*` in the run's directory, as `mcore-convert export` does.
 
     The directory appears when it is complete, and replaces an older one. In one process, which needs no GPU.
 
@@ -20,10 +22,9 @@ def export_hf(config: Config, iteration: int) -> Path:
         ConvertError: the checkpoint cannot be represented there, or transformers does not read the result.
     """
     source = folder.iteration_path(config.run_dir / CHECKPOINTS, iteration)
-    target = config.run_dir / "hf"
-    if config.checkpoint.export_hf == "each":
-        target = target / source.name
-    convert(source, target, to="hf", overwrite=True)
+    target = config.run_dir / "hf" / source.name
+    has_tokenizer = (source / CARRIED).is_dir() and read_tokenizer(source / CARRIED) is not None
+    export(source, target, with_tokenizer=has_tokenizer, overwrite=True)  # made up tokens have no tokenizer
     check(target)
     return target
 

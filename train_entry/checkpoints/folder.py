@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
-from mcore_convert.formats.torch_dist import TRACKER, check_whole, iterations, open_torch_dist
+from mcore_convert.formats.torch_dist import MAX_DIGITS, TRACKER, check_whole, iterations, open_torch_dist
 
 PARTIAL, REMOVED = ".partial", ".removed"
 
@@ -132,10 +132,13 @@ def set_aside(path: Path) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, which is out of sight at once: a kill in the middle leaves nothing that looks whole."""
+    """Remove a directory, which is out of sight at once: a kill in the middle leaves nothing that looks whole.
+
+    What the file system does not give up yet, as NFS with open files, is left for the next start.
+    """
     gone = path if path.name.endswith((PARTIAL, REMOVED)) else set_aside(path)
-    if gone is not None and gone.exists():
-        shutil.rmtree(gone)
+    if gone is not None:
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -156,9 +159,11 @@ def sync(directory: Path) -> None:
 
 
 def _tracked(folder: Path) -> int | None:
-    """The iteration that the tracker file names; None where it names none."""
+    """The iteration that the tracker file names, -1 for `release`; None where it names none."""
     try:
         said = (folder / TRACKER).read_text(errors="replace").strip()
     except OSError:
         return None
-    return int(said) if said.isdecimal() and len(said) < 19 else None
+    if said == "release":
+        return -1
+    return int(said) if said.isdecimal() and len(said) <= MAX_DIGITS else None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, counted, fold
@@ -37,8 +38,9 @@ def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list
     carries = training and bool(stored.optimizer_keys)
     request: dict[str, Any] = dict(sharded_models(state.model))
     _drop_extra_states(request, stored)
+    entries = optimizer_state.entries_of(request.values())
+    _prefer_masters(request, stored)
     if carries:
-        entries = optimizer_state.entries_of(request.values())
         request["optimizer_state"] = optimizer_state.tensors_of(state.optimizer, entries, _master_key(stored))
     same_layout = layout_of(state.args) == layout_of(stored.common.args or {})
     takes_streams = training and same_layout and any(key.startswith("rng_state/") for key in stored.directory.objects)
@@ -46,7 +48,7 @@ def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list
         request["rng_state"] = random_state.sharded(is_loading=True)
     ranks.every(lambda: _refuse_unfit(request, stored))
     notes = []
-    loaded = _load(request, path)
+    loaded = _load(request, path, ranks)
     for number, chunk in enumerate(state.model):
         # the weights are in place already; what is left is what modules keep beside them
         bare(chunk).load_state_dict(loaded["model" if len(state.model) == 1 else f"model{number}"], strict=False)
@@ -63,16 +65,16 @@ def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list
     return notes
 
 
-def _load(request: dict[str, Any], path: Path) -> dict[str, Any]:
+def _load(request: dict[str, Any], path: Path, ranks: Ranks) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
+            warnings.simplefilter("ignore", FutureWarning)  # torch, of its own classes and names
             loaded: dict[str, Any] = dist_checkpointing.load(request, str(path), validate_access_integrity=False)
     except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
-        raise UnreadableCheckpoint(f"`{path}` cannot be loaded: {reason_of(error)}") from error
+        raise ranks.once(UnreadableCheckpoint(f"`{path}` cannot be loaded: {reason_of(error)}")) from error
     return loaded
 
 
@@ -80,12 +82,25 @@ def _master_key(stored: TorchDistCheckpoint) -> Callable[[Held, str], str | None
     """Where the master copy of a parameter is, whichever optimizer wrote it: its own tensor, or the weight itself."""
 
     def key_of(part: Held, key: str) -> str | None:
-        if not part.has_master:
-            return None
-        found = (f"{PREFIX}{master}{key}" for master in MASTERS)
-        return next((each for each in found if each in stored.directory.tensors), key)
+        return (_stored_master(stored, key) or key) if part.has_master else None
 
     return key_of
+
+
+def _stored_master(stored: TorchDistCheckpoint, key: str) -> str | None:
+    """The key of a weight's master copy; None where the checkpoint has none."""
+    keys = (f"{PREFIX}{master}{key}" for master in MASTERS)
+    return next((each for each in keys if each in stored.directory.tensors), None)
+
+
+def _prefer_masters(request: Mapping[str, Any], stored: TorchDistCheckpoint) -> None:
+    """Take fp32 weights from the master copies of a run that was not in fp32: its weights are rounded."""
+    for model in request.values():
+        for name, entry in model.items():
+            there = stored.directory.tensors.get(entry.key)
+            master = _stored_master(stored, entry.key)
+            if master and there and there.dtype != "float32" and entry.data.dtype == torch.float32:
+                model[name] = replace(entry, key=master)
 
 
 def _drop_extra_states(request: dict[str, Any], stored: TorchDistCheckpoint) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from mcore_convert.errors import ConvertError
@@ -68,11 +67,9 @@ class Ranks:
         returned: T = result
         return returned
 
-    def largest(self, number: int) -> int:
-        """The largest of the numbers that the ranks have."""
-        told = torch.tensor(number)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        return int(told)
+    def once(self, refusal: ConvertError) -> ConvertError:
+        """A refusal that all ranks have met, to be raised on all and told by rank 0."""
+        return refusal if self.is_first else _told(refusal, 0)
 
 
 def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:

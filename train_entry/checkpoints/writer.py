@@ -26,6 +26,8 @@ from train_entry.checkpoints import folder
 from train_entry.checkpoints.ranks import Ranks
 from train_entry.initialize import OtherRankError
 
+THREADS = 2  # of each rank, with a file each: 3.1 GiB/s into memory, where one writes 1.8
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -130,17 +132,18 @@ class Writer:
             partial = self.ranks.first(lambda: folder.begin(final))
             dcp.save(
                 dict(prepared.tensors),
-                storage_writer=dcp.FileSystemWriter(partial),
+                storage_writer=dcp.FileSystemWriter(partial, thread_count=THREADS),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=self.ranks.group,
             )
             self.ranks.first(lambda: folder.complete(partial, prepared.files, self.keep_last))
         except (CheckpointException, OtherRankError, OSError, RuntimeError) as error:
             self.ranks.first(lambda: folder.discard(final))
-            raise UnwritableTarget(
+            refusal = UnwritableTarget(
                 f"the checkpoint `{final}` cannot be written: {reason_of(error)}",
                 hint="the checkpoints before it are as they were",
-            ) from error
+            )
+            raise self.ranks.once(refusal) from error
 
 
 def reason_of(error: BaseException) -> str:

@@ -5,6 +5,7 @@ Relative paths in a configuration are relative to the working directory, and `~`
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -77,20 +78,20 @@ def as_yaml(config: Config) -> str:
 
 
 def _composed(path: Path, selections: Mapping[str, str | None]) -> Any:
-    """What hydra makes of a run's file and of the choices of groups; leaves its global state as it was."""
-    from hydra import compose, initialize_config_dir, version
+    """What hydra makes of a run's file and of the choices of groups."""
+    from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.singleton import Singleton
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
-    before = Singleton._instances.get(version.VersionBase)
     search = f"hydra.searchpath=[{_quoted(f'file://{CONFIGS}')}]"
     try:
-        with initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            defaults = loader.compute_defaults_list(path.stem, [search], RunMode.RUN).defaults
-            present = {str(default.config_path).rpartition("/")[0] for default in defaults}
+        with _fresh_hydra(), initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
+            present: set[str] = set()
+            if selections:  # hydra tells a group that is selected already from one that is new
+                loader = GlobalHydra.instance().config_loader()
+                defaults = loader.compute_defaults_list(path.stem, [search], RunMode.RUN).defaults
+                present = {str(default.config_path).rpartition("/")[0] for default in defaults}
             chosen = []
             for group, choice in selections.items():
                 if choice is not None:
@@ -102,10 +103,23 @@ def _composed(path: Path, selections: Mapping[str, str | None]) -> Any:
         raise syntax_error(error, path) from error
     except HydraException as error:
         raise ConfigError(f"`{path}` cannot be composed: {str(error).strip().splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def _fresh_hydra() -> Iterator[None]:
+    """A scope with global state of its own: the caller may be in the middle of a program that hydra runs."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.singleton import Singleton
+    from hydra.version import VersionBase
+
+    before = {kind: Singleton._instances.pop(kind, None) for kind in (GlobalHydra, VersionBase)}
+    try:
+        yield
     finally:
-        Singleton._instances.pop(version.VersionBase, None)
-        if before is not None:
-            Singleton._instances[version.VersionBase] = before
+        for kind, instance in before.items():
+            Singleton._instances.pop(kind, None)
+            if instance is not None:
+                Singleton._instances[kind] = instance
 
 
 def _resolved(composed: Any, given: Overrides, run: RunFile, problems: list[str]) -> dict[str, Any]:

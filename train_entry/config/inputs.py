@@ -14,11 +14,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
+def goes_on(config: Config) -> bool:
+    """Whether the run has checkpoints of its own to go on from: what it once started from may be gone."""
+    return config.checkpoint.resume and (config.run_dir / "checkpoints" / TRACKER).is_file()
+
+
 def has_start(config: Config) -> bool:
     """Whether a checkpoint says what the model is: one to start from, or the run's own."""
-    checkpoint = config.checkpoint
-    own = checkpoint.resume and (config.run_dir / "checkpoints" / TRACKER).is_file()
-    return bool(checkpoint.init or checkpoint.load or own)
+    return bool(config.checkpoint.init or config.checkpoint.load or goes_on(config))
 
 
 def problems_of_data(config: Config) -> Iterator[str]:
@@ -55,10 +58,11 @@ def problems_of_start(config: Config) -> Iterator[str]:
     checkpoint, model = config.checkpoint, config.model
     if checkpoint.init is not None and checkpoint.load is not None:
         yield "`checkpoint.init` starts a new run and `checkpoint.load` goes on with one: give one of them"
-    if checkpoint.init is not None and not Path(checkpoint.init).exists() and _is_path(checkpoint.init):
-        yield f"`checkpoint.init` = {checkpoint.init} does not exist"
-    if checkpoint.load is not None and not checkpoint.load.exists():
-        yield f"`checkpoint.load` = {checkpoint.load} does not exist"
+    if not goes_on(config):
+        if checkpoint.init is not None and not Path(checkpoint.init).exists() and _is_path(checkpoint.init):
+            yield f"`checkpoint.init` = {checkpoint.init} does not exist"
+        if checkpoint.load is not None and not checkpoint.load.exists():
+            yield f"`checkpoint.load` = {checkpoint.load} does not exist"
     if checkpoint.revision is not None and checkpoint.init is None:
         yield "`checkpoint.revision` is that of a Hub id in `checkpoint.init`, and there is none"
     missing = [f"`model.{name}`" for name in NEEDED if getattr(model, name) is None]

@@ -7,17 +7,18 @@ or else Megatron's own default.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Precision = Literal["fp32", "bf16", "fp16"]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Group(BaseModel):
     """A group of fields. A key that is not among them is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class Model(Group):
@@ -46,8 +47,8 @@ class Model(Group):
     add_qkv_bias: bool | None = None
     untie_embeddings_and_output_weights: bool | None = None
     init_method_std: PositiveFloat = Field(0.02, description="standard deviation of new weights")
-    hidden_dropout: NonNegativeFloat = 0.0
-    attention_dropout: NonNegativeFloat = 0.0
+    hidden_dropout: BelowOne = 0.0
+    attention_dropout: BelowOne = 0.0
     num_experts: PositiveInt | None = None
     moe_ffn_hidden_size: PositiveInt | None = None
     moe_router_topk: PositiveInt | None = None
@@ -83,10 +84,10 @@ class Optimizer(Group):
     lr: PositiveFloat = 3e-4
     min_lr: NonNegativeFloat = 3e-5
     weight_decay: NonNegativeFloat = 0.1
-    beta1: NonNegativeFloat = 0.9
-    beta2: NonNegativeFloat = 0.95
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
     eps: PositiveFloat = 1e-8
-    momentum: NonNegativeFloat = Field(0.9, description="of sgd")
+    momentum: BelowOne = Field(0.9, description="of sgd")
     clip_grad: NonNegativeFloat = Field(1.0, description="largest norm of the gradients; 0: any")
     initial_loss_scale: PositiveFloat = Field(2.0**16, description="of fp16")
     loss_scale_window: PositiveInt = Field(1000, description="steps without overflow until fp16's loss scale doubles")
@@ -151,7 +152,7 @@ class Logging(Group):
     peak_tflops: PositiveFloat | None = Field(
         None, description="of one device in this precision; known for common GPUs"
     )
-    profile: bool = Field(False, description="a trace of a few steps by torch's profiler")
+    profile: bool = Field(False, description="trace-RANK.json: a few steps by torch's profiler")
 
 
 class Training(Group):

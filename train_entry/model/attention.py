@@ -131,29 +131,6 @@ class SdpaAttention(torch.nn.Module):
         return stream
 
 
-def segment_mask(segment_ids: Tensor, rows: Tensor | None = None) -> Tensor:
-    """The mask of several examples in a sequence, which see themselves only, causally: `[samples, 1, tokens, tokens]`.
-
-    Args:
-        segment_ids: `[samples, tokens]`, of the whole sequence.
-        rows: positions of the tokens that ask, where that is not all of them in order (context parallelism).
-
-    Returns:
-        True where nothing is seen, as Megatron has it.
-    """
-    positions = torch.arange(segment_ids.size(1), device=segment_ids.device)
-    asking = positions if rows is None else rows
-    other = segment_ids[:, asking, None] != segment_ids[:, None, :]
-    return (other | (asking[:, None] < positions))[:, None]
-
-
-def context_parallel_rows(tokens: int, ranks: int, rank: int, device: torch.device | str = "cpu") -> Tensor:
-    """The positions that a context-parallel rank holds of `tokens`, in its order."""
-    chunk = tokens // (2 * ranks)
-    within = torch.arange(chunk, device=device)
-    return torch.cat([rank * chunk + within, (2 * ranks - 1 - rank) * chunk + within])
-
-
 def _takes_groups(query: Tensor, mask: Tensor | None) -> bool:
     """Whether the kernel for this query takes keys with fewer heads: flash attention does, the others do not."""
     fast = query.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(query.device) >= (8, 0)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.megatron.model import Choices, local_block_spec
+from mcore_convert.megatron.model import Choices
 from train_entry.config.schema import Config
-from train_entry.model.attention import SdpaAttention
 from train_entry.model.compiled import compile_layers, compiler_missing
-from train_entry.model.loss import model_class
+from train_entry.model.gpt import model_class
+from train_entry.model.layers import graph_settings, graph_spec, sdpa_spec
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -41,54 +41,47 @@ def select(config: Config, args: Mapping[str, Any], device: torch.device) -> Com
         ConfigError: Transformer Engine is asked for and not installed, or a compiler that is missing, or attention that
             does not go with the layout.
     """
-    training = config.training
-    settings: dict[str, Any] = {}
-    remarks: list[str] = []
+    training, vocab_size = config.training, args["vocab_size"]
     if training.transformer_impl == "transformer_engine":
         if importlib.util.find_spec("transformer_engine") is None:
             raise ConfigError(
                 "`training.transformer_impl` is `transformer_engine`, which is not installed",
                 hint="pip install transformer_engine[pytorch], or leave it at `local`",
             )
-        return Computation(
-            Choices(settings, _transformer_engine_spec, model_class(False, args["vocab_size"])), _nothing
-        )
-    unfused = training.attention == "unfused"
-    if unfused and config.parallel.cp > 1:
-        raise ConfigError("`training.attention` = `unfused` does not go with context parallelism", hint="leave it out")
-    if not unfused and training.recompute == "selective":
+        return Computation(Choices({}, _transformer_engine_spec, model_class(vocab_size)), _nothing)
+    if training.attention == "unfused":
+        if config.parallel.cp > 1:
+            raise ConfigError("`training.attention` = `unfused` does not go with context parallelism")
+        if training.compile == "layers":
+            raise ConfigError("`training.compile` = `layers` does not go with `training.attention` = `unfused`")
+        return Computation(Choices({}, None, model_class(vocab_size)), _nothing)
+    remarks: list[str] = []
+    settings: dict[str, Any] = {}
+    if training.recompute == "selective":
         settings["recompute_granularity"] = None
         remarks.append("Selective recomputation is left out: attention over torch's kernels keeps no scores.")
     compiled = training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
-    if compiled and args.get("num_experts"):
+    if compiled and (obstacle := _obstacle(args, device)):
         if training.compile == "layers":
-            raise ConfigError(
-                "`training.compile` = `layers` does not go with experts: their shapes change all the time"
-            )
+            raise ConfigError(f"`training.compile` = `layers`, but {obstacle}")
+        remarks.append(f"Layers are not compiled, and slower for it: {obstacle}.")
         compiled = False
-    if compiled and (missing := compiler_missing(device)):
-        if training.compile == "layers":
-            raise ConfigError(f"`training.compile` = `layers`, but nothing can be compiled here: {missing}")
-        remarks.append(f"Layers are not compiled, and slower for it: {missing}")
-        compiled = False
-    spec = None if unfused else _sdpa_spec
-    return Computation(
-        Choices(settings, spec, model_class(compiled, args["vocab_size"])),
-        compile_layers if compiled else _nothing,
-        tuple(remarks),
-    )
+    if not compiled:
+        return Computation(Choices(settings, sdpa_spec, model_class(vocab_size)), _nothing, tuple(remarks))
+    model = model_class(vocab_size, fused_loss=device.type == "cuda", rotary_tables=True)
+    return Computation(Choices(settings | graph_settings(args), graph_spec, model), compile_layers, tuple(remarks))
+
+
+def _obstacle(args: Mapping[str, Any], device: torch.device) -> str | None:
+    """Why layers cannot be compiled."""
+    if args.get("num_experts"):
+        return "each batch gives experts other shapes"
+    missing = compiler_missing(device)
+    return f"nothing can be compiled here: {missing}" if missing else None
 
 
 def _nothing(_: Sequence[Any]) -> None:
     """Nothing is to be done once the model is wrapped."""
-
-
-def _sdpa_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layers, with attention over torch's kernels."""
-    block = local_block_spec(config, vp_stage)
-    for layer in block.layer_specs or ():
-        layer.submodules.self_attention.submodules.core_attention = SdpaAttention
-    return block
 
 
 def _transformer_engine_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

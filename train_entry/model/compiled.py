@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,17 +23,12 @@ def compile_layers(chunks: Sequence[Any]) -> None:
     """Compile the forward pass of every transformer layer, after the model is in its data-parallel wrapper.
 
     Layers of one shape share one graph. What a layer is given and gives stays as it is, so recomputation, pipeline
-    stages and checkpoints see no difference. Attention stays outside where it draws dropout from a random stream of its
-    own, or gathers keys from other ranks.
+    stages and checkpoints see no difference.
     """
-    # megatron-core warns in every forward pass on rank 0 (utils.py:501), which would cut each layer into nine graphs
-    torch._dynamo.config.ignore_logger_methods.add(warnings.warn)
     for chunk in chunks:
         _keep_hooks_outside(chunk)
         for layer in _layers(chunk):
-            attention = layer.self_attention.core_attention  # type: ignore[union-attr]
-            if getattr(attention, "dropout", 0.0) or getattr(attention, "cp_group", None) is not None:
-                attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[union-attr]
+            _keep_outside(layer.self_attention)
             layer.forward = _after_hooks(layer, torch.compile(layer.forward, dynamic=False))
 
 
@@ -46,6 +40,18 @@ def _layers(chunk: Any) -> Iterator[Layer]:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     yield from chunk.decoder.layers
+
+
+def _keep_outside(attention: Any) -> None:
+    """Leave out of the graph what draws dropout from a random stream of its own, and Megatron's own messages.
+
+    `train_entry.model.operations` says why the compiler must not look into those.
+    """
+    core = attention.core_attention
+    if core.dropout or core.cp_group is not None:
+        core.forward = torch.compiler.disable(core.forward)
+    if attention.config.num_query_groups < attention.config.tensor_model_parallel_size:  # gathers parts of a group
+        attention.get_query_key_value_tensors = torch.compiler.disable(attention.get_query_key_value_tensors)
 
 
 def _keep_hooks_outside(chunk: Any) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits that are computed on in fp32 at once: 1 GiB where nothing is compiled, and rows enough to fill a GPU.
-CHUNK = 2**28
-
-Kernel = Callable[..., Any]
+CHUNK = 2**28  # logits that are computed on in fp32 at once, where that is not within a kernel: 1 GiB
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None, *, vocab_size: int | None = None
+    logits: Tensor,
+    labels: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    vocab_size: int | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """Minus the logarithm of the probability of each label, in fp32, as Megatron's function of this name.
 
@@ -33,26 +34,10 @@ def vocab_parallel_cross_entropy(
         vocab_size: the vocabulary without padding. Rows beyond it have no probability; unless given all have, as
             everywhere in Megatron: there a model that comes from elsewhere, whose padding is zero, gives most of its
             probability to the padding, where its other logits are well below zero, as GPT-2's are.
+        fused: with Triton's kernels, which read the logits once on each way, on a GPU.
     """
-    losses: Tensor = _CrossEntropy.apply(logits, labels, group, vocab_size, False)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, group, vocab_size, fused)
     return losses
-
-
-@functools.cache
-def model_class(compiled: bool, vocab_size: int | None = None) -> type:
-    """Megatron's `GPTModel` with this cross entropy; `compiled`: each of its two passes is one kernel."""
-    from megatron.core.models.gpt import GPTModel
-
-    class Model(GPTModel):
-        """A `GPTModel` whose loss needs no memory beside the logits."""
-
-        def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-            """Losses of `[samples, tokens]`, from labels of that shape and logits of `[tokens, samples, rows]`."""
-            group = self.pg_collection.tp
-            losses: Tensor = _CrossEntropy.apply(logits, labels.t().contiguous(), group, vocab_size, compiled)
-            return losses.t().contiguous()
-
-    return Model
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -63,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
         labels: Tensor,
         group: dist.ProcessGroup | None,
         vocab_size: int | None,
-        compiled: bool,
+        fused: bool,
     ) -> Tensor:
         rows = logits.size(-1)
         ranks, rank = (group.size(), group.rank()) if group is not None else (1, 0)
@@ -71,7 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.words = rows if vocab_size is None else max(0, min(rows, vocab_size - rank * rows))
         flat = logits.view(-1, rows)[:, : ctx.words]
         if ctx.words:
-            stats = torch.cat([_kernel(_statistics, compiled)(*each) for each in _chunks(flat, places)], 1)
+            stats = _passes(fused)[0](flat, places)
         else:  # nothing but padding: no probability
             stats = torch.zeros(3, len(flat), device=logits.device)
             stats[0] = torch.finfo(torch.float32).min
@@ -84,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
             largest, (total, chosen) = overall, sums.unbind()
         normaliser = largest + total.log()
         ctx.save_for_backward(logits, places, normaliser)
-        ctx.compiled, ctx.spent = compiled, False
+        ctx.fused, ctx.spent = fused, False
         return (normaliser - chosen).view(labels.shape)
 
     @staticmethod
@@ -96,34 +81,41 @@ class _CrossEntropy(torch.autograd.Function):
         flat = logits.detach().view(-1, logits.size(-1))
         flat[:, ctx.words :].zero_()
         if ctx.words:
-            for each in _chunks(flat[:, : ctx.words], places, normaliser, gradient.reshape(-1)):
-                _kernel(_overwrite, ctx.compiled)(*each)
+            _passes(ctx.fused)[1](flat[:, : ctx.words], places, normaliser, gradient.reshape(-1))
         return flat.view(logits.shape), None, None, None, None
 
 
-def _chunks(flat: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """The rows of all of these, in equal parts as far as may be, so that few shapes are compiled."""
-    parts = -(-flat.numel() // CHUNK)
-    return list(zip(*(each.tensor_split(max(1, parts)) for each in (flat, *others)), strict=True))
+def _passes(fused: bool) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[..., None]]:
+    """What reads the logits on the way there, and what writes over them on the way back."""
+    if not fused:
+        return _statistics, _overwrite
+    from train_entry.model import kernels  # with Triton, which only goes with CUDA
+
+    return kernels.statistics, kernels.overwrite
 
 
 def _statistics(logits: Tensor, places: Tensor) -> Tensor:
     """Of each row: the largest logit, the sum of exponentials relative to it, and the logit of the label, or 0."""
-    wide = logits.float()
-    largest = wide.amax(1)
-    total = (wide - largest[:, None]).exp().sum(1)
     here = (places >= 0) & (places < logits.size(1))
-    chosen = wide.gather(1, places.clamp(0, logits.size(1) - 1)[:, None])[:, 0]
-    return torch.stack((largest, total, torch.where(here, chosen, 0.0)))
+    labels = places.clamp(0, logits.size(1) - 1)[:, None]
+    chosen = torch.where(here, logits.gather(1, labels)[:, 0].float(), 0.0)
+    parts = []
+    for (part,) in _chunks(logits):
+        largest = part.amax(1).float()
+        parts.append(torch.stack((largest, (part.float() - largest[:, None]).exp_().sum(1))))
+    return torch.cat((torch.cat(parts, 1), chosen[None]))
 
 
 def _overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor) -> None:
     """Put the gradient in the place of the logits."""
-    probabilities = (logits.float() - normaliser[:, None]).exp()
-    label = torch.arange(logits.size(1), device=logits.device) == places[:, None]
-    logits.copy_((probabilities - label.float()) * gradient[:, None])
+    for part, place, log_total, scale in _chunks(logits, places, normaliser, gradient):
+        probabilities = (part.float() - log_total[:, None]).exp_()
+        here = ((place >= 0) & (place < part.size(1))).float()
+        probabilities.scatter_add_(1, place.clamp(0, part.size(1) - 1)[:, None], -here[:, None])
+        part.copy_(probabilities.mul_(scale[:, None]))
 
 
-@functools.cache
-def _kernel(function: Kernel, compiled: bool) -> Kernel:
-    return torch.compile(function) if compiled else function
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The rows of all of these in parts, for logits of at most `CHUNK` elements, or of a row."""
+    tokens = max(1, CHUNK // tensors[0].size(1))
+    return zip(*(each.split(tokens) for each in tensors), strict=True)

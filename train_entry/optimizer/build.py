@@ -34,8 +34,6 @@ def wrap(config: Config, stages: Sequence[GPTModel]) -> list[Any]:
             stage.config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
             if len(chunks) > 1:
                 stage.config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
-        if parallel.overlap_param_gather and len(chunks) > 1:
-            stage.config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     return chunks
 
 

@@ -77,6 +77,7 @@ def _scale(_: int, __: Tensor, tensors: Sequence[Sequence[Tensor]], scale: float
         torch._foreach_copy_(targets, torch._foreach_mul(sources, scale))
 
 
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor], _: Tensor | None = None) -> None:
-    if sources:
-        torch._foreach_copy_(list(targets), list(sources))
+def _copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None) -> None:
+    """`this` to `that`, of any dtypes."""
+    if this:
+        torch._foreach_copy_(list(that), list(this))

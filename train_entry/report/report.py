@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -132,10 +133,15 @@ class Report:
             sinks, self._sinks = self._sinks, []
             for sink in sinks:
                 sink.close()
-        if self._config.logging.plot and (self._config.run_dir / METRICS).stat().st_size:
-            from train_entry.report.plot import plot
+        picture = self._drawn()
+        if picture is not None:
+            self.say(f"loss curve: {picture}")
 
-            self.say(f"loss curve: {plot(self._config.run_dir)}")
+    def draw(self) -> None:
+        """Draw `loss.png` as far as the run has come, for an export that is to have it."""
+        if self._sinks:
+            self.flush()
+            self._drawn()
 
     def __enter__(self) -> Self:
         return self
@@ -148,6 +154,13 @@ class Report:
         except RuntimeError:  # the numbers are on a device that is lost: the error on its way says more
             if error is None:
                 raise
+
+    def _drawn(self) -> Path | None:
+        if not self._config.logging.plot or not (self._config.run_dir / METRICS).stat().st_size:
+            return None
+        from train_entry.report.plot import plot
+
+        return plot(self._config.run_dir)
 
     def _open_sinks(self, start: int) -> list[Sink]:
         folder, logging = self._config.run_dir, self._config.logging

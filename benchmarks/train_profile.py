@@ -1,0 +1,63 @@
+"""Where the time of a training step goes on a GPU: its kernels, by what they are for."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Shares = dict[str, float]  # milliseconds by what they went to
+
+# The first whose pattern is found in a kernel's name has it.
+PURPOSES = {
+    "communication": r"nccl",
+    "attention": r"sdpa|flash|fmha|compute_dot_do_o|convert_dq",
+    "matrix products": r"nvjet|gemm|cutlass|cublas|splitK",
+    "loss": r"^_statistics|^_overwrite",
+    "gated activation": r"^_swiglu|triton.*silu|triton.*gelu",
+    "norms and residuals (compiled)": r"triton.*norm",
+    "rotary positions, heads (compiled)": r"triton.*(cat|split|slice|permute)",
+    "other compiled parts of layers": r"triton",
+    "optimizer": r"multi_tensor_apply|BinaryFunctor|copy_kernel|FillFunctor",
+    "adding up gradients in fp32": r"CUDAFunctor_add",
+    "embedding": r"embedding|compute_grad_weight|sum_and_scatter|gather_kernel|RadixSort|radix_sort",
+}
+OTHER, IDLE = "other kernels", "no kernel runs"
+
+
+def profiled(step: Callable[[], object]) -> Shares:
+    """Milliseconds of kernels of one step by purpose, most first. Kernels that overlap count each."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        wall = 1e3 * (time.perf_counter() - start)
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return shares_of(spans, wall)
+
+
+def shares_of(spans: list[tuple[str, float, float]], wall: float) -> Shares:
+    """Milliseconds by purpose, from kernels with their start and end in microseconds; `wall` is that of the step."""
+    found: Shares = {}
+    for name, start, end in spans:
+        purpose = next((each for each, pattern in PURPOSES.items() if re.search(pattern, name)), OTHER)
+        found[purpose] = found.get(purpose, 0.0) + (end - start) / 1e3
+    found = dict(sorted(found.items(), key=lambda item: -item[1]))
+    return {**found, IDLE: max(0.0, wall - _covered(spans))}
+
+
+def _covered(spans: list[tuple[str, float, float]]) -> float:
+    """Milliseconds in which some kernel runs."""
+    covered, last = 0.0, float("-inf")
+    for _, start, end in sorted(spans, key=lambda span: span[1]):
+        covered += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return covered / 1e3

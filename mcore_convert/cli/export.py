@@ -1,0 +1,196 @@
+"""`mcore-convert export`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mcore_convert.cli import options
+from mcore_convert.cli.interruption import Interrupted
+from mcore_convert.cli.push import as_lines
+from mcore_convert.cli.text import in_bytes, in_parameters, progress, say, show, table
+
+if TYPE_CHECKING:
+    from mcore_convert.publish import Export
+    from mcore_convert.sweep import Swept
+
+
+class Dtype(StrEnum):
+    """The dtypes of weights."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+def command(
+    source: Annotated[Path, typer.Argument(help="Checkpoint in any format, or the directory of a training run")],
+    destination: Annotated[
+        Path | None, typer.Argument(help="Directory to make; RUN/hf/iter_* or SOURCE-hf unless given")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Directory or Hub id of the tokenizer to add")] = None,
+    no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Export the model without a tokenizer")] = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="Round weights to it; as stored unless given")] = None,
+    family: Annotated[str | None, typer.Option(help="Model family, where it is not to be found")] = None,
+    hf_config: Annotated[
+        Path | None, typer.Option(help="Original model's config.json or directory, with its tokenizer and licence")
+    ] = None,
+    vocab_size: options.VocabSize = None,
+    arg: options.Given = None,
+    max_shard_size: Annotated[
+        int, typer.Option(parser=options.size, metavar="SIZE", help="Largest safetensors file")
+    ] = "5GB",  # type: ignore[assignment]
+    allow_drift: options.AllowDrift = False,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option("--metadata", metavar="NAME=VALUE", help="Field of the model card, as license or datasets"),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Export every iteration of a run that is not exported yet")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="With --all: wait for further iterations, until the run's last")
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0, help="Seconds between two looks at a running training")] = 30.0,
+    until: Annotated[int | None, typer.Option(min=0, help="With --all: end after this iteration")] = None,
+    push_to_hub: Annotated[str | None, typer.Option(metavar="REPO", help="Repository on the Hub to send it to")] = None,
+    private: options.Private = False,
+    branch: options.Branch = "main",
+    tag: options.Tag = None,
+    commit_message: options.CommitMessage = None,
+    overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Make a complete Hugging Face directory: weights, configuration, tokenizer, model card.
+
+    Example: mcore-convert export ./run --dtype bfloat16
+    """
+    shared: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "with_tokenizer": not no_tokenizer,
+        "dtype": dtype.value if dtype else None,
+        "family": family,
+        "hf_config": hf_config,
+        "vocab_size": vocab_size,
+        "given": options.arguments(arg),
+        "max_shard_size": max_shard_size,
+        "allow_drift": allow_drift,
+        "metadata": options.arguments(metadata),
+    }
+    to_hub = {"private": private, "branch": branch, "tag": tag, "commit_message": commit_message}
+    bars = not quiet and sys.stderr.isatty()
+    if tokenizer is not None and no_tokenizer:
+        raise typer.BadParameter("there is one or there is none", param_hint="--tokenizer and --no-tokenizer")
+    if every:
+        if (branch, tag, commit_message, overwrite, dry_run) != ("main", None, None, False, False):
+            idle = "--branch, --tag, --commit-message, --overwrite and --dry-run"
+            raise typer.BadParameter(f"an iteration has its own branch, and is never replaced: leave out {idle}")
+        _sweep(
+            source,
+            destination,
+            json=json,
+            quiet=quiet,
+            push_to_hub=push_to_hub,
+            private=private,
+            watch=watch,
+            interval=interval,
+            until=until,
+            bars=bars,
+            **shared,
+        )
+        return
+    if watch or until is not None:
+        raise typer.BadParameter("they are for --all", param_hint="--watch and --until")
+    from mcore_convert.publish import export
+
+    with progress(quiet=quiet) as update:
+        done = export(
+            source,
+            destination,
+            push_to_hub=push_to_hub,
+            **to_hub,  # type: ignore[arg-type]
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=update,
+            bars=bars,
+            **shared,
+        )
+    if json:
+        show(jsonlib.dumps(done.as_dict(), indent=2))
+    elif not quiet:
+        report(done)
+
+
+def report(done: Export) -> None:
+    """What was done, or would be, in a few lines."""
+    facts, dims = done.as_dict(), done.plan.dims
+    tied = "tied" if dims.tied else "untied"
+    show(f"{facts['family']}  {dims.num_layers} layers  {in_parameters(facts['num_parameters'])} parameters  {tied}")
+    size = f"{in_bytes(sum(done.files.values()))} in {len(done.files)} files"
+    where = str(done.path or "a temporary directory")
+    rows = [
+        ("from", facts["source"]["format"], facts["source"]["path"], ""),
+        ("to", "hf", where, f"{facts['num_tensors']} tensors in {' and '.join(facts['dtypes'])}, {size}"),
+    ]
+    for line in table(rows):
+        show(line)
+    if done.tokenizer is not None:
+        template = ", with a chat template" if done.tokenizer.has_chat_template else ""
+        show(f"tokenizer  {done.tokenizer.size} tokens{template}, of {done.tokenizer.place}")
+    if done.checksum is not None:
+        show(f"checksum   {done.checksum}, every tensor read again and equal")
+    if done.dry_run:
+        for name, nbytes in done.files.items():
+            show(f"      {name}  {in_bytes(nbytes)}")
+        show("nothing written (--dry-run)")
+    for note in done.notes:
+        say(f"note: {note}")
+    if done.upload is not None:
+        for line in as_lines(done.upload):
+            show(line)
+
+
+def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, **wishes: Any) -> None:
+    """Export all, and tell of each when it is done. Exit code 1 where one was refused."""
+    from mcore_convert.sweep import export_all
+
+    counts = dict.fromkeys(("exported", "there", "refused"), 0)
+    try:
+        with progress(quiet=quiet) as update:
+            for told in export_all(source, destination, progress=update, **wishes):
+                counts[told.state] += 1
+                if json:
+                    show(jsonlib.dumps(told.as_dict()))
+                elif not quiet:
+                    show(line_of(told))
+                if told.error is not None:
+                    say(f"error: iteration {told.iteration}: {told.error}")
+                sys.stdout.flush()
+    except Interrupted as stop:
+        stop.remains = f"{counts['exported']} exported; the same command goes on with the others"
+        raise
+    if not json and not quiet:
+        total = sum(counts.values())
+        words = [f"{count} {word}" for word, count in counts.items() if count or word == "exported"]
+        show(f"{total} iteration{'s' * (total != 1)}: {', '.join(words)}")
+    if counts["refused"]:
+        raise typer.Exit(1)
+
+
+def line_of(told: Swept) -> str:
+    """One iteration: `iter_0000100  exported  run/hf/iter_0000100  911 kB`."""
+    words = [f"iter_{told.iteration:07d}", told.state.ljust(len("exported"))]
+    if told.path is not None:
+        words.append(str(told.path))
+    if told.export is not None:
+        words.append(in_bytes(sum(told.export.files.values())))
+    if told.upload is not None:
+        words.append(f"{told.upload.url}, {in_bytes(sum(told.upload.sent.values()))} sent")
+    return "  ".join(words)

@@ -1,0 +1,39 @@
+"""Signals that ask a command to stop, as an exception that cleans up on its way."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal that asks the command to stop. Not a KeyboardInterrupt: typer ends on that without a word.
+
+    `remains` says what the command has left.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.remains = "nothing was left behind"
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C, a polite kill and a closed terminal all clean up. A signal that the caller ignores (nohup) stays so."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)

@@ -1,0 +1,73 @@
+"""`mcore-convert push`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mcore_convert.cli import options
+from mcore_convert.cli.text import in_bytes, progress, show, table
+
+if TYPE_CHECKING:
+    from mcore_convert.uploads import Upload
+
+
+def command(
+    source: Annotated[Path, typer.Argument(help="Hugging Face directory; any other checkpoint is exported first")],
+    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub, or NAME for yourself; made where it lacks")],
+    private: options.Private = False,
+    branch: options.Branch = "main",
+    tag: options.Tag = None,
+    commit_message: options.CommitMessage = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing")] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Send a model to the Hub. What is there already is not sent again; run it again if it was interrupted.
+
+    Example: mcore-convert push ./exported you/your-model --private
+    """
+    from mcore_convert.publish import push
+
+    with progress(quiet=quiet) as update:
+        done = push(
+            source,
+            repo,
+            private=private,
+            branch=branch,
+            tag=tag,
+            commit_message=commit_message,
+            dry_run=dry_run,
+            progress=update,
+            bars=not quiet and sys.stderr.isatty(),
+        )
+    if json:
+        show(jsonlib.dumps(done.as_dict(), indent=2))
+    elif not quiet:
+        for line in as_lines(done):
+            show(line)
+
+
+def as_lines(done: Upload) -> Iterator[str]:
+    """What was sent, or would be, in a few lines."""
+    made = "a new repository" if done.created else f"branch {done.branch}"
+    yield f"to  {done.url}  {made}"
+    rows = [("send" if done.dry_run else "sent", name, in_bytes(size)) for name, size in done.sent.items()]
+    rows += [("there", name, in_bytes(size)) for name, size in done.kept.items()]
+    rows += [("remove" if done.dry_run else "removed", name, "") for name in done.removed]
+    for line in table(rows, right=(2,)):
+        yield f"  {line}"
+    total = in_bytes(sum(done.sent.values()))
+    if done.dry_run:
+        yield f"{total} in {len(done.sent)} files to send, nothing sent (--dry-run)"
+    elif done.commit is None:
+        yield "everything is there already"
+    else:
+        yield f"{total} in {len(done.sent)} files sent, commit {done.commit[:8]}"
+    if done.tag is not None:
+        yield f"tag {done.tag}"

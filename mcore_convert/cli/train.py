@@ -1,0 +1,145 @@
+"""`mcore-convert train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json as jsonlib
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mcore_convert.cli.interruption import Interrupted
+from mcore_convert.cli.text import in_bytes, in_parameters, show, table
+from mcore_convert.errors import ConfigError
+
+if TYPE_CHECKING:
+    from train_entry.config.estimate import Estimate
+    from train_entry.config.schema import Config
+
+NEEDED = ("hydra", "omegaconf", "pydantic", "yaml")  # of the configuration; the rest is refused by what needs it
+
+
+def command(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="YAML file, directory that a run left, or name of a ready run"),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="parallel=tp2 selects a choice, training.steps=20 sets a value"),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Show the ready runs and the choices of each group")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the configuration in full as YAML, and end")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and say sizes and memory; start nothing")] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="With --dry-run: ranks of the run; the fewest that it needs unless given")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="With --dry-run: print as JSON")] = False,
+) -> None:
+    """Train a model in this process; over several ranks with `torchrun --nproc-per-node 4 -m train_entry CONFIG ...`.
+
+    Example: mcore-convert train tiny-gpt2 training.steps=20
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"training needs {', '.join(f'`{name}`' for name in missing)}", hint="pip install 'mcore-convert[train]'"
+        )
+    if list_:
+        show_choices()
+        return
+    if config is None:
+        raise typer.BadParameter("a YAML file or the name of a ready run; `--list` shows them", param_hint="CONFIG")
+    from train_entry.config.compose import as_yaml, load_config
+
+    chosen = load_config(config, overrides or ())
+    if print_config:
+        show(as_yaml(chosen).rstrip())
+    elif dry_run:
+        report(chosen, planned(chosen, ranks), json=json)
+    else:
+        from train_entry.pretrain import pretrain
+
+        try:
+            pretrain(chosen)
+        except Interrupted as stop:
+            stop.remains = (
+                f"the checkpoints in `{chosen.run_dir}` are whole, and the next start goes on from the newest"
+            )
+            raise
+
+
+def show_choices() -> None:
+    """The ready runs, and the choices of each group, a line each."""
+    from train_entry.config.files import CONFIGS, ENDING, choices, ready_runs, title
+    from train_entry.config.nearest import groups
+
+    rows = [("runs", "")]
+    rows += [(f"  {name}", title(CONFIGS / f"{name}{ENDING}")) for name in ready_runs()]
+    for group in groups():
+        rows.append((f"{group}=", ""))
+        rows += [(f"  {name}", title(CONFIGS / group / f"{name}{ENDING}")) for name in choices(group)]
+    for line in table(rows):
+        show(line)
+
+
+def planned(config: Config, ranks: int | None) -> Estimate:
+    """What the run would need, after every check that can be made without starting it.
+
+    Args:
+        ranks: of the run; the fewest that its layout needs unless given.
+
+    Raises:
+        ConvertError: the run would be refused.
+    """
+    from mcore_convert.spec.arguments import normalise
+    from train_entry.arguments import megatron_arguments, origin_of
+    from train_entry.config.estimate import estimate
+    from train_entry.config.layouts import ranks_of
+    from train_entry.config.refusals import check, check_model
+    from train_entry.data.tokenizer import tokenizer_of
+
+    world_size = ranks or ranks_of(config.parallel)
+    check(config, world_size, None)  # the device is that of another machine, as likely as not
+    origin = origin_of(config)
+    tokenizer = tokenizer_of(config, origin)
+    args = megatron_arguments(config, origin, vocab_size=tokenizer.vocab_size if tokenizer else None)
+    check_model(config, args)
+    return estimate(config, normalise(args), world_size)
+
+
+def report(config: Config, plan: Estimate, *, json: bool) -> None:
+    """The run in a few lines, or as JSON."""
+    from train_entry.config.layouts import torchrun
+
+    if json:
+        show(jsonlib.dumps({**dataclasses.asdict(plan), "memory": plan.memory}, indent=2))
+        return
+    parallel, training = config.parallel, config.training
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp, "ep": parallel.ep}
+    layout = [f"{name} {size}" for name, size in sizes.items() if size is not None and size > 1] + [f"dp {plan.dp}"]
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks: {torchrun(plan.world_size)}"
+    parts = {
+        "weights": plan.weights,
+        "gradients": plan.gradients,
+        "optimizer": plan.optimizer,
+        "activations": plan.activations,
+    }
+    each_step, in_all = in_parameters(plan.tokens_per_step), in_parameters(plan.tokens_per_step * training.steps)
+    on_a_rank = in_parameters(plan.num_local_parameters)
+    rows = [
+        ("model", f"{in_parameters(plan.num_parameters)} parameters, {on_a_rank} on the fullest rank"),
+        ("layout", f"{' x '.join(layout)}, {ranks}"),
+        ("step", f"{training.global_batch_size} samples of {training.seq_length} tokens, {each_step} tokens in all"),
+        ("", f"in {plan.num_microbatches} microbatches of {training.micro_batch_size} on each data-parallel rank"),
+        ("run", f"{training.steps} steps, {in_all} tokens"),
+        ("memory", f"about {in_bytes(plan.memory)} on a rank"),
+        ("", ", ".join(f"{name} {in_bytes(nbytes)}" for name, nbytes in parts.items())),
+        ("into", str(config.run_dir)),
+    ]
+    for line in table(rows):
+        show(line)
+    show("nothing was started (--dry-run)")

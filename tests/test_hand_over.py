@@ -1,0 +1,87 @@
+"""The whole way: a model is trained, exported, generates, is pushed, and is loaded from its repository by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+from transformers import pipeline
+
+from fixtures.tokenizer import make_tokenizer, stories
+from mcore_convert import export, load_hf_model, push
+from tests.hub import ROOT, client_of_a_hub, run_with
+
+PROMPT = "There was a duck who"
+RUN = """
+defaults:
+  - tiny-gpt2
+  - override parallel: tp2
+  - override data: indexed
+  - _self_
+run_dir: run
+data: {paths: [stories_text_document], tokenizer: tokenizer}
+training: {steps: 6, micro_batch_size: 4, seq_length: 64}
+checkpoint: {save_interval: 3}
+"""
+LOAD = f"""
+from transformers import pipeline
+for revision in ("main", "iter_0000003"):
+    generator = pipeline("text-generation", model="ada/stories", revision=revision)
+    print(generator("{PROMPT}", max_new_tokens=8, do_sample=False)[0]["generated_text"])
+"""
+
+
+def test_train_export_generate_push_load(tmp_path: Path) -> None:
+    train(tmp_path)
+    run = tmp_path / "run"
+    done = export(run)
+    assert done.path == run / "hf" / "iter_0000006"
+    card = ModelCard.load(done.path / "README.md").text
+    assert "| iteration | 6 of 6 |" in card
+    assert "| data | `stories_text_document` |" in card
+    assert f"| tokens | {6 * 8 * 64:,} |" in card
+    assert "| loss | " in card
+    assert "| parallel layout of the source | tp 2, pp 1, on 2 ranks |" in card
+    assert (done.path / "loss.png").read_bytes() == (run / "loss.png").read_bytes()
+    told = {name: tell(str(path)) for name, path in (("main", done.path), ("iter_0000003", early(run)))}
+    assert all(text.startswith(PROMPT) for text in told.values())
+
+    with client_of_a_hub(tmp_path) as hub:
+        push(done.path, "stories", private=True)
+        push(early(run), "stories", branch="iter_0000003")
+        loaded = run_with(hub, tmp_path / "home", "-c", LOAD)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout == "".join(f"{text}\n" for text in told.values())
+    assert load_hf_model(run).num_parameters() == done.plan.num_parameters
+
+
+def train(folder: Path) -> None:
+    """A run of six steps on the bundled stories, on two ranks."""
+    (folder / "stories.jsonl").write_text("".join(f"{json.dumps({'text': story})}\n" for story in stories()))
+    (folder / "tokenizer").mkdir()
+    make_tokenizer(folder / "tokenizer", 500)
+    (folder / "run.yaml").write_text(RUN)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    prepare = [sys.executable, "-m", "mcore_convert", "data", "prepare", "stories.jsonl", "stories"]
+    for command in ([*prepare, "--tokenizer", "tokenizer"], [*start, "train_entry", "run.yaml"]):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def early(run: Path) -> Path:
+    """The export of an earlier iteration."""
+    path = run / "hf" / "iter_0000003"
+    if not path.exists():
+        export(run / "checkpoints" / "iter_0000003")
+    return path
+
+
+def tell(path: str) -> str:
+    generator = pipeline("text-generation", model=path)
+    text: str = generator(PROMPT, max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    return text

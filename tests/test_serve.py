@@ -1,0 +1,83 @@
+"""`transformers serve` answers OpenAI's client from exported models, as transformers itself generates with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletionUserMessageParam
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mcore_convert import convert, export
+from tests.conftest import HfMaker
+
+MESSAGE: ChatCompletionUserMessageParam = {"role": "user", "content": "Tell me of a duck."}
+PROMPT = "Once upon a time"
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A client of a server of its own, which loads a model when it is asked for."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "transformers"), "serve", "--host", "127.0.0.1", "--port", str(port)]
+    log = tmp_path_factory.mktemp("serve") / "log.txt"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        server = subprocess.Popen([*command, "--device", "cpu"], stdout=output, stderr=output, env=environment)
+    try:
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as found:
+            deadline = time.monotonic() + 90
+            while True:
+                assert server.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health") as answer:
+                    if answer.status == 200:
+                        break
+                time.sleep(0.2)
+            yield found
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama-gqa"])
+def model(request: pytest.FixtureRequest, hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An export of a Megatron checkpoint."""
+    folder = tmp_path_factory.mktemp("served")
+    convert(hf_checkpoint(request.param, fill="normal"), folder / "megatron", tp=2)
+    return str(export(folder / "megatron").path)
+
+
+def generated(model: str, text: str) -> str:
+    """What transformers generates after a text."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens = tokenizer(text, return_tensors="pt")
+    ids = AutoModelForCausalLM.from_pretrained(model).generate(**tokens, max_new_tokens=TOKENS, do_sample=False)
+    said: str = tokenizer.decode(ids[0, tokens.input_ids.shape[1] :], skip_special_tokens=True)
+    return said
+
+
+def test_a_chat_is_answered(client: OpenAI, model: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    wanted = generated(model, tokenizer.apply_chat_template([MESSAGE], tokenize=False, add_generation_prompt=True))
+    answer = client.chat.completions.create(model=model, messages=[MESSAGE], max_tokens=TOKENS)
+    assert answer.choices[0].message.content == wanted
+    parts = client.chat.completions.create(model=model, messages=[MESSAGE], max_tokens=TOKENS, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == wanted
+
+
+def test_a_text_is_completed(client: OpenAI, model: str) -> None:
+    answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=TOKENS)
+    assert answer.choices[0].text == generated(model, PROMPT)

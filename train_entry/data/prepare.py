@@ -1,0 +1,170 @@
+"""`prepare`: texts as Megatron's `.bin`/`.idx`, in constant memory, the same bytes for any number of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.destination import locked
+from mcore_convert.errors import DataError, UnwritableTarget
+from train_entry.data.bin_idx import SUFFIXES, PairWriter, dtype_for
+from train_entry.data.chunks import Chunk
+from train_entry.data.encode import Encoding, encode_all
+from train_entry.data.sidecar import Sidecar
+from train_entry.data.sources import Reading, Source, chunks, source_of
+from train_entry.data.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far it is: bytes of the sources that were read, and those they have; and what came of them."""
+
+    read: int
+    total: int
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was made: for each key the prefix of its pair, and what its sidecar says; and the time without loading
+    the tokenizer."""
+
+    pairs: dict[str, Sidecar]
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"pairs": {prefix: asdict(pair) for prefix, pair in self.pairs.items()}, "seconds": self.seconds}
+
+
+def prepare(
+    inputs: Sequence[str],
+    prefix: str,
+    *,
+    tokenizer: str,
+    reading: Reading | None = None,
+    workers: int | None = None,
+    append_eod: bool = True,
+    special_tokens: bool = True,
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Prepared:
+    """Tokenize texts into `PREFIX_KEY_document.bin` and `.idx`, for each key; they appear when they are complete.
+
+    Args:
+        inputs: files, `datasets:NAME[:SPLIT]`, or directories that `Dataset.save_to_disk` has left.
+        tokenizer: directory or Hub id; `revision` is a branch, tag or commit there.
+        reading: which fields or columns have text, and what separates documents of plain text.
+        workers: processes that tokenize; as many as there are cores unless given.
+        append_eod: end each document with the tokenizer's end of text, without which documents run into each other.
+        special_tokens: put those tokens around a text that the tokenizer puts there itself, as a BOS: what models see
+            when they are used.
+        progress: called now and then.
+
+    Raises:
+        DataError: an input, a line of it, or the tokenizer is bad.
+        UnwritableTarget: the files exist and are not to be replaced, are being written, or there is no room.
+    """
+    reading = reading or Reading()
+    sources = [source_of(name, reading) for name in inputs]
+    prefixes = [f"{prefix}_{key}_document" for key in reading.keys]
+    _check_free(prefixes, overwrite=overwrite)
+    found = load_tokenizer(tokenizer, revision)
+    if append_eod and found.eod is None:
+        raise DataError(f"the tokenizer `{tokenizer}` has no end of text to append", hint="pass --no-append-eod")
+    start = time.monotonic()
+    encoding = Encoding(found, reading.keys, append_eod, special_tokens)
+    with _written(prefixes, dtype_for(found.vocab_size), overwrite=overwrite) as writers:
+        counts = _write(sources, reading, encoding, workers or len(os.sched_getaffinity(0)), writers, progress)
+        pairs = {
+            writer.prefix: _sidecar(writer, found, append_eod, sources, *count)
+            for writer, count in zip(writers, counts, strict=True)
+        }
+        if not any(pair.documents for pair in pairs.values()):
+            raise DataError("there is not one document with text in the input", items=inputs)
+        for writer, pair in zip(writers, pairs.values(), strict=True):
+            writer.complete()
+            pair.write(writer.partial(".json"))
+        for writer in writers:
+            writer.publish()
+    return Prepared(pairs, time.monotonic() - start)
+
+
+def _write(
+    sources: Sequence[Source],
+    reading: Reading,
+    encoding: Encoding,
+    workers: int,
+    writers: Sequence[PairWriter],
+    progress: Callable[[Progress], None] | None,
+) -> list[tuple[int, int]]:
+    """Write all documents, and return for each key how many were empty and how many bytes of text there were."""
+    empty, text_bytes = [0] * len(writers), [0] * len(writers)
+    total = sum(source.nbytes for source in sources)
+    with contextlib.closing(encode_all(_in_turn(sources, reading), encoding, workers)) as encoded:
+        for chunk, keys in encoded:
+            for number, (writer, each) in enumerate(zip(writers, keys, strict=True)):
+                writer.add(each.ids, each.lengths)
+                empty[number] += each.empty
+                text_bytes[number] += each.text_bytes
+            if progress is not None:
+                progress(Progress(chunk.read, total, writers[0].sequences, sum(writer.tokens for writer in writers)))
+    return list(zip(empty, text_bytes, strict=True))
+
+
+def _in_turn(sources: Sequence[Source], reading: Reading) -> Iterator[Chunk]:
+    """The chunks of all sources; `read` counts through all of them."""
+    before = 0
+    for source in sources:
+        for chunk in chunks(source, reading):
+            yield replace(chunk, read=before + chunk.read)
+        before += source.nbytes
+
+
+def _sidecar(
+    writer: PairWriter, tokenizer: Tokenizer, append_eod: bool, sources: Sequence[Source], empty: int, text_bytes: int
+) -> Sidecar:
+    return Sidecar(
+        tokenizer=tokenizer.name,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        append_eod=append_eod,
+        dtype=writer.dtype,
+        documents=writer.sequences,
+        empty=empty,
+        tokens=writer.tokens,
+        text_bytes=text_bytes,
+        sources=tuple(source.name for source in sources),
+    )
+
+
+def _check_free(prefixes: Sequence[str], *, overwrite: bool) -> None:
+    taken = [f"{prefix}{suffix}" for prefix in prefixes for suffix in SUFFIXES if os.path.lexists(f"{prefix}{suffix}")]
+    if taken and not overwrite:
+        raise UnwritableTarget("the data exist", items=taken, hint="choose another prefix, or pass --overwrite")
+
+
+@contextlib.contextmanager
+def _written(prefixes: Sequence[str], dtype: str, *, overwrite: bool) -> Iterator[list[PairWriter]]:
+    """Pairs to write, which nobody else writes. What is not published in the end is removed."""
+    folder = Path(prefixes[0]).parent
+    with contextlib.ExitStack() as scope:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            writers: list[PairWriter] = []
+            for prefix in prefixes:
+                scope.enter_context(locked(Path(f"{prefix}.lock"), Path(prefix)))
+                writers.append(PairWriter(prefix, dtype))
+                scope.callback(writers[-1].discard)
+            _check_free(prefixes, overwrite=overwrite)  # again: another process may have finished
+            yield writers
+        except OSError as error:
+            raise UnwritableTarget(f"`{prefixes[0]}` cannot be written: {error.strerror or error}") from error

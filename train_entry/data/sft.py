@@ -1,0 +1,220 @@
+"""Fine-tuning data: examples as samples of one length, one in each or several, in another order at each epoch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mcore_convert.errors import DataError, counted
+from mcore_convert.megatron.cpu import import_megatron
+from train_entry.data.ranks import rank_0_first
+from train_entry.data.sft_tokens import Examples, examples_of
+from train_entry.data.splits import NAMES, Blend, blends_of, bounds_of, check_split, slice_of
+
+if TYPE_CHECKING:
+    from train_entry.config.schema import Config
+    from train_entry.data.tokenizer import Tokenizer
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Sft(Dataset[dict[str, Tensor]]):
+    """Samples of `seq_length` tokens from examples, without end: each epoch has every example once, in its own order.
+
+    An example of n tokens takes n - 1 places: each predicts the next. What does not fit into a sample is cut off.
+    Packed samples hold as many examples as fit, one after the other, numbered from 1 in `segment_ids`; positions begin
+    at 0 in each. What is left of a sample is `padding`, without loss, in segment 0.
+
+    `dropped` examples have nothing to learn among the tokens that fit; `cut` ones are longer than a sample.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[tuple[Examples, slice]],
+        *,
+        seq_length: int,
+        packed: bool,
+        padding: int,
+        seed: tuple[int, ...],
+        num_samples: int,
+    ) -> None:
+        self.tokens = [examples.tokens for examples, _ in files]
+        self.seq_length, self.packed, self.padding = seq_length, packed, padding
+        self.seed, self.num_samples = seed, num_samples
+        chosen = [_places(examples, which, seq_length) for examples, which in files]
+        self.file = np.repeat(np.arange(len(files)), [len(starts) for starts, _ in chosen])
+        self.start = np.concatenate([starts for starts, _ in chosen])
+        self.length = np.concatenate([lengths for _, lengths in chosen])
+        self.cut = sum(int((examples.lengths()[which] - 1 > seq_length).sum()) for examples, which in files)
+        self.dropped = sum(len(examples.ends[which]) for examples, which in files) - len(self.start)
+        self.begins = [0]  # the first sample of each epoch, as far as they are known
+        self.planned: tuple[int, Numbers, Numbers] = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        while self.begins[-1] <= index:
+            _, bounds = self._plan(len(self.begins) - 1)
+            self.begins.append(self.begins[-1] + len(bounds) - 1)
+        epoch = bisect_right(self.begins, index) - 1
+        order, bounds = self._plan(epoch)
+        within = index - self.begins[epoch]
+        return self._sample(order[bounds[within] : bounds[within + 1]].tolist())
+
+    def _plan(self, epoch: int) -> tuple[Numbers, Numbers]:
+        """The examples of an epoch in its order, and where in that order each sample begins, and the last ends."""
+        if self.planned[0] != epoch:
+            order = np.random.default_rng((*self.seed, epoch)).permutation(len(self.start))
+            bounds = _packs(self.length[order], self.seq_length) if self.packed else np.arange(len(order) + 1)
+            self.planned = (epoch, order, bounds)
+        return self.planned[1:]
+
+    def _sample(self, members: Sequence[int]) -> dict[str, Tensor]:
+        size = self.seq_length
+        tokens, labels = np.full(size, self.padding, np.int64), np.zeros(size, np.int64)
+        mask, positions, segments = np.zeros(size, np.float32), np.zeros(size, np.int64), np.zeros(size, np.int64)
+        at = 0
+        for segment, member in enumerate(members, start=1):
+            start, length = self.start[member], self.length[member]
+            coded = self.tokens[self.file[member]][start : start + length + 1]
+            ids = np.where(coded < 0, ~coded, coded)
+            here = slice(at, at + length)
+            tokens[here], labels[here], mask[here] = ids[:-1], ids[1:], coded[1:] >= 0
+            positions[here], segments[here] = np.arange(length), segment
+            at += int(length)
+        positions[at:] = np.arange(size - at) if self.packed else np.arange(at, size)
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}
+        if self.packed:
+            sample["segment_ids"] = segments
+        return {name: torch.from_numpy(values) for name, values in sample.items()}
+
+
+def _places(examples: Examples, which: slice, seq_length: int) -> tuple[Numbers, Numbers]:
+    """Where examples begin, and how many places of a sample they take; without those that have nothing to learn."""
+    lengths = examples.lengths()[which]
+    starts = examples.ends[which] - lengths
+    learns = np.ones(len(starts), bool)
+    for number in np.flatnonzero(lengths - 1 > seq_length):
+        begin = starts[number]
+        learns[number] = np.any(examples.tokens[begin + 1 : begin + seq_length + 1] >= 0)
+    return starts[learns], np.minimum(lengths - 1, seq_length)[learns]
+
+
+def _packs(lengths: Numbers, seq_length: int) -> Numbers:
+    """Where samples begin among examples that fill them one after the other, and where the last one ends."""
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    following = (np.searchsorted(ends, ends[:-1] + seq_length, side="right") - 1).tolist()
+    bounds = [0]
+    while bounds[-1] < len(lengths):
+        bounds.append(following[bounds[-1]])
+    return np.array(bounds)
+
+
+class Blended(Dataset[dict[str, Tensor]]):
+    """Samples of several data sets, each drawn from by its weight, in the order in which Megatron Core blends."""
+
+    def __init__(self, datasets: Sequence[Sft], weights: Sequence[float], num_samples: int) -> None:
+        from megatron.core.datasets.helpers import build_blending_indices
+
+        self.datasets = datasets
+        self.which, self.sample = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
+        shares = [weight / sum(weights) for weight in weights]
+        build_blending_indices(self.which, self.sample, shares, len(datasets), num_samples, False)
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.datasets[int(self.which[index])][int(self.sample[index])]
+
+
+def sft_datasets(
+    config: Config, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]
+) -> tuple[list[Sft | Blended | None], tuple[str, ...]]:
+    """Data sets to train, validate and test with, and what to tell of them. Call it on every rank.
+
+    A data set is None where no samples are asked for, or no files are named. Tokens are kept in `data.cache_dir`:
+    rank 0 makes them, the others read them.
+
+    Raises:
+        DataError: there is no tokenizer, files are missing or hold something else, or nothing is to be learned.
+    """
+    if tokenizer is None:
+        raise DataError(
+            "`data.kind` = `sft` needs a tokenizer",
+            hint="name it (`data.tokenizer`), or start from a checkpoint that brings one (`checkpoint.init`)",
+        )
+    import_megatron()
+    data = config.data
+    cache = data.cache_dir or config.run_dir / "cache"
+    named = blends_of(data)
+    blends = (named,) * 3 if isinstance(named, Blend) else named
+    bounds = bounds_of(data.split) if isinstance(named, Blend) else [(0.0, 1.0)] * 3
+    asked = [blend if count else None for blend, count in zip(blends, num_samples, strict=True)]
+    paths = dict.fromkeys(path for blend in asked if blend for path in blend.paths)
+    files = rank_0_first(lambda: {path: examples_of(path, tokenizer, cache) for path in paths})
+    notes = [note for examples in files.values() for note in _notes_of(examples)]
+    datasets: list[Sft | Blended | None] = [None] * 3
+    for split, (blend, count) in enumerate(zip(asked, num_samples, strict=True)):
+        if blend is None:
+            continue
+        found = [files[path] for path in blend.paths]
+        if check_split(split, blend, [examples.lengths() for examples in found], bounds[split], notes):
+            parts = [(examples, slice_of(bounds[split], len(examples.ends))) for examples in found]
+            datasets[split] = _dataset(config, tokenizer, blend, parts, split, count, notes)
+    return datasets, tuple(notes)
+
+
+def _dataset(
+    config: Config,
+    tokenizer: Tokenizer,
+    blend: Blend,
+    parts: Sequence[tuple[Examples, slice]],
+    split: int,
+    num_samples: int,
+    notes: list[str],
+) -> Sft | Blended:
+    """One data set of all files, or one of each where they have weights."""
+    together = [parts] if blend.weights is None else [[part] for part in parts]
+    datasets = [
+        Sft(
+            each,
+            seq_length=config.training.seq_length,
+            packed=config.data.packed,
+            padding=tokenizer.eod or 0,
+            seed=(config.training.seed, split, number),
+            num_samples=num_samples,
+        )
+        for number, each in enumerate(together)
+    ]
+    cut, dropped = sum(each.cut for each in datasets), sum(each.dropped for each in datasets)
+    if not all(len(each.start) for each in datasets):
+        raise DataError(
+            f"no example to {NAMES[split]} with has anything to learn within `training.seq_length` = "
+            f"{config.training.seq_length} tokens",
+            hint="raise `training.seq_length`",
+        )
+    if cut:
+        left_out = f", {dropped} of them left out: nothing to learn is left" if dropped else ""
+        notes.append(
+            f"{counted(cut, 'example', 'examples')} to {NAMES[split]} with {'is' if cut == 1 else 'are'} longer than "
+            f"`training.seq_length` = {config.training.seq_length} and cut{left_out}"
+        )
+    return datasets[0] if blend.weights is None else Blended(datasets, blend.weights, num_samples)
+
+
+def _notes_of(examples: Examples) -> list[str]:
+    if not examples.empty:
+        return []
+    return [
+        f"`{examples.path}`: {examples.empty} of {counted(examples.records, 'example', 'examples')} have nothing to "
+        "learn and are left out"
+    ]

@@ -1,0 +1,58 @@
+"""What stands beside prepared data, in `PREFIX.json`: with which tokenizer they were made, and what they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import DataError
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """The tokenizer of a pair, and counts. `fingerprint` is the `Tokenizer`'s; `empty` documents were left out."""
+
+    tokenizer: str
+    fingerprint: str
+    vocab_size: int
+    eod: int | None
+    append_eod: bool
+    dtype: str
+    documents: int
+    empty: int
+    tokens: int
+    text_bytes: int
+    sources: tuple[str, ...]
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=2, ensure_ascii=False) + "\n")
+
+
+def sidecar_of(prefix: str) -> Sidecar | None:
+    """What stands beside a pair; None where nothing does, as beside data that Megatron-LM has prepared.
+
+    Raises:
+        DataError: the file is not what this command writes.
+    """
+    path = Path(f"{prefix}.json")
+    try:
+        found: Any = json.loads(path.read_text())
+        if found.pop("version") == VERSION:
+            return Sidecar(**{**found, "sources": tuple(found["sources"])})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise DataError(
+        f"`{path}` does not say what the data beside it are, as `mcore-convert data prepare` would have written it",
+        hint="remove it: data train without it too",
+    )

@@ -1,0 +1,113 @@
+"""The tokenizer of a run or of prepared data: what `transformers` reads, and what Megatron's data sets ask of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_convert.errors import DataError
+
+if TYPE_CHECKING:
+    from mcore_convert.identify import Model
+    from train_entry.config.schema import Config
+
+# One of these is in every directory that has a tokenizer.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A Hugging Face tokenizer (`hf`), with the attributes that Megatron's data sets read.
+
+    There is no `pad` among them, on purpose: where it is also the end of text, as in many a tokenizer, Megatron Core
+    may take every end of text out of the loss.
+
+    `vocab_size` counts every id that it can produce; `eod` ends a document (`eos_token`), None where it has none.
+    `fingerprint` is the same wherever ids mean the same tokens, added ones aside, on any machine.
+    """
+
+    name: str
+    hf: Any = field(repr=False, compare=False)
+    vocab_size: int
+    eod: int | None
+    fingerprint: str
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        """What Megatron Core puts into the names of its cached indices."""
+        return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size, "eod": self.eod}
+
+
+def tokenizer_of(config: Config, origin: Model | None = None) -> Tokenizer | None:
+    """The tokenizer of a run: the one it names (`data.tokenizer`), else that of the checkpoint it starts from.
+
+    Args:
+        origin: the checkpoint, whose `folder` is a Hugging Face directory, or the one that a conversion left beside
+            a Megatron checkpoint.
+
+    Returns None where there is none. Mock data need none, so that of the checkpoint is not read for them.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if config.data.tokenizer is not None:
+        return load_tokenizer(config.data.tokenizer)
+    folder = origin.folder if origin is not None else None
+    if config.data.kind == "mock" or folder is None:
+        return None
+    return load_tokenizer(str(folder)) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
+    """Read a tokenizer from a directory, or by its Hub id.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(name)
+    if path.is_dir() and not any((path / file).is_file() for file in TOKENIZER_FILES):
+        raise DataError(f"`{name}` has no tokenizer", hint="one of its files would be tokenizer.json")
+    if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise DataError(f"`{name}` does not exist", hint="name the directory of a tokenizer, or a Hub id")
+    try:
+        hf = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    except Exception as error:  # transformers lets through what its many readers raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"`{name}` is no tokenizer that transformers can read: {reason}") from error
+    vocabulary: Mapping[str, int] = hf.get_vocab()
+    return Tokenizer(
+        name=name,
+        hf=hf,
+        vocab_size=max(len(hf), max(vocabulary.values(), default=-1) + 1),  # ids may have holes
+        eod=hf.eos_token_id,
+        fingerprint=_fingerprint(vocabulary, hf.vocab_size),
+    )
+
+
+def _fingerprint(vocabulary: Mapping[str, int], size: int) -> str:
+    """A hash of the tokens that have the ids below `size`. What is added behind them changes no id of a text."""
+    tokens = sorted((number, token) for token, number in vocabulary.items() if number < size)
+    lines = "".join(f"{number}\t{token}\0" for number, token in tokens)
+    return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Prove that a model has a row for each token.
+
+    Args:
+        vocab_size: the model's vocabulary, without padding.
+
+    Raises:
+        DataError: the tokenizer is larger.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer `{tokenizer.name}` has {tokenizer.vocab_size} tokens, the model's vocabulary {vocab_size}",
+            hint="choose the model's own tokenizer (`data.tokenizer`); a new model has the vocabulary of its tokenizer "
+            "unless `model.vocab_size` is given",
+        )

@@ -1,0 +1,62 @@
+"""Scopes around a model in training: whole parameters, no dropout, no needless remarks."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def parameters_gathered(model: Sequence[Any]) -> Iterator[None]:
+    """A scope in which every parameter is whole, also where forward passes gather them as they go."""
+    gathering = [chunk for chunk in model if chunk.ddp_config.overlap_param_gather]
+    for chunk in gathering:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in gathering:
+            chunk.enable_forward_pre_hook()
+
+
+@contextlib.contextmanager
+def evaluating(model: Sequence[Any]) -> Iterator[None]:
+    """A scope without dropout."""
+    with parameters_gathered(model):
+        for chunk in model:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in model:
+                chunk.train()
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """A scope in which torch computes the same bits each time, also on a GPU, or raises where it cannot."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """A scope without Megatron's and torch's remarks on what is as it should be."""
+    with warnings.catch_warnings():
+        # distrib_optimizer.py:2296 clears gradients of views of parameters too, which have none
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        # torch 2.13 has new names for collectives that megatron-core calls by the old ones, which older torch knows
+        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+        # tensor_parallel/layers.py:914, of experts that are not split while attention is
+        warnings.filterwarnings(
+            "ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size"
+        )
+        yield

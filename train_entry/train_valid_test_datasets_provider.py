@@ -1,0 +1,52 @@
+"""`train_valid_test_datasets_provider`: the data sets of a run, by the kind of data that its configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from train_entry.config.schema import Config
+from train_entry.data.indexed import indexed_datasets
+from train_entry.data.microbatches import Samples
+from train_entry.data.mock import mock_datasets
+from train_entry.data.sft import sft_datasets
+from train_entry.data.tokenizer import Tokenizer, check_fits
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What to train, validate and test with; None where no samples were asked for. `notes` are for the user."""
+
+    train: Samples | None
+    valid: Samples | None
+    test: Samples | None
+    notes: tuple[str, ...] = ()
+
+
+def train_valid_test_datasets_provider(
+    config: Config, args: Mapping[str, Any], tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]
+) -> Datasets:
+    """Open the data of a run, on each rank. What can be computed once and kept, rank 0 computes before the others.
+
+    Args:
+        args: the run's arguments under Megatron-LM's names; of them, the model's vocabulary.
+        tokenizer: that of the run. `sft` needs one; mock and indexed data do without.
+        num_samples: how many samples to train, validate and test with, at least.
+
+    Raises:
+        DataError: data are missing, damaged, too few, or not for this model or tokenizer; on every rank.
+    """
+    vocab_size = args.get("vocab_size") or args["padded_vocab_size"]
+    if tokenizer is not None:
+        check_fits(tokenizer, vocab_size)
+    notes: tuple[str, ...] = ()
+    found: list[Any]
+    if config.data.kind == "mock":
+        found = [*mock_datasets(config, vocab_size, num_samples)]
+    elif config.data.kind == "indexed":
+        found, notes = indexed_datasets(config, vocab_size, tokenizer, num_samples)
+    else:
+        found, notes = sft_datasets(config, tokenizer, num_samples)
+    train, valid, test = found
+    return Datasets(train, valid, test, notes)

@@ -1,0 +1,320 @@
+"""`Trainer`: a run step by step, for those who bring their own loop or data; `pretrain` is the loop that we bring."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_convert.errors import ConvertError
+from mcore_convert.megatron.parallel import model_parallel
+from train_entry.arguments import megatron_arguments, origin_of
+from train_entry.checkpoints import Checkpoints, Restored
+from train_entry.config.compose import as_yaml
+from train_entry.config.refusals import check, check_model
+from train_entry.config.schema import Config
+from train_entry.data.tokenizer import Tokenizer, tokenizer_of
+from train_entry.flows import flow_of
+from train_entry.flows.base import Batch
+from train_entry.initial_weights import draw_weights
+from train_entry.initialize import process_group, together
+from train_entry.model.choices import select
+from train_entry.model_provider import model_provider
+from train_entry.optimizer.build import build_optimizer, build_scheduler, wrap
+from train_entry.optimizer.foreach import foreach_optimizers, fuse
+from train_entry.optimizer.torch_adam import torch_adam_goes_on
+from train_entry.report.flops import flops_per_token
+from train_entry.report.metrics import StepMetrics
+from train_entry.report.phases import Phases
+from train_entry.report.report import Report
+from train_entry.schedule import Schedule
+from train_entry.scopes import deterministic, evaluating, parameters_gathered, quiet
+from train_entry.state import TrainState
+
+
+class Trainer:
+    """A run on this rank. Every rank makes one of the same configuration and calls the same methods.
+
+    After `initialize()` it has `rank`, `world_size` and `device`, and for each of `tp`, `pp`, `dp`, `cp` and `ep` the
+    rank, size and group: `tp_rank`, `pp_size`, `dp_group`. After `setup_model_and_optimizer()` it has `state`.
+
+        with Trainer(config) as trainer:
+            trainer.initialize()
+            trainer.setup_model_and_optimizer()
+            for batch in batches:  # of tensors [global_batch_size, seq_length], the same on every rank
+                trainer.train(batch)
+                trainer.log_last_metrics()
+            trainer.save()
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    tp_rank: int
+    tp_size: int
+    tp_group: dist.ProcessGroup
+    pp_rank: int
+    pp_size: int
+    pp_group: dist.ProcessGroup
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup
+    cp_rank: int
+    cp_size: int
+    cp_group: dist.ProcessGroup
+    ep_rank: int
+    ep_size: int
+    ep_group: dist.ProcessGroup
+    args: dict[str, Any]
+    tokenizer: Tokenizer | None
+    state: TrainState
+    report: Report
+    phases: Phases
+    restored: Restored
+    remarks: tuple[str, ...]
+    schedule: Schedule
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.last: StepMetrics | None = None
+        self._scope = contextlib.ExitStack()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if hasattr(self, "checkpoints"):
+                # what is being written is whole, whatever failed since
+                with contextlib.nullcontext() if error is None else contextlib.suppress(ConvertError):
+                    self.checkpoints.finish()
+        finally:
+            self.close()
+
+    def initialize(self) -> None:
+        """Meet the other ranks, lay out the groups, and refuse what the configuration cannot mean.
+
+        Raises:
+            ConvertError: the configuration is refused, with all its problems; on every rank.
+        """
+        config, parallel = self.config, self.config.parallel
+        self.device = self._scope.enter_context(process_group(parallel.timeout_minutes))
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        with together():
+            check(config, self.world_size, self.device.type)
+            origin = origin_of(config)
+            self.tokenizer = tokenizer_of(config, origin)
+            vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
+            self.args = megatron_arguments(config, origin, vocab_size=vocab_size)
+            check_model(config, self.args)
+        self._scope.enter_context(quiet())
+        self._scope.enter_context(deterministic(config.training.deterministic))
+        self._scope.enter_context(
+            model_parallel(
+                parallel.tp,
+                parallel.pp,
+                parallel.vpp,
+                parallel.ep,
+                cp=parallel.cp,
+                etp=parallel.etp,
+                seed=config.training.seed,
+                timeout_minutes=parallel.timeout_minutes,
+            )
+        )
+        self._scope.enter_context(torch_adam_goes_on())
+        self._scope.enter_context(foreach_optimizers())
+        self._name_groups()
+        self.args |= {"world_size": self.world_size, "data_parallel_size": self.dp_size}
+        torch.manual_seed(config.training.seed + 100 * self.pp_rank)
+
+    def setup_model_and_optimizer(self) -> None:
+        """Build the model, its optimizer and its schedule, and fill them: new, or from a checkpoint.
+
+        Raises:
+            ConvertError: the checkpoint is refused; on every rank.
+        """
+        with together():
+            computation = select(self.config, self.args, self.device)
+        stages = model_provider(self.config, self.args, computation.choices)
+        draw_weights(stages, self.args, self.config.training.seed)
+        chunks = wrap(self.config, stages)
+        computation.finish(chunks)
+        optimizer = build_optimizer(self.config, chunks)
+        with together():
+            flow = flow_of(self.config)
+        self.schedule = Schedule(self.config, flow, chunks, self.device)
+        self.state = TrainState(self.args, chunks, optimizer, build_scheduler(self.config, optimizer))
+        self.checkpoints = Checkpoints(self.config)
+        self.restored = self.checkpoints.restore(self.state)
+        fuse(optimizer)  # only now: a checkpoint brings the flags of the run that wrote it
+        with together():
+            report = Report(
+                self.config,
+                self.args,
+                rank=self.rank,
+                world_size=self.world_size,
+                device=self.device,
+                start=self.state.iteration,
+            )
+            if self.rank == 0:
+                (self.config.run_dir / "config.yaml").write_text(as_yaml(self.config))
+        self.report = self._scope.enter_context(report)
+        self.phases = self.report.phases
+        self.remarks = (*computation.remarks, *self.restored.notes)
+        self._since = time.perf_counter()
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches that each data-parallel rank takes of a global batch."""
+        training = self.config.training
+        return training.global_batch_size // (training.micro_batch_size * self.dp_size)
+
+    def split(self, batch: Batch) -> list[Batch]:
+        """This data-parallel rank's microbatches of a global batch.
+
+        Raises:
+            ConvertError: the batch has another size than `global_batch_size`.
+        """
+        training = self.config.training
+        sizes = {name: len(tensor) for name, tensor in batch.items()}
+        if set(sizes.values()) != {training.global_batch_size}:
+            raise ConvertError(
+                f"a batch has {training.global_batch_size} samples (`training.global_batch_size`)",
+                items=[f"`{name}` has {size}" for name, size in sizes.items()],
+            )
+        mine = slice(self.dp_rank, None, self.dp_size)
+        parts = {name: tensor[mine].split(training.micro_batch_size) for name, tensor in batch.items()}
+        return [{name: part[number] for name, part in parts.items()} for number in range(self.num_microbatches)]
+
+    def train(self, batch: Batch | Sequence[Batch]) -> StepMetrics:
+        """One step of the optimizer.
+
+        Args:
+            batch: tensors `[global_batch_size, seq_length]`, the same on every rank; or this data-parallel rank's
+                microbatches.
+
+        Raises:
+            ConvertError: the loss is not a number.
+        """
+        microbatches = self.split(batch) if isinstance(batch, Mapping) else list(batch)
+        state, samples, lr = self.state, self.config.training.global_batch_size, self.lr
+        for chunk in state.model:
+            chunk.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        with self.phases("forward-backward"):
+            told = self.schedule(microbatches, forward_only=False)
+        with self.phases("optimizer"):
+            success, grad_norm, _ = state.optimizer.step()
+        if success:
+            state.scheduler.step(increment=samples)
+        state.iteration += 1
+        state.consumed_samples += samples
+        tokens = samples * self.config.training.seq_length
+        state.num_floating_point_operations += tokens * flops_per_token(self.args)
+        count = max(told["count"], 1.0)  # of tokens that count in the loss; a batch may have none
+        loss = told["total"] / count
+        self.last = StepMetrics(
+            iteration=state.iteration,
+            loss=loss,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            lr=lr,
+            num_tokens=tokens,
+            num_samples=samples,
+            seconds=self._lap(),
+            skipped=not success,
+            loss_scale=float(state.optimizer.get_loss_scale()) if self.config.training.precision == "fp16" else None,
+            extra={name: value / count for name, value in told.items() if name not in ("total", "count")},
+        )
+        if success and not math.isfinite(loss):
+            self.log_last_metrics()
+            with together():
+                raise ConvertError(
+                    f"the loss of step {state.iteration} is {loss}",
+                    hint="lower the learning rate, or look at the data of this step; checkpoints are as they were",
+                )
+        return self.last
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch | Sequence[Batch]]) -> float:
+        """The loss per token over some global batches, without training."""
+        total = count = 0.0
+        with self._not_training("eval"), evaluating(self.state.model):
+            for batch in batches:
+                microbatches = self.split(batch) if isinstance(batch, Mapping) else list(batch)
+                told = self.schedule(microbatches, forward_only=True)
+                total, count = total + told["total"], count + told["count"]
+        return total / max(count, 1.0)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(next(group["lr"] for group in self.state.optimizer.param_groups))
+
+    def log_last_metrics(self) -> None:
+        """Tell of the last step, where the configuration wants it told."""
+        if self.last is not None:
+            self.report.step(self.last)
+
+    def save(self) -> None:
+        """Save a checkpoint of this step, and its Hugging Face form where each is to have one.
+
+        Raises:
+            ConvertError: it cannot be written; what was there is as it was.
+        """
+        with self._not_training("save"), parameters_gathered(self.state.model):
+            self.report.flush()
+            self.checkpoints.save(self.state)
+            if self.config.checkpoint.export_hf == "each":
+                self.checkpoints.export()
+
+    def finish(self) -> None:
+        """Wait for checkpoints that are still being written, and write the Hugging Face form of the last one.
+
+        Raises:
+            ConvertError: one of them cannot be written.
+        """
+        self.checkpoints.finish()
+        if self.config.checkpoint.export_hf == "end":
+            self.report.draw()
+            self.report.say(f"exported to {self.checkpoints.export()}")
+
+    def close(self) -> None:
+        """Draw the picture and leave the groups; also when something has failed."""
+        self._scope.close()
+
+    def _lap(self) -> float:
+        """Seconds since the step before this one, with loading its data, and without what was no training."""
+        now, since = time.perf_counter(), self._since
+        self._since = now
+        return now - since
+
+    @contextlib.contextmanager
+    def _not_training(self, phase: str) -> Iterator[None]:
+        """A phase that does not count to the time of a step."""
+        start = time.perf_counter()
+        with self.phases(phase):
+            yield
+        self._since += time.perf_counter() - start
+
+    def _name_groups(self) -> None:
+        from megatron.core import parallel_state
+
+        groups = {
+            "tp": parallel_state.get_tensor_model_parallel_group(),
+            "pp": parallel_state.get_pipeline_model_parallel_group(),
+            "dp": parallel_state.get_data_parallel_group(),
+            "cp": parallel_state.get_context_parallel_group(),
+            "ep": parallel_state.get_expert_model_parallel_group(),
+        }
+        for name, group in groups.items():
+            setattr(self, f"{name}_rank", group.rank())
+            setattr(self, f"{name}_size", group.size())
+            setattr(self, f"{name}_group", group)

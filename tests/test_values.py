@@ -209,7 +209,7 @@ def test_outliers_are_named(tmp_path: Path) -> None:
     assert texts[4].startswith("model.layers.4.up.weight: norm ")
     times = float(texts[4].split(", ")[1].split(" times")[0])
     assert times == pytest.approx(4, rel=0.1)
-    assert "times what the layers around it let expect (robust z = +" in texts[4]
+    assert "times what neighbouring layers suggest (robust z = +" in texts[4]
     assert texts[-1].startswith("model.layers.9.up.weight: 500 at [1, 2] is 54 times its rms")
 
 
@@ -246,7 +246,7 @@ def test_an_expert_is_compared_with_the_others() -> None:
     ]
     (outlier,) = find_outliers(experts)
     assert outlier.layers == (4,)
-    assert "norm 4.39, 3 times what the experts of the layers around it let expect" in outlier.text
+    assert "norm 4.39, 3 times what the experts of neighbouring layers suggest" in outlier.text
 
 
 def statistics_of(layer: int, norm: float) -> WeightStatistics:

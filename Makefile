@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m fixtures.demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -97,7 +97,7 @@ def random_bfloat16(count: int, seed: int = 0) -> Bits:
     return bits
 
 
-def make_llama(path: Path, config: dict[str, Any], *, shards: int = 2, sparse: bool = False) -> Path:
+def make_llama(path: Path, config: dict[str, Any], *, shards: int = 2, sparse: bool = False, seed: int = 0) -> Path:
     """Write a bfloat16 Llama as a Hugging Face directory. `sparse` leaves holes in place of values: zeros, no room."""
     path.mkdir(parents=True)
     shapes = llama_shapes(config)
@@ -108,7 +108,7 @@ def make_llama(path: Path, config: dict[str, Any], *, shards: int = 2, sparse: b
     for name in names:
         weight_map[name] = f"model-{min(done * shards // total, shards - 1) + 1:05}-of-{shards:05}.safetensors"
         done += nbytes_of(shapes[name])
-    block = None if sparse else random_bfloat16(BLOCK)
+    block = None if sparse else random_bfloat16(BLOCK, seed)
     for file in dict.fromkeys(weight_map.values()):
         _write_safetensors(path / file, {name: shapes[name] for name in names if weight_map[name] == file}, block)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -13,19 +13,7 @@ from mcore_convert.contents import Tensor
 from mcore_convert.elements import Files, as_float
 from mcore_convert.spans import Block, Part, Span
 from mcore_convert.spec.shard import Shape
-from mcore_convert.values import (
-    ADDABLE,
-    FINITE,
-    Bits,
-    Lane,
-    Scratch,
-    is_float,
-    lanes,
-    magnitudes,
-    number,
-    read,
-    sum_of_squares,
-)
+from mcore_convert.values import Bits, Lane, Scratch, is_float, is_true_in_lanes, lanes, read, sum_of_squares
 
 
 @dataclass(frozen=True)
@@ -134,38 +122,41 @@ def gap_of(part: Part, files: Files, scratch: Scratch) -> Gap:
 
 def _gap_of_block(a: Bits, b: Bits, scratch: Scratch, known: float, span: Span, block: Block) -> Gap:
     """Add up a block. Where its largest difference is not above `known`, its place is not looked for."""
-    if not (is_float(a.dtype) and is_float(b.dtype)):
-        return _gap_exactly(a, b, span, block)
-    highest_a, highest_b = int(magnitudes(a, scratch).max()), int(magnitudes(b, scratch).max())
-    if highest_a > FINITE[a.dtype] or highest_b > FINITE[b.dtype]:
-        return _gap_exactly(a, b, span, block)
-    top_a, top_b = number(highest_a, a.dtype), number(highest_b, b.dtype)
-    if max(top_a, top_b) > ADDABLE:
+    if not all(is_float(bits.dtype) and is_true_in_lanes(bits, scratch) for bits in (a, b)):
         return _gap_exactly(a, b, span, block)
     found = Gap()
     same = a.dtype == b.dtype
     if same:
         unequal = np.not_equal(a.exact, b.exact, out=scratch.array("unequal", bool, a.numel))
         found.num_changed = int(np.count_nonzero(unequal))
-    lanes_a = lanes(a, scratch, "a", in_order=not same)
     if same and not found.num_changed:
-        found.squares_a = found.squares_b = sum(sum_of_squares(lane, top_a) for lane in lanes_a)
-        return found
-    lanes_b = lanes(b, scratch, "b", in_order=not same)
-    for lane_a, lane_b in zip(lanes_a, lanes_b, strict=True):
-        gaps = np.subtract(lane_a.values, lane_b.values, out=scratch.array("gap", np.float32, len(lane_a.values)))
-        np.abs(gaps, out=gaps)
-        if not same:
-            found.num_changed += int(np.count_nonzero(gaps))
-        top = float(gaps.max())
-        if top > max(known, found.largest):
-            index = int(gaps.argmax()) * lane_a.step + lane_a.first
-            found.largest, found.largest_at = top, span.place(block.start + index)
-            found.values = (_value(a, index), _value(b, index))
-        found.squares += sum_of_squares(Lane(gaps, 0, 1), top)
-        found.squares_a += sum_of_squares(lane_a, top_a)
-        found.squares_b += sum_of_squares(lane_b, top_b)
+        found.squares_a = found.squares_b = sum(map(sum_of_squares, lanes(a, scratch, "lane a")))
+    else:
+        pairs = zip(
+            lanes(a, scratch, "lane a", in_order=not same), lanes(b, scratch, "lane b", in_order=not same), strict=True
+        )
+        for lane_a, lane_b in pairs:
+            found.squares_a += sum_of_squares(lane_a)
+            found.squares_b += sum_of_squares(lane_b)
+            gaps = _gaps(lane_a, lane_b, scratch)
+            found.squares += sum_of_squares(gaps)
+            if not same:
+                found.num_changed += int(np.count_nonzero(gaps.values))
+            high, low = float(gaps.values.max()), float(gaps.values.min())
+            if max(high, -low) > max(known, found.largest):
+                at = int(gaps.values.argmax() if high >= -low else gaps.values.argmin()) * gaps.step + gaps.first
+                found.largest, found.largest_at = max(high, -low), span.place(block.start + at)
+                found.values = (_value(a, at), _value(b, at))
+    if not math.isfinite(found.squares + found.squares_a + found.squares_b):
+        return _gap_exactly(a, b, span, block)
     return found
+
+
+def _gaps(a: Lane, b: Lane, scratch: Scratch) -> Lane:
+    """b - a, in place of b where that is a copy."""
+    out = b.values if b.is_copy else scratch.array("gaps", np.float32, len(b.values))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return b._replace(values=np.subtract(b.values, a.values, out=out), is_copy=True)
 
 
 def _value(bits: Bits, index: int) -> float:
@@ -185,7 +176,7 @@ def _gap_exactly(a: Bits, b: Bits, span: Span, block: Block) -> Gap:
     good = good_a & good_b
     first, second = np.where(good, first, 0), np.where(good, second, 0)
     with np.errstate(over="ignore", under="ignore"):
-        gaps = np.abs(first - second)
+        gaps = np.abs(second - first)
         found.squares, found.squares_a, found.squares_b = (float(np.square(x).sum()) for x in (gaps, first, second))
     index = int(gaps.argmax())
     found.largest, found.largest_at = float(gaps[index]), span.place(block.start + index)

@@ -86,7 +86,7 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     if model is None:
         if not isinstance(checkpoint, HfCheckpoint):
             raise opened.error or ConfigError(f"the weights in `{checkpoint.path}` are not known")
-        return Contents(checkpoint, None, tuple(_stored(checkpoint)))
+        return stored_contents(checkpoint)
     if isinstance(checkpoint, TorchDistCheckpoint):
         check_whole(checkpoint)
     family = family_of(model)
@@ -94,6 +94,11 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     found = find_weights(family, model.dims, checkpoint, states, allow_drift=True).slots
     tensors = tuple(_tensor(item, slots, model, family) for item, slots in found.items() if slots)
     return Contents(checkpoint, model, tensors)
+
+
+def stored_contents(checkpoint: HfCheckpoint) -> Contents:
+    """The tensors of a Hugging Face directory as they are stored, of whatever model they are."""
+    return Contents(checkpoint, None, tuple(_stored(checkpoint)))
 
 
 def family_of(model: Model) -> Family:

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from mcore_convert.comparison import Comparison, compare_contents
-from mcore_convert.contents import contents_of
+from mcore_convert.contents import Contents, contents_of, stored_contents
 from mcore_convert.elements import Progress
-from mcore_convert.errors import ConvertError
+from mcore_convert.errors import ConvertError, MappingError
+from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.torch_dist import TRACKER
 from mcore_convert.hub import local_path
-from mcore_convert.identify import open_any
+from mcore_convert.identify import Opened, open_any
 from mcore_convert.inspection import Inspection, inspection_of, planned_ranks
 from mcore_convert.outliers import find_outliers
 from mcore_convert.page.pages import comparison_page, inspection_page
@@ -57,15 +58,27 @@ def inspect(
         found = replace(found, planned=planned_ranks(opened, planned))
     if stats or (stats is None and html is not None):
         try:
-            weights = measure(contents_of(opened, optimizer=optimizer), progress=progress)
+            contents, notes = _to_measure(opened, optimizer)
+            weights = measure(contents, progress=progress)
             found = replace(found, statistics=weights, outliers=tuple(find_outliers(weights)))
         except ConvertError as error:
             if stats:
                 raise
-            found = replace(found, notes=(*found.notes, f"no statistics: {error.message}"))
+            notes = [f"no statistics: {error.message}"]
+        found = replace(found, notes=(*found.notes, *notes))
     if html is not None:
         write_page(Path(html), inspection_page(found, opened, planned))
     return found
+
+
+def _to_measure(opened: Opened, optimizer: bool) -> tuple[Contents, list[str]]:
+    """What statistics are made of, and what to say of it: a quantised model, for one, is taken as it is stored."""
+    try:
+        return contents_of(opened, optimizer=optimizer), []
+    except MappingError as error:
+        if not isinstance(opened.checkpoint, HfCheckpoint):
+            raise
+        return stored_contents(opened.checkpoint), [f"tensors are taken as they are stored: {error.message}"]
 
 
 @file_errors()
@@ -95,16 +108,22 @@ def diff(
         check_place(Path(html))
     config = None if hf_config is None else Path(hf_config)
     first, second = (
-        contents_of(
-            open_any(checkpoints_of(local_path(str(path))), hf_config=config, vocab_size=vocab_size),
-            optimizer=optimizer,
-        )
-        for path in (a, b)
+        open_any(checkpoints_of(local_path(str(path))), hf_config=config, vocab_size=vocab_size) for path in (a, b)
     )
-    found = compare_contents(first, second, progress=progress)
+    found = compare_contents(*_to_compare(first, second, optimizer), progress=progress)
     if html is not None:
         write_page(Path(html), comparison_page(found))
     return found
+
+
+def _to_compare(a: Opened, b: Opened, optimizer: bool) -> tuple[Contents, Contents]:
+    """The tensors of both; those of Hugging Face as they are stored where one of them is not as its family says."""
+    try:
+        return contents_of(a, optimizer=optimizer), contents_of(b, optimizer=optimizer)
+    except MappingError:
+        if not (isinstance(a.checkpoint, HfCheckpoint) and isinstance(b.checkpoint, HfCheckpoint)):
+            raise
+        return stored_contents(a.checkpoint), stored_contents(b.checkpoint)
 
 
 def checkpoints_of(path: Path) -> Path:

@@ -15,9 +15,9 @@ from mcore_convert.errors import counted, fold
 from mcore_convert.spec.names import PARAM
 from mcore_convert.statistics import WeightStatistics
 
-# A norm stands out when its logarithm lies this many robust standard deviations from what the layers around it let
-# expect, and by this factor at least. The deviation is taken as no less than 5 %: layers that are nearly equal are no
-# measure. Norms that grow or fall with depth are usual, so the layers around are continued as a line.
+# A norm stands out when its logarithm lies this many robust standard deviations from what the neighbouring layers
+# suggest, and by this factor at least. The deviation is taken as no less than 5 %: layers that are nearly equal are no
+# measure. Norms that grow or fall with depth are usual, so the neighbours are continued as a line.
 ROBUST_Z = 3.5
 LEAST_FACTOR = 1.25
 LEAST_DEVIATION = 0.05
@@ -102,7 +102,7 @@ def _dead(weight: WeightStatistics) -> str:
 
 
 def _norms(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
-    """Weights whose norm is not what that of the same weight in the layers around lets expect."""
+    """Weights whose norm is not what the same weight in the neighbouring layers suggests."""
     families: dict[tuple[str, str], list[WeightStatistics]] = {}
     for weight in weights:
         if weight.layer is not None and weight.norm > 0:
@@ -116,13 +116,13 @@ def _norms(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
         for weight, log in zip(siblings, map(float, far), strict=True):
             z = log / deviation
             if abs(z) > ROBUST_Z and abs(log) > math.log(LEAST_FACTOR):
-                around = "the layers around it" if weight.expert is None else "the experts of the layers around it"
-                words = f"{math.exp(log):.3g} times what {around} let expect (robust z = {z:+.1f})"
+                others = "neighbouring layers" if weight.expert is None else "the experts of neighbouring layers"
+                words = f"{math.exp(log):.3g} times what {others} suggest (robust z = {z:+.1f})"
                 yield _one("norm", [weight], f"{weight.name}: norm {weight.norm:.3g}, {words}")
 
 
 def _expected(siblings: Sequence[WeightStatistics]) -> NDArray[np.float64] | None:
-    """The logarithm of each norm as the layers around continue; None where there are too few to say what is usual.
+    """The logarithm of each norm as the neighbouring layers continue; None where they are too few to tell.
 
     A layer of experts counts by their median, and for its own experts too.
     """

@@ -163,7 +163,7 @@ def _tally_block(bits: Bits, scratch: Scratch, known: float, span: Span, block: 
         found.largest_at = span.place(block.start + int(sizes.argmax()))
     for lane in lanes(bits, scratch, "lane"):
         found.total += sum_of(lane)
-        found.squares += sum_of_squares(lane, found.largest)
+        found.squares += sum_of_squares(lane)
     return found
 
 

@@ -22,7 +22,7 @@ from mcore_convert.spans import Block
 from mcore_convert.tensors import View
 
 ROW = 1024  # elements that are added up in fp32; the sums of rows are added up in fp64
-SQUARABLE = (1e-12, 1e15)  # magnitudes whose squares fp32 can add up without scaling
+LEAST_SQUARES, MOST_SQUARES = 1e-24, 1e36  # sums of squares of a block that fp32 has not rounded to zero or infinity
 ADDABLE = 1e30  # magnitudes that fp32 can add up
 
 Floats = NDArray[np.float32]
@@ -127,52 +127,70 @@ def number(bits: int, dtype: str) -> float:
 
 
 class Lane(NamedTuple):
-    """Every `step`-th element of a block from `first` on, as fp32, with zeros behind the last."""
+    """Every `step`-th element of a block from `first` on, as fp32, with zeros behind the last.
+
+    `is_copy`: the values may be changed; else they are those that were read.
+    """
 
     values: Floats
     first: int
     step: int
+    is_copy: bool = True
 
     @property
     def rows(self) -> Floats:
         return self.values.reshape(-1, ROW)
 
 
-def lanes(bits: Bits, scratch: Scratch, name: str, *, in_order: bool = False) -> list[Lane]:
-    """The elements as fp32. `in_order`: in one lane, so that those of two dtypes can be paired."""
+def is_true_in_lanes(bits: Bits, scratch: Scratch) -> bool:
+    """Whether lanes say what a block holds: those of narrow floats make numbers of infinity and NaN."""
+    return bits.dtype not in SMALL or int(magnitudes(bits, scratch).max()) <= FINITE[bits.dtype]
+
+
+def lanes(bits: Bits, scratch: Scratch, name: str, *, in_order: bool = False) -> Iterator[Lane]:
+    """The elements as fp32, one lane after the other in the same buffer: use each before the next is drawn.
+
+    `in_order`: in one lane, so that those of two dtypes can be paired.
+    """
     padded, dtype = bits.padded, bits.dtype
     if dtype == "float32":
-        return [Lane(padded.view(np.float32), 0, 1)]
-    if dtype == "bfloat16" and not in_order:  # little endian: the first of two is the lower half of a word
+        yield Lane(padded.view(np.float32), 0, 1, is_copy=False)
+    elif dtype == "bfloat16" and not in_order:  # little endian: the first of two is the lower half of a word
         words = padded.view(np.uint32)
-        low = np.left_shift(words, 16, out=scratch.array(f"{name} low", np.uint32, len(words)))
-        high = np.bitwise_and(words, 0xFFFF0000, out=scratch.array(f"{name} high", np.uint32, len(words)))
-        return [Lane(low.view(np.float32), 0, 2), Lane(high.view(np.float32), 1, 2)]
-    wide: NDArray[Any] = scratch.array(f"{name} low", np.uint32, len(padded))
-    if dtype == "bfloat16":
+        wide: NDArray[Any] = scratch.array(name, np.uint32, len(words))
+        yield Lane(np.left_shift(words, 16, out=wide).view(np.float32), 0, 2)
+        yield Lane(np.bitwise_and(words, 0xFFFF0000, out=wide).view(np.float32), 1, 2)
+    elif dtype == "bfloat16":
+        wide = scratch.array(name, np.uint32, len(padded))
         np.copyto(wide, padded)
-        np.left_shift(wide, 16, out=wide)
-        return [Lane(wide.view(np.float32), 0, 1)]
-    small = SMALL[dtype]
-    np.copyto(wide.view(np.int32), padded.view(f"i{padded.itemsize}"))
-    np.left_shift(wide, small.shift, out=wide)
-    np.bitwise_and(wide, small.mask, out=wide)
-    values: Floats = wide.view(np.float32)
-    np.multiply(values, np.float32(small.scale), out=values)
-    return [Lane(values, 0, 1)]
+        yield Lane(np.left_shift(wide, 16, out=wide).view(np.float32), 0, 1)
+    else:
+        small = SMALL[dtype]
+        wide = scratch.array(name, np.uint32, len(padded))
+        np.copyto(wide.view(np.int32), padded.view(f"i{padded.itemsize}"))
+        np.left_shift(wide, small.shift, out=wide)
+        np.bitwise_and(wide, small.mask, out=wide)
+        values: Floats = wide.view(np.float32)
+        yield Lane(np.multiply(values, np.float32(small.scale), out=values), 0, 1)
 
 
-def sum_of_squares(lane: Lane, highest: float) -> float:
-    """The squares added up; `highest` is the largest magnitude, or an upper bound. The lane may be scaled in place."""
-    if highest == 0:
-        return 0.0
-    power = 0
-    if not SQUARABLE[0] <= highest <= SQUARABLE[1]:
-        power = min(max(-math.frexp(highest)[1], -126), 126)
-        np.multiply(lane.values, np.float32(2.0**power), out=lane.values)
+def sum_of_squares(lane: Lane) -> float:
+    """The squares added up, of values however large or small; not finite where one of them is not.
+
+    Values whose squares fp32 cannot add up are scaled, in a copy.
+    """
     rows = lane.rows
-    squares = np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64)
-    return math.ldexp(float(squares), -2 * power)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        squares = float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64))
+    if LEAST_SQUARES <= squares <= MOST_SQUARES:
+        return squares
+    highest = float(np.abs(lane.values).max())
+    if highest == 0 or not math.isfinite(highest):
+        return highest
+    power = min(max(-math.frexp(highest)[1], -126), 126)
+    scaled = np.multiply(rows, np.float32(2.0**power))
+    squares = float(np.matmul(scaled[:, None, :], scaled[:, :, None]).sum(dtype=np.float64))
+    return math.ldexp(squares, -2 * power)
 
 
 ONES = np.ones((ROW, 1), np.float32)

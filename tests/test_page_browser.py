@@ -279,6 +279,17 @@ def test_ranks_can_be_chosen_with_the_keyboard(browser: Browser, file: Path) -> 
         assert page.locator("#map").get_attribute("aria-labelledby") == "tab-planned"
 
 
+def test_a_rank_shows_a_layer_that_it_has(browser: Browser, file: Path) -> None:
+    """Its box is marked in the layout that it is of, and nowhere once a layer is shown that it does not have."""
+    with opened(browser, file) as page:
+        choose(page, Rank(1, 1))  # layers 2-3 and 6-7
+        assert page.locator("#weight h3").inner_text() == "decoder.layers.2.self_attention.linear_qkv.weight"
+        assert page.locator('[data-figure="saved"] g[data-tp="1"] .mine').count() == 1
+        assert page.locator(".figures .mine").count() == 1
+        page.locator('#weight [data-pick="layer"]').select_option("5")
+        assert page.locator(".figures .mine").count() == 0
+
+
 def test_the_table_says_what_is_drawn(browser: Browser, file: Path) -> None:
     with opened(browser, file) as page:
         page.locator('#weight [data-pick="weight"]').select_option(label="mlp.linear_fc2.weight")

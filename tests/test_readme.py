@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +19,9 @@ from fixtures.hf import make_hf
 from fixtures.hub import Hub, Token, running_hub
 from fixtures.run import make_run
 from fixtures.tokenizer import END, stories
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -87,6 +91,8 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.Fix
         make_what_the_readme_finds(tmp_path)
     if page.name in ("README.md", "reshard.md"):
         make_runs_of_ranks(tmp_path)
+    if page.name in ("README.md", "look.md"):
+        make_before_and_after(tmp_path)
     if page.name == "train.md":
         make_texts(tmp_path)
     if page.name == "data.md":
@@ -127,6 +133,41 @@ def make_what_the_readme_finds(folder: Path) -> None:
     config.pop("rope_parameters")
     config |= {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "mlp_bias": True}
     (yarn / "config.json").write_text(json.dumps(config))
+
+
+def make_before_and_after(folder: Path) -> None:
+    """A model, a run that went on from it, its deeper layers further, and a run in which something is wrong."""
+    import math
+
+    import torch
+    from safetensors.torch import load_file
+
+    from mcore_convert import convert
+
+    before = make_hf("llama-gqa", folder / "before", fill="normal", config={"num_hidden_layers": 8}, tokenizer=False)
+    tensors = load_file(before / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        layer = int(name.split(".")[2]) if ".layers." in name else 0
+        tensor += torch.randn(tensor.shape, generator=generator) * 1e-3 * 1.5**layer
+    save_model(before, folder / "after-hf", tensors)
+    convert(folder / "after-hf", folder / "after/checkpoints", to="torch_dist", tp=2, pp=2, iteration=5000)
+    lines = [f'{{"iteration": {n}, "loss": {2 + 8 * 0.999**n:.5f}}}' for n in range(1, 5001)]
+    (folder / "after/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    tensors["model.layers.3.mlp.down_proj.weight"][5, 7] = math.nan
+    tensors["model.layers.6.mlp.up_proj.weight"] *= 8
+    tensors["model.layers.2.self_attn.v_proj.weight"][4:8] = 0
+    save_model(before, folder / "broken", tensors)
+
+
+def save_model(like: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A directory with the configuration of another, and these weights."""
+    import shutil
+
+    from safetensors.torch import save_file
+
+    shutil.copytree(like, folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def make_texts(folder: Path) -> None:

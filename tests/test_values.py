@@ -157,6 +157,27 @@ def test_statistics_of_optimizer_state() -> None:
         assert math.hypot(*(w.norm for w in layers)) == pytest.approx(norm, rel=1e-5), key
 
 
+def test_a_quantised_model_is_taken_as_it_is_stored(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    """A Llama in fp8 with a scale beside each weight: no family has a place for the scales, but they have values."""
+    shutil.copytree(hf_checkpoint("llama-gqa", fill="normal"), tmp_path / "fp8")
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def quantise(tensors: Tensors) -> None:
+        tensors[f"{name}_scale"] = torch.tensor(448 / float(tensors[name].abs().max()))
+        tensors[name] = (tensors[name] * tensors[f"{name}_scale"]).to(torch.float8_e4m3fn)
+
+    change(tmp_path / "fp8", quantise)
+    found = inspect(tmp_path / "fp8", stats=True)
+    assert found.notes[-1].startswith("tensors are taken as they are stored: 1 key in ")
+    tensors = load_file(tmp_path / "fp8/model.safetensors")
+    assert {weight.name for weight in found.statistics} == set(tensors)
+    for weight in found.statistics:
+        assert_statistics(weight, tensors[weight.name])
+    changes = diff(hf_checkpoint("llama-gqa", fill="normal"), tmp_path / "fp8")
+    assert [c.name for c in changes.changes if c.num_changed] == [name]
+    assert changes.only_in_b == (f"{name}_scale",)
+
+
 def without_layer(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
@@ -209,7 +230,7 @@ def test_outliers_are_named(tmp_path: Path) -> None:
     assert texts[4].startswith("model.layers.4.up.weight: norm ")
     times = float(texts[4].split(", ")[1].split(" times")[0])
     assert times == pytest.approx(4, rel=0.1)
-    assert "times what the layers around it let expect (robust z = +" in texts[4]
+    assert "times what neighbouring layers suggest (robust z = +" in texts[4]
     assert texts[-1].startswith("model.layers.9.up.weight: 500 at [1, 2] is 54 times its rms")
 
 
@@ -246,7 +267,7 @@ def test_an_expert_is_compared_with_the_others() -> None:
     ]
     (outlier,) = find_outliers(experts)
     assert outlier.layers == (4,)
-    assert "norm 4.39, 3 times what the experts of the layers around it let expect" in outlier.text
+    assert "norm 4.39, 3 times what the experts of neighbouring layers suggest" in outlier.text
 
 
 def statistics_of(layer: int, norm: float) -> WeightStatistics:

@@ -13,6 +13,7 @@ function showLayouts(data) {
   function showMap() {
     const choose = (rank, chunk) => {
       state.rank = rank;
+      settle();
       show();
       byId("map").querySelector(`[aria-pressed="true"][data-chunk="${chunk}"]`).focus();
     };
@@ -27,23 +28,28 @@ function showLayouts(data) {
     }));
   }
 
-  // A weight that is chosen where a rank holds it is shown in a layer and an expert that it has there.
-  function chooseWeight(number) {
-    state.weight = number;
+  // The chosen weight is shown in a layer and an expert that the chosen rank has.
+  function settle() {
     const stages = stagesOf(shown(), state.rank.pp).filter(([, , first, stop]) => stop > first);
     const isThere = stages.some(([, , first, stop]) => first <= state.layer && state.layer < stop);
     if (!isThere && stages.length) [, , state.layer] = stages[0];
-    if (weights[number].expert) {
+    if (weights[state.weight].expert) {
       const [first, stop] = numbers.expertsOf(shown(), state.rank.ep);
       if (state.expert < first || state.expert >= stop) state.expert = first;
     }
+  }
+
+  function chooseWeight(number) {
+    state.weight = number;
+    settle();
     showRank();
     showWeight();
   }
 
   function showWeight() {
     const weight = weights[state.weight];
-    const name = weight.name.replace("{layer}", state.layer).replace("{expert}", state.expert);
+    const spell = (template) => template.replace("{layer}", state.layer).replace("{expert}", state.expert);
+    const name = spell(weight.name);
     const select = (label, options, value, choose) => make("label", {}, label, make("select", {
       "data-pick": label, on: { change: (event) => {
         choose(Number(event.target.value));
@@ -55,7 +61,6 @@ function showLayouts(data) {
       showWeight();
     });
     const wasOpen = byId("weight").querySelector("details")?.open;
-    const spell = (template) => template.replace("{layer}", state.layer).replace("{expert}", state.expert);
     byId("weight").replaceChildren(
       make("h3", { class: "mono" }, named(name)),
       make("p", { class: "sums" }, make("span", {}, shapeOf(weight.shape)), make("span", {}, numbers.howCut(weight))),
@@ -80,9 +85,12 @@ function showLayouts(data) {
     return `pp ${pp.join(" and ")}${experts}`;
   }
 
+  // The chosen rank is marked where it holds the piece.
   function figure(which, name) {
     const layout = layouts[which];
-    const chosen = which === state.which ? state.rank.tp : null;
+    const { pp, ep } = numbers.holdersOf(state.weight, layout, state.layer, state.expert);
+    const isThere = which === state.which && pp.includes(state.rank.pp) && ep.includes(state.rank.ep);
+    const chosen = isThere ? state.rank.tp : null;
     return make("figure", { "data-figure": which },
       make("figcaption", {}, make("b", {}, titles[which]), ` ${sizesInWords(layout)}`, make("br"),
         `on ${holders(layout)}`),
@@ -118,6 +126,7 @@ function showLayouts(data) {
     state.which = which;
     const most = { tp: numbers.cutOf(shown()).tp, pp: numbers.pipelineOf(shown()).pp, ep: shown().ep };
     for (const axis of Object.keys(most)) state.rank[axis] = Math.min(state.rank[axis], most[axis] - 1);
+    settle();
     show();
   }
 

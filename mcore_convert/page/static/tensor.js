@@ -1,5 +1,5 @@
 // Pictures of a tensor as a rectangle, with the boxes of its ranks.
-const MOST_RATIO = 2.6; // of width to height, or the other way round: longer tensors are not drawn to scale
+const MOST_RATIO = 1.5; // of width to height, or the other way round: longer tensors are not drawn to scale
 const PICTURE = { width: 250, height: 200, top: 16, gutter: 14, strip: 9, bar: 30 };
 
 function fitted([rows, columns], mostWidth, mostHeight) {

@@ -1,0 +1,86 @@
+"""Measures `inspect --stats`, `inspect --html` and `diff` against reading the same files, and their memory.
+
+    python -m benchmarks.look [--json FILE] [--rounds 5] [--layers 16]
+
+Exits with 1 when a target of `benchmarks/README.md` is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.checkpoints import LLAMA, llama_nbytes, make_llama
+from benchmarks.convert import COMMAND, MEMORY, PEAK_MIB, Figure, convert, folder, report, roomy, say
+from benchmarks.measure import Command, CommandFailed, peak_anonymous_bytes, seconds
+
+READ_RATIO = 2.0  # a look may take this often the time of reading the files, beside the time of a look at headers
+
+
+def read(*folders: Path) -> Command:
+    """A command that reads every file with a weight in it, and does nothing else."""
+    return ("cat", *(file for each in folders for file in sorted(each.rglob("*")) if file.stat().st_size > 1 << 20))
+
+
+def measure(rounds: int, layers: int) -> list[Figure]:
+    """All figures. The commands of a round run in turn, so that drift of the machine hits all."""
+    config = LLAMA | {"num_hidden_layers": layers}
+    nbytes = llama_nbytes(config)
+    disk = Path(tempfile.gettempdir())
+    place = roomy(3 * nbytes, MEMORY, disk)
+    if place is None:
+        raise SystemExit(f"error: {3.3 * nbytes / 1e9:.1f} GB of room are needed in {MEMORY} or {disk}")
+    say(f"{nbytes / 1e9:.2f} GB of bfloat16, in {place}, medians of {rounds} rounds")
+    with folder(place) as name:
+        path = Path(name)
+        source, dist, changed = make_llama(path / "hf", config), path / "dist", path / "changed"
+        make_llama(changed, config, seed=1)
+        seconds(convert(source, dist, "torch_dist"))
+        looks: dict[str, tuple[Command, tuple[Path, ...]]] = {
+            "inspect --stats, hf": ((*COMMAND, "inspect", source, "--stats"), (source,)),
+            "inspect --stats, torch_dist": ((*COMMAND, "inspect", dist, "--stats"), (dist,)),
+            "inspect --html, hf": ((*COMMAND, "inspect", source, "--html", path / "page.html"), (source,)),
+            "diff, hf and another hf": ((*COMMAND, "diff", source, changed), (source, changed)),
+            "diff, torch_dist and another hf": ((*COMMAND, "diff", dist, changed), (dist, changed)),
+            "diff, hf and the same as torch_dist": ((*COMMAND, "diff", source, dist), (source, dist)),
+        }
+        headers = (*COMMAND, "inspect", source)
+        peaks = {what: peak_anonymous_bytes(command) / 2**20 for what, (command, _) in looks.items()}
+        times: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            times.setdefault("headers", []).append(seconds(headers))
+            for what, (command, files) in looks.items():
+                times.setdefault(f"read {what}", []).append(seconds(read(*files)))
+                times.setdefault(what, []).append(seconds(command))
+        page = (path / "page.html").stat().st_size
+    median = {what: statistics.median(values) for what, values in times.items()}
+    figures = [Figure("inspect, headers only", median["headers"], "s")]
+    for what, (_, files) in looks.items():
+        reading, taken = median[f"read {what}"], median[what]
+        rate = len(files) * nbytes / max(taken - median["headers"], 1e-9) / 1e9
+        figures.append(Figure(f"cat, the files of {what}", reading, "s"))
+        limit = READ_RATIO * reading + median["headers"]
+        figures.append(Figure(what, taken, "s", limit, f"{rate:.1f} GB/s beside the headers"))
+    figures += [Figure(f"peak memory, {what}", peak, "MiB", PEAK_MIB) for what, peak in peaks.items()]
+    return [*figures, Figure("the page", page / 1e6, "MB", 1.0)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=16, help="depth of the model (default: %(default)s)")
+    options = parser.parse_args()
+    try:
+        figures = measure(options.rounds, options.layers)
+    except CommandFailed as failure:
+        say(f"error: {failure}")
+        return 1
+    return report(figures, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

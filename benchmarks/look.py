@@ -8,6 +8,7 @@ Exits with 1 when a target of `benchmarks/README.md` is missed.
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import sys
 import tempfile
@@ -23,6 +24,12 @@ READ_RATIO = 2.0  # a look may take this often the time of reading the files, be
 def read(*folders: Path) -> Command:
     """A command that reads every file with a weight in it, and does nothing else."""
     return ("cat", *(file for each in folders for file in sorted(each.rglob("*")) if file.stat().st_size > 1 << 20))
+
+
+def cpu_seconds() -> float:
+    """What all commands so far have used of processors: it says how much of a time was waiting for others."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure(rounds: int, layers: int) -> list[Figure]:
@@ -50,20 +57,24 @@ def measure(rounds: int, layers: int) -> list[Figure]:
         headers = (*COMMAND, "inspect", source)
         peaks = {what: peak_anonymous_bytes(command) / 2**20 for what, (command, _) in looks.items()}
         times: dict[str, list[float]] = {}
+        busy: dict[str, list[float]] = {}
         for _ in range(rounds):
             times.setdefault("headers", []).append(seconds(headers))
             for what, (command, files) in looks.items():
                 times.setdefault(f"read {what}", []).append(seconds(read(*files)))
+                before = cpu_seconds()
                 times.setdefault(what, []).append(seconds(command))
+                busy.setdefault(what, []).append(cpu_seconds() - before)
         page = (path / "page.html").stat().st_size
     median = {what: statistics.median(values) for what, values in times.items()}
     figures = [Figure("inspect, headers only", median["headers"], "s")]
     for what, (_, files) in looks.items():
         reading, taken = median[f"read {what}"], median[what]
         rate = len(files) * nbytes / max(taken - median["headers"], 1e-9) / 1e9
+        note = f"{rate:.1f} GB/s beside the headers; {statistics.median(busy[what]):.2f} s of processors"
         figures.append(Figure(f"cat, the files of {what}", reading, "s"))
         limit = READ_RATIO * reading + median["headers"]
-        figures.append(Figure(what, taken, "s", limit, f"{rate:.1f} GB/s beside the headers"))
+        figures.append(Figure(what, taken, "s", limit, note))
     figures += [Figure(f"peak memory, {what}", peak, "MiB", PEAK_MIB) for what, peak in peaks.items()]
     return [*figures, Figure("the page", page / 1e6, "MB", 1.0)]
 

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -120,6 +121,7 @@ def is_float(dtype: str) -> bool:
     return dtype in FINITE
 
 
+@lru_cache(maxsize=1024)
 def number(bits: int, dtype: str) -> float:
     """The value of one element."""
     size = np.dtype("uint8").itemsize if dtype.startswith("float8") else 2 if dtype.endswith("16") else 4

@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m fixtures.demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -26,7 +26,8 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.convert --json build/bench.json; convert=$$?; \
 	$(BIN)/python -m benchmarks.reshard --json build/bench-reshard.json; reshard=$$?; \
-	$(BIN)/python -m benchmarks.look --json build/bench-look.json && exit $$((convert | reshard))
+	$(BIN)/python -m benchmarks.export --json build/bench-export.json; export=$$?; \
+	$(BIN)/python -m benchmarks.look --json build/bench-look.json && exit $$((convert | reshard | export))
 
 clean:
 	rm -rf .venv build dist demo_output

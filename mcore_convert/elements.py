@@ -234,17 +234,28 @@ def _float8(exponent_bits: int, *, finite: bool) -> NDArray[np.float64]:
 FP8 = {"float8_e4m3fn": _float8(4, finite=True), "float8_e5m2": _float8(5, finite=False)}
 
 
+# The fp32 bits, without the sign, of the least number that rounds to infinity: half a step above the largest finite.
+INFINITE_FROM = {"bfloat16": 0x7F7F8000, "float16": 0x477FF000}
+INFINITY = 0x7F800000  # in fp32; what is above is no number
+
+
 def round_to(array: Bytes, dtype: str) -> Bytes:
     """fp32 values, read as unsigned integers, rounded to the nearest of a dtype, ties to even, as torch does."""
     bits = np.ascontiguousarray(array)
     if dtype == "bfloat16":
-        nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000  # its payload could round up to a number
-        rounded: Bytes = np.where(is_nan, bits >> 16 | 0x40, nearest).astype(np.uint16)
-        return rounded
+        raised: Bytes = bits >> 16  # in place, as each array more costs as much as the rounding
+        raised &= 1
+        raised += 0x7FFF
+        raised += bits
+        raised >>= 16
+        nearest: Bytes = raised.astype(np.uint16)
+        no_number = (bits & 0x7FFFFFFF) > INFINITY
+        if no_number.any():  # the payload of a NaN could round up to a number
+            nearest[no_number] = bits[no_number] >> 16 | 0x40
+        return nearest
     with np.errstate(over="ignore"):
-        same: Bytes = bits.view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
-    return same
+        rounded: Bytes = bits.view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
+    return rounded
 
 
 def cast(array: Bytes, source: str, target: str) -> Bytes:
@@ -263,8 +274,8 @@ def cast(array: Bytes, source: str, target: str) -> Bytes:
         exact = array
     if target == "float32":
         return exact
-    rounded = round_to(exact, target)
-    infinite = 0x7F80 if target == "bfloat16" else 0x7C00
-    if np.count_nonzero((rounded & 0x7FFF) == infinite) != np.count_nonzero((exact & 0x7FFFFFFF) == 0x7F800000):
+    sizes = exact & 0x7FFFFFFF
+    beyond = INFINITE_FROM[target]
+    if sizes.max(initial=0) >= beyond and ((sizes >= beyond) & (sizes < INFINITY)).any():
         raise OverflowError(f"a number beyond the largest of {target}")
-    return rounded
+    return round_to(exact, target)

@@ -13,7 +13,7 @@ from mcore_convert import companions
 from mcore_convert.card import Card, render
 from mcore_convert.conversion import plan_conversion
 from mcore_convert.elements import Meter, Progress
-from mcore_convert.errors import ConfigError, UnwritableTarget
+from mcore_convert.errors import ConfigError, ConvertError, UnwritableTarget
 from mcore_convert.execute import execute
 from mcore_convert.formats import hf
 from mcore_convert.formats.hf import HfCheckpoint
@@ -97,7 +97,11 @@ def prepare(
     path = source if run is None else run.checkpoints
     model = _identified(path, options)
     run = run or run_around(source)
-    history = History() if isinstance(model.checkpoint, HfCheckpoint) else history_of(model.checkpoint.common)
+    if isinstance(model.checkpoint, HfCheckpoint):
+        _refuse_idle(options)
+        history = History()
+    else:
+        history = history_of(model.checkpoint.common)
     notes: list[str] = []
     tokenizer = None
     if options.with_tokenizer:
@@ -185,6 +189,14 @@ def _identified(path: Path, options: Options, *, vocab_size: int | None = None) 
         vocab_size=vocab_size or options.vocab_size,
         given=options.given,
     )
+
+
+def _refuse_idle(options: Options) -> None:
+    """Refuse what only a Megatron checkpoint has a use for."""
+    said = {"--hf-config": options.hf_config, "--vocab-size": options.vocab_size, "--arg": options.given}
+    idle = [name for name, value in said.items() if value]
+    if idle:
+        raise ConvertError(f"a Hugging Face source has no use for {', '.join(idle)}", hint="leave it out")
 
 
 def _complete(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from mcore_convert.formats.torch_dist import MAX_DIGITS, TRACKER, Common, iterat
 CHECKPOINTS = "checkpoints"
 CONFIG, METRICS, PICTURE = "config.yaml", "metrics.jsonl", "loss.png"
 OURS = "train_entry"  # the key under which the training entry keeps its own in a checkpoint's common state
+WRITTEN_TRIES, WRITTEN_SECONDS = 20, 0.05  # until a tracker file that is being written has its word
 ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -46,10 +48,15 @@ class Run:
             UnreadableCheckpoint: it says something else.
         """
         tracker = self.checkpoints / TRACKER
-        try:
-            said = tracker.read_text(errors="replace").strip()
-        except FileNotFoundError:
-            return None
+        said = ""
+        for _ in range(WRITTEN_TRIES):  # Megatron-LM empties it before it writes
+            try:
+                said = tracker.read_text(errors="replace").strip()
+            except FileNotFoundError:
+                return None
+            if said:
+                break
+            time.sleep(WRITTEN_SECONDS)
         if said == "release":
             return None
         if not said.isdecimal() or len(said) > MAX_DIGITS:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_convert.errors import HubError, UnreadableCheckpoint
-from mcore_convert.formats.hf import GENERATION_CONFIG, TOKENIZER_FILES
+from mcore_convert.formats.hf import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
 from mcore_convert.hub_errors import LOGIN, hub_errors, is_passing
 from mcore_convert.version import VERSION
 
@@ -90,6 +90,8 @@ def upload(folder: Path, destination: Destination, *, dry_run: bool = False, bar
         head = (there or {}).get(("branch", destination.branch))
         tagged = (there or {}).get(("tag", destination.tag or ""))
         _check_tag(repo, destination.tag, tagged, moves=tagged != head)
+        if there is not None and destination.private:
+            _check_private(api, repo)
         if head is None and not dry_run:
             head = _make_branch(api, repo, destination.branch)
         upload = _compared(api, folder, destination, repo, head, created=there is None)
@@ -177,6 +179,15 @@ def _check_tag(repo: str, tag: str | None, tagged: str | None, *, moves: bool) -
         )
 
 
+def _check_private(api: HfApi, repo: str) -> None:
+    """Refuse to send what shall be private to where everybody reads it."""
+    if not api.model_info(repo).private:
+        raise HubError(
+            f"`{repo}` is there already, and is public",
+            hint=f"make it private first: hf repos settings {repo} --private; or leave out --private",
+        )
+
+
 def _compared(
     api: HfApi, folder: Path, destination: Destination, repo: str, head: str | None, *, created: bool
 ) -> Upload:
@@ -203,13 +214,18 @@ def _compared(
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The files to send by their names in the repository; hidden ones stay.
+    """The files to send by their names in the repository; hidden ones stay, and so do other models in folders below.
 
     Raises:
         UnreadableCheckpoint: there are none.
     """
-    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    found = {name: path for name, path in paths.items() if not any(part[0] == "." for part in Path(name).parts)}
+    found = {
+        str(path.relative_to(folder)): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not any(part[0] == "." for part in path.relative_to(folder).parts)
+    }
+    others = [f"{Path(name).parent}/" for name in found if Path(name).name == CONFIG and "/" in name]
+    found = {name: path for name, path in found.items() if not name.startswith(tuple(others))}
     if not found:
         raise UnreadableCheckpoint(f"`{folder}` has no files to send")
     return found

@@ -31,7 +31,7 @@ def client_of_a_hub(home: Path) -> Iterator[Hub]:
         yield hub
 
 
-def run_with(hub: Hub, home: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+def started_with(hub: Hub, home: Path, *command: str | Path) -> subprocess.Popen[str]:
     """A Python process whose client talks to a Hub, from its start on."""
     environment = os.environ | {
         "HF_ENDPOINT": hub.url,
@@ -41,4 +41,12 @@ def run_with(hub: Hub, home: Path, *command: str | Path) -> subprocess.Completed
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *map(str, command)], env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def run_with(hub: Hub, home: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Such a process, run to its end."""
+    process = started_with(hub, home, *command)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -353,7 +353,9 @@ def test_the_command(small: Path, tmp_path: Path) -> None:
     assert verify(small / "checkpoints", tmp_path / "again").equal
 
 
-def test_wrong_words_are_refused(small: Path) -> None:
+def test_wrong_words_are_refused(small: Path, hf_checkpoint: HfMaker) -> None:
+    with pytest.raises(ConvertError, match="has no use for --hf-config, --vocab-size"):
+        export(hf_checkpoint("gpt2"), small / "out", hf_config=small, vocab_size=3)
     assert run("export", small, "--tokenizer", "t", "--no-tokenizer").code == 2
     assert run("export", small, "--watch").code == 2
     assert run("export", small, "--all", "--overwrite").code == 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from fixtures.hub.store import File
 from mcore_convert import Upload, convert, export, push
 from mcore_convert.errors import ConvertError, HubError, UnreadableCheckpoint, UnwritableTarget
 from tests.conftest import HfMaker
-from tests.hub import client_of_a_hub, run_with
+from tests.hub import client_of_a_hub, run_with, started_with
 from tests.refusals import run
 
 REPO = "ada/model"
@@ -256,10 +258,38 @@ def test_only_a_whole_model_is_sent(hub: Hub, model: Path, tmp_path: Path) -> No
     assert hub.requests == []
 
 
-def test_hidden_files_stay(hub: Hub, model: Path) -> None:
+def test_hidden_files_and_other_models_stay(hub: Hub, model: Path) -> None:
+    before = files_in(model)
     (model / ".cache").mkdir()
     (model / ".cache" / "secret").write_text("mine")
-    assert ".cache/secret" not in push(model, REPO).sent
+    export(model, model.parent / "other")
+    shutil.move(model.parent / "other", model / "iter_0000100")
+    push(model, REPO)
+    assert files_on(hub) == before
+
+
+def test_what_shall_be_private_does_not_become_public(hub: Hub, model: Path) -> None:
+    hub.create(REPO)
+    with pytest.raises(HubError, match="is there already, and is public"):
+        push(model, REPO, private=True)
+    assert files_on(hub) == {}
+    hub.repositories[REPO].private = True
+    assert push(model, REPO, private=True).commit
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_an_upload(hub: Hub, model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Nothing but Ctrl-C is known to the client; whatever signal it is, the upload ends, and goes on when run again."""
+    hub.faults.append(Fault("POST .*/preupload/main", then=lambda: os.kill(process.pid, number), late=True))
+    code = "import sys; from mcore_convert.cli import main; main(sys.argv[1:])"
+    process = started_with(hub, tmp_path / "home", "-c", code, "push", model, REPO)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (
+        128 + number,
+        "interrupted; run it again: what has arrived is not sent twice\n",
+    )
+    assert files_on(hub) == {}
+    assert push(model, REPO).commit
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fixtures.hf import make_hf
+from fixtures.hub import Hub, Token, running_hub
+from fixtures.run import make_run
 from fixtures.tokenizer import END, stories
 
 if TYPE_CHECKING:
@@ -32,7 +34,18 @@ FOLDER = "/data"  # how a page writes the folder that its commands run in
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>not run|file|from): (?P<value>[^\n]+) -->\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S
 )
-NOT_RUN = ("git clone ", "make ", "cd demo_output ", "pip install ", "torchrun ", "mcore-convert data prepare ")
+NOT_RUN = (
+    "git clone ",
+    "make ",
+    "cd demo_output ",
+    "pip install ",
+    "torchrun ",
+    "mcore-convert data prepare ",
+    "transformers serve ",
+    "mcore-convert push ",
+    "mcore-convert export stories-run ",
+    "curl ",
+)
 
 
 @dataclass(frozen=True)
@@ -57,8 +70,23 @@ def blocks_of(page: Path) -> list[Block]:
     return [Block(b["kind"], b["mark"], b["value"] or "", b["body"]) for b in BLOCK.finditer(page.read_text())]
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The Hub that commands talk to, as `ada`."""
+    with running_hub() as found:
+        found.tokens["hf_ada"] = Token("ada")
+        settings = {"HF_ENDPOINT": found.url, "HF_TOKEN": "hf_ada", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_shows_is_so(page: Path, tmp_path: Path) -> None:
+def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if page.name == "export.md":
+        request.getfixturevalue("hub")
+        make_run(tmp_path / "run", [1000, 2000], name="llama-gqa")
+        make_hf("llama-gqa", tmp_path / "tiny-llama", fill="normal")
     if page.name == "README.md":
         make_what_the_readme_finds(tmp_path)
     if page.name in ("README.md", "reshard.md"):
@@ -195,14 +223,17 @@ def run(command: str, expected: list[str], folder: Path) -> None:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{folder}:{ROOT}",  # this source, wherever the command is installed from
             "PYTHONUNBUFFERED": "1",  # so that messages stand among the data, as on a terminal
-            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=300,
     )
-    lines = [line.rstrip() for line in done.stdout.replace(str(folder), FOLDER).split("\n")]
+    shown = done.stdout.replace(str(folder), FOLDER)
+    if "HF_ENDPOINT" in os.environ:
+        shown = shown.replace(os.environ["HF_ENDPOINT"], "https://huggingface.co")
+    lines = [line.rstrip() for line in shown.split("\n")]
     if lines[-1] == "":
         lines.pop()
     if not matches(lines, expected):

@@ -126,6 +126,17 @@ def test_what_is_not_complete_is_left_alone(running: Path) -> None:
         list(export_all(running / "nowhere"))
 
 
+def test_a_tracker_that_is_being_written_is_waited_for(running: Path) -> None:
+    tracker = running / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")
+    with pytest.raises(UnreadableCheckpoint, match="says ``"):
+        list(export_all(running))
+    writing = threading.Timer(0.2, tracker.write_text, ["20"])
+    writing.start()
+    assert states(export_all(running)) == {10: "exported", 20: "exported"}
+    writing.join()
+
+
 def test_what_holds_for_all_ends_it_at_once(running: Path) -> None:
     with pytest.raises(DataError, match="has no tokenizer"):
         list(export_all(running, tokenizer=str(running)))

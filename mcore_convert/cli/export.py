@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mcore_convert.cli import options
-from mcore_convert.cli.interruption import Interrupted
+from mcore_convert.cli.interruption import Interrupted, keyboard_interrupts
 from mcore_convert.cli.push import as_lines
 from mcore_convert.cli.text import in_bytes, in_parameters, progress, say, show, table
 
@@ -110,7 +110,7 @@ def command(
         raise typer.BadParameter("they are for --all", param_hint="--watch and --until")
     from mcore_convert.publish import export
 
-    with progress(quiet=quiet) as update:
+    with keyboard_interrupts(), progress(quiet=quiet) as update:
         done = export(
             source,
             destination,
@@ -145,7 +145,7 @@ def report(done: Export) -> None:
         template = ", with a chat template" if done.tokenizer.has_chat_template else ""
         show(f"tokenizer  {done.tokenizer.size} tokens{template}, of {done.tokenizer.place}")
     if done.checksum is not None:
-        show(f"checksum   {done.checksum}, every tensor read again and equal")
+        show(f"checksum   {done.checksum}  every tensor read again and equal")
     if done.dry_run:
         for name, nbytes in done.files.items():
             show(f"      {name}  {in_bytes(nbytes)}")
@@ -163,7 +163,7 @@ def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, *
 
     counts = dict.fromkeys(("exported", "there", "refused"), 0)
     try:
-        with progress(quiet=quiet) as update:
+        with keyboard_interrupts(), progress(quiet=quiet) as update:
             for told in export_all(source, destination, progress=update, **wishes):
                 counts[told.state] += 1
                 if json:
@@ -189,8 +189,8 @@ def line_of(told: Swept) -> str:
     words = [f"iter_{told.iteration:07d}", told.state.ljust(len("exported"))]
     if told.path is not None:
         words.append(str(told.path))
-    if told.export is not None:
-        words.append(in_bytes(sum(told.export.files.values())))
+        if told.export is not None:
+            words.append(in_bytes(sum(told.export.files.values())))
     if told.upload is not None:
-        words.append(f"{told.upload.url}, {in_bytes(sum(told.upload.sent.values()))} sent")
-    return "  ".join(words)
+        words += [told.upload.url, f"{in_bytes(sum(told.upload.sent.values()))} sent"]
+    return "  ".join(words).rstrip()

@@ -37,3 +37,25 @@ def interruptible() -> Iterator[None]:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
+
+
+@contextlib.contextmanager
+def keyboard_interrupts() -> Iterator[None]:
+    """A scope in which these signals are what Ctrl-C is to other people's libraries, which clean up on nothing else."""
+    came: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(came[0] if came else signal.SIGINT) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

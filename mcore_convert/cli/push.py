@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_convert.cli import options
+from mcore_convert.cli.interruption import Interrupted, keyboard_interrupts
 from mcore_convert.cli.text import in_bytes, progress, show, table
 
 if TYPE_CHECKING:
@@ -34,18 +35,22 @@ def command(
     """
     from mcore_convert.publish import push
 
-    with progress(quiet=quiet) as update:
-        done = push(
-            source,
-            repo,
-            private=private,
-            branch=branch,
-            tag=tag,
-            commit_message=commit_message,
-            dry_run=dry_run,
-            progress=update,
-            bars=not quiet and sys.stderr.isatty(),
-        )
+    try:
+        with keyboard_interrupts(), progress(quiet=quiet) as update:
+            done = push(
+                source,
+                repo,
+                private=private,
+                branch=branch,
+                tag=tag,
+                commit_message=commit_message,
+                dry_run=dry_run,
+                progress=update,
+                bars=not quiet and sys.stderr.isatty(),
+            )
+    except Interrupted as stop:
+        stop.remains = "run it again: what has arrived is not sent twice"
+        raise
     if json:
         show(jsonlib.dumps(done.as_dict(), indent=2))
     elif not quiet:

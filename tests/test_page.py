@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_convert import ConvertError, convert, diff, inspect
+from mcore_convert import ConvertError, convert, diff, inspect, reshard
 from mcore_convert.amounts import in_bytes, in_digits, in_parameters, in_percent, in_range
 from mcore_convert.identify import identify
 from mcore_convert.page.curve import MOST_POINTS, Metrics, curve_data, find_metrics, read_metrics
@@ -148,6 +149,14 @@ def test_experts_have_choices_too() -> None:
     assert data["saved"]["ep"] == 2
 
 
+def test_experts_cut_over_other_ranks_are_not_drawn(tmp_path: Path) -> None:
+    reshard(real_checkpoint("moe_legacy_pp2ep2"), tmp_path / "dist", to="torch_dist", pp=2, ep=2)
+    model = identify(tmp_path / "dist")
+    assert layout_data(model, None) is not None
+    elsewhere = {**model.args, "expert_tensor_parallel_size": 2}
+    assert layout_data(dataclasses.replace(model, args=elsewhere), None) is None
+
+
 # files and commands
 
 
@@ -238,6 +247,13 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert "Error" in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    assert f"Example: mcore-convert {command}" in " ".join(out.split())
 
 
 def test_amounts() -> None:

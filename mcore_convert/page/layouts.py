@@ -13,6 +13,7 @@ from typing import Any
 from mcore_convert.contents import family_of
 from mcore_convert.errors import ConvertError, LayoutError
 from mcore_convert.formats.base import Findings
+from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.identify import Model
 from mcore_convert.inspection import dims_at, dtype_of, saved_layout
 from mcore_convert.spec.dims import Dims
@@ -33,6 +34,8 @@ Data = dict[str, Any]
 def layout_data(model: Model, planned: Layout | None) -> Data | None:
     """Everything about layouts of a model; None where its weights are not known.
 
+    None too where a run does not tell its layout, or cut its experts over other ranks than the rest (ETP): no grid.
+
     Args:
         planned: a layout that was asked for; else one that differs from that of the checkpoint is proposed.
     """
@@ -41,6 +44,8 @@ def layout_data(model: Model, planned: Layout | None) -> Data | None:
     except ConvertError:
         return None
     saved = saved_layout(model)
+    if saved is None and not isinstance(model.checkpoint, HfCheckpoint):
+        return None
     start = saved or Layout()
     try:
         start.check(model.dims)

@@ -83,7 +83,7 @@ def cases(ranks: int) -> list[Case]:
             Case("this project", LLAMA, 8, 32, profile=True),
             Case("this project", GPT2, 32, 128),
         ]
-    sizes = {LLAMA: (8, 2, 16), GPT2: (32, 8, 64)}  # micro batch, the same in a pipeline, samples of a step per GPU
+    sizes = {LLAMA: (8, 2, 16), GPT2: (32, 16, 64)}  # micro batch, the same in a pipeline, samples of a step per GPU
     found = []
     for model, (micro, piped, each) in sizes.items():
         for name, layout in layouts(ranks).items():
@@ -101,6 +101,7 @@ def layouts(ranks: int) -> dict[str, dict[str, Any]]:
         "DP4": {},
         "TP2 + SP x DP2": {"tp": 2, **sp},
         "PP2 x DP2": {"pp": 2},
+        "TP2 x PP2": {"tp": 2, "pp": 2},
         "TP2 + SP x PP2": {"tp": 2, "pp": 2, **sp},
     }
 

@@ -93,10 +93,8 @@ def prepare(
     """
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype `{options.dtype}` of weights", hint=f"known are {', '.join(DTYPES)}")
-    run = find_run(source)
-    path = source if run is None else run.checkpoints
-    model = _identified(path, options)
-    run = run or run_around(source)
+    model = _identified(source, options)
+    run = find_run(source) or run_around(source)
     if isinstance(model.checkpoint, HfCheckpoint):
         _refuse_idle(options)
         history = History()
@@ -108,7 +106,7 @@ def prepare(
         tokenizer = companions.tokenizer_of(model, history, options.tokenizer)
         if not model.vocab_is_said and companions.is_the_vocabulary(tokenizer, model):
             notes.append(f"the vocabulary is the tokenizer's: {tokenizer.size} tokens")
-            model = _identified(path, options, vocab_size=tokenizer.size)
+            model = _identified(source, options, vocab_size=tokenizer.size)
         companions.check_fit(tokenizer, model, notes)
     final = destination or default_destination(source, model.checkpoint.path, run)
     target = Target(

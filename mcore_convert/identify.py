@@ -13,6 +13,7 @@ from mcore_convert.formats import hf, mp_rank, torch_dist, zarr
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.mp_rank import MpRankCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint
+from mcore_convert.runs import find_run
 from mcore_convert.spec import arguments, gpt
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
@@ -80,7 +81,7 @@ def open_any(path: Path, *, hf_config: Path | None = None, vocab_size: int | Non
 
 
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfCheckpoint | MegatronCheckpoint:
-    """Open a directory in whatever format it has; headers only.
+    """Open a directory in whatever format it has, headers only; of a training run its newest checkpoint.
 
     Args:
         given: Megatron arguments that a checkpoint without stored ones needs.
@@ -100,6 +101,9 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfChe
         return zarr.open_zarr(path)
     if torch_dist.detect(path):
         return torch_dist.open_torch_dist(path)
+    run = find_run(path)
+    if run is not None and run.checkpoints != path:
+        return open_checkpoint(run.checkpoints, given)
     if (path / hf.CONFIG).is_file():
         raise UnreadableCheckpoint(f"`{path}` has a `{hf.CONFIG}` but no weights")
     raise UnreadableCheckpoint(

@@ -10,7 +10,6 @@ from mcore_convert.contents import Contents, contents_of, stored_contents
 from mcore_convert.elements import Progress
 from mcore_convert.errors import ConvertError, MappingError
 from mcore_convert.formats.hf import HfCheckpoint
-from mcore_convert.formats.torch_dist import TRACKER
 from mcore_convert.hub import local_path
 from mcore_convert.identify import Opened, open_any
 from mcore_convert.inspection import Inspection, inspection_of, planned_ranks
@@ -22,7 +21,6 @@ from mcore_convert.statistics import measure
 from mcore_convert.tensors import file_errors
 
 PathLike = str | Path
-CHECKPOINTS = "checkpoints"  # the folder of a run that has its iterations, beside its metrics
 
 
 @file_errors()
@@ -52,7 +50,7 @@ def inspect(
     """
     if html is not None:
         check_place(Path(html))
-    opened = open_any(checkpoints_of(Path(path)))
+    opened = open_any(Path(path))
     found = inspection_of(opened)
     if planned is not None:
         found = replace(found, planned=planned_ranks(opened, planned))
@@ -107,9 +105,7 @@ def diff(
     if html is not None:
         check_place(Path(html))
     config = None if hf_config is None else Path(hf_config)
-    first, second = (
-        open_any(checkpoints_of(local_path(str(path))), hf_config=config, vocab_size=vocab_size) for path in (a, b)
-    )
+    first, second = (open_any(local_path(str(path)), hf_config=config, vocab_size=vocab_size) for path in (a, b))
     found = compare_contents(*_to_compare(first, second, optimizer), progress=progress)
     if html is not None:
         write_page(Path(html), comparison_page(found))
@@ -124,9 +120,3 @@ def _to_compare(a: Opened, b: Opened, optimizer: bool) -> tuple[Contents, Conten
         if not (isinstance(a.checkpoint, HfCheckpoint) and isinstance(b.checkpoint, HfCheckpoint)):
             raise
         return stored_contents(a.checkpoint), stored_contents(b.checkpoint)
-
-
-def checkpoints_of(path: Path) -> Path:
-    """Where a directory has its checkpoint: itself, or the folder of a training run that keeps them."""
-    within = path / CHECKPOINTS
-    return within if (within / TRACKER).is_file() and not (path / TRACKER).is_file() else path

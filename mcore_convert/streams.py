@@ -19,7 +19,6 @@ from mcore_convert.hf_tensors import HfTensor, hf_tensors
 from mcore_convert.hub import local_path
 from mcore_convert.identify import Model, identify
 from mcore_convert.plan import Plan, find_weights
-from mcore_convert.runs import find_run
 from mcore_convert.spec.arguments import DTYPES
 from mcore_convert.targets import Target
 from mcore_convert.tensors import DTYPE_SIZES, file_errors
@@ -114,11 +113,9 @@ def _identified(
     given: Mapping[str, Any] | None,
 ) -> Model:
     with file_errors():
-        place = local_path(str(path))
-        run = find_run(place)
         config = None if hf_config is None else Path(hf_config)
         return identify(
-            place if run is None else run.checkpoints,
+            local_path(str(path)),
             family=family,
             hf_config=config,
             vocab_size=vocab_size,

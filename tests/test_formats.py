@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from fixtures.hf import VARIANTS
-from mcore_convert import ConvertError, convert, inspect, verify
+from fixtures.run import make_run
+from mcore_convert import ConvertError, convert, inspect, reshard, verify
 from mcore_convert.identify import identify
 from mcore_convert.plan import find_weights
 from mcore_convert.spec.names import drop, placeholders_of, spell
@@ -181,6 +182,18 @@ def test_an_iteration_directory_is_written_and_read(hf_checkpoint: HfMaker, tmp_
     for path in (tmp_path / "dist", tmp_path / "dist/iter_0000025"):
         assert inspect(path).iteration == 25
         assert verify(source, path).equal
+
+
+def test_a_training_run_is_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [10, 20], picture=False)
+    newest, before = (run / "checkpoints" / f"iter_{iteration:07}" for iteration in (20, 10))
+    assert inspect(run).iteration == 20
+    assert verify(run, newest).equal
+    assert not verify(run, before).equal
+    convert(run, tmp_path / "hf")
+    reshard(run, tmp_path / "moved", tp=2)
+    assert verify(tmp_path / "hf", newest).equal
+    assert verify(tmp_path / "moved", newest).equal
 
 
 def test_what_was_planned_is_what_is_written(hf_checkpoint: HfMaker, tmp_path: Path) -> None:

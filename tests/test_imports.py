@@ -50,7 +50,7 @@ formats.mp_rank_optimizer  formats.mp_rank_optimizer_writer
 formats.mp_rank_checkpoint
 formats.mp_rank  formats.mp_rank_writer
 families  plan
-hf_tensors
+hf_tensors  runs
 identify  readback
 contents  targets
 changes
@@ -60,7 +60,7 @@ execute
 megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights
 megatron.model
-verification  statistics  hub  runs  tokenizer_files
+verification  statistics  hub  tokenizer_files
 logits  outliers  comparison  companions  card  hub_errors
 inspection
 page  page.curve  page.heat  page.layouts  page.render

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from mcore_convert.errors import UnwritableTarget
 from mcore_convert.formats.torch_dist import open_torch_dist
+from mcore_convert.runs import CHECKPOINTS
 from train_entry.checkpoints import carried, folder, source
 from train_entry.checkpoints.architecture import refuse_another
 from train_entry.checkpoints.contents import contents
 from train_entry.checkpoints.export import export_hf
 from train_entry.checkpoints.loading import load
 from train_entry.checkpoints.ranks import Ranks
-from train_entry.checkpoints.source import CHECKPOINTS
 from train_entry.checkpoints.writer import Writer
 from train_entry.config.schema import Config
 from train_entry.state import TrainState

@@ -10,11 +10,11 @@ from mcore_convert.errors import ConvertError, UnreadableCheckpoint
 from mcore_convert.formats import dcp
 from mcore_convert.formats.torch_dist import TRACKER, iterations, open_torch_dist, resolve
 from mcore_convert.hub import local_path
+from mcore_convert.runs import CHECKPOINTS
 from train_entry.checkpoints import folder
 from train_entry.checkpoints.contents import OURS
 from train_entry.config.schema import Config
 
-CHECKPOINTS = "checkpoints"  # within a run's directory
 START = "start"  # within a run's directory, while it is read: a foreign checkpoint in our format
 
 

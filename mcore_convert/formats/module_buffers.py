@@ -85,7 +85,7 @@ class Run:
         Raises:
             LayoutError: the layers do not fit the stored layout.
         """
-        layout = layout_of(args)
+        layout = Layout.of(args)
         return Run(rows, dims, layout, layout.stages(dims.num_layers), args.get("transformer_impl"))
 
     @property
@@ -102,30 +102,6 @@ class Run:
     def shares_embedding(self) -> bool:
         """Whether the last stage has a copy of the word embedding."""
         return self.dims.tied and self.layout.pp > 1
-
-
-def layout_of(args: Mapping[str, Any]) -> Layout:
-    """The layout that a run's arguments store; the text of a pipeline layout may have been parsed into an object."""
-
-    def size(name: str) -> int:
-        return args[name] if isinstance(args.get(name), int) else 1
-
-    parsed = args.get("pipeline_model_parallel_layout")
-    state = getattr(parsed, "state", None)
-    text = state.get("input_data") if isinstance(state, dict) else parsed
-    pp = size("pipeline_model_parallel_size")
-    return Layout(
-        tp=size("tensor_model_parallel_size"),
-        pp=pp,
-        vpp=args.get("virtual_pipeline_model_parallel_size") if pp > 1 else None,
-        ep=size("expert_model_parallel_size"),
-        etp=args.get("expert_tensor_parallel_size"),
-        first_stage_layers=args.get("decoder_first_pipeline_num_layers"),
-        last_stage_layers=args.get("decoder_last_pipeline_num_layers"),
-        account_for_embedding=bool(args.get("account_for_embedding_in_pipeline_split")),
-        account_for_loss=bool(args.get("account_for_loss_in_pipeline_split")),
-        pipeline_layout=text if isinstance(text, str) else None,
-    )
 
 
 def orders_of(run: Run) -> list[Order]:

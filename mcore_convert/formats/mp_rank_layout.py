@@ -47,35 +47,19 @@ def rank_name(rank: Rank, layout: Layout) -> str:
 
 
 def layout_of(args: Mapping[str, Any]) -> Layout:
-    """The layout that the arguments of a run describe.
+    """The layout that the arguments of a run describe, whose experts are cut as the rest is.
 
     Raises:
         LayoutError: it cannot be, or experts are cut for another tensor parallelism than the rest of the model.
     """
-
-    def size(*names: str) -> int:
-        return next((args[name] for name in names if isinstance(args.get(name), int)), 1)
-
-    tp = size("tensor_model_parallel_size", "model_parallel_size")
-    etp = size("expert_tensor_parallel_size") if args.get("expert_tensor_parallel_size") else tp
-    if args.get("num_experts") and etp != tp:
+    layout = Layout.of(args)
+    if args.get("num_experts") and layout.etp not in (None, layout.tp):
         raise LayoutError(
-            f"experts are cut for etp = {etp} and the rest for tp = {tp}, which the format `torch` cannot tell apart",
+            f"experts are cut for etp = {layout.etp} and the rest for tp = {layout.tp}, "
+            "which the format `torch` cannot tell apart",
             hint="save such a run as `torch_dist`",
         )
-    pp = size("pipeline_model_parallel_size")
-    text = args.get("pipeline_model_parallel_layout")
-    return Layout(
-        tp=tp,
-        pp=pp,
-        vpp=args.get("virtual_pipeline_model_parallel_size") if pp > 1 else None,
-        ep=size("expert_model_parallel_size"),
-        first_stage_layers=args.get("decoder_first_pipeline_num_layers"),
-        last_stage_layers=args.get("decoder_last_pipeline_num_layers"),
-        account_for_embedding=bool(args.get("account_for_embedding_in_pipeline_split")),
-        account_for_loss=bool(args.get("account_for_loss_in_pipeline_split")),
-        pipeline_layout=text if isinstance(text, str) else None,
-    )
+    return replace(layout, etp=None)
 
 
 def check_names(layout: Layout, names: Iterable[str], where: str) -> None:

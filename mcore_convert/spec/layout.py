@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_convert.errors import LayoutError
 from mcore_convert.spec.dims import Dims
@@ -69,6 +70,36 @@ class Layout:
                 )
             if count // self.pp > 1:  # the layout decides how many virtual stages there are
                 object.__setattr__(self, "vpp", count // self.pp)
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any]) -> Layout:
+        """The layout that the arguments of a run describe.
+
+        The text of a pipeline layout may have been parsed into an object, which is known by its state alone.
+
+        Raises:
+            LayoutError: it cannot be.
+        """
+
+        def size(*names: str) -> int:
+            return next((args[name] for name in names if isinstance(args.get(name), int)), 1)
+
+        parsed = args.get("pipeline_model_parallel_layout")
+        state = getattr(parsed, "state", None)
+        text = state.get("input_data") if isinstance(state, dict) else parsed
+        pp = size("pipeline_model_parallel_size")
+        return cls(
+            tp=size("tensor_model_parallel_size", "model_parallel_size"),
+            pp=pp,
+            vpp=args.get("virtual_pipeline_model_parallel_size") if pp > 1 else None,
+            ep=size("expert_model_parallel_size"),
+            etp=args.get("expert_tensor_parallel_size"),
+            first_stage_layers=args.get("decoder_first_pipeline_num_layers"),
+            last_stage_layers=args.get("decoder_last_pipeline_num_layers"),
+            account_for_embedding=bool(args.get("account_for_embedding_in_pipeline_split")),
+            account_for_loss=bool(args.get("account_for_loss_in_pipeline_split")),
+            pipeline_layout=text if isinstance(text, str) else None,
+        )
 
     @property
     def num_virtual_stages(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from train_entry import Trainer, load_config
 from train_entry.config.schema import Config
 from train_entry.flows.base import Batch, Loss
 from train_entry.pretrain import pretrain
+from train_entry.scopes import WORKSPACE, deterministic
 
 SMALL = ["training.seq_length=32", "training.global_batch_size=4", "model.num_layers=2", "logging.tensorboard=false"]
 
@@ -60,6 +62,22 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert json.loads((run_dir / "trace-0.json").read_text())["traceEvents"]
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*")) == ["iter_0000005", "iter_0000007"]
     assert (run_dir / "loss.png").is_file()
+
+
+@pytest.mark.parametrize("own", [None, ":16:8"])
+def test_determinism_costs_only_who_asks_for_it(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS's workspace is not named where nobody needs it: that slows every product of matrices down."""
+    monkeypatch.delenv(WORKSPACE, raising=False)
+    if own is not None:
+        monkeypatch.setenv(WORKSPACE, own)
+    with deterministic(False):
+        assert os.environ.get(WORKSPACE) == own
+        assert not torch.are_deterministic_algorithms_enabled()
+    with deterministic(True):
+        assert os.environ[WORKSPACE] == (own or ":4096:8")
+        assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ.get(WORKSPACE) == own
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_an_evaluation_repeats_and_changes_nothing(tmp_path: Path) -> None:

@@ -34,8 +34,6 @@ def process_group(timeout_minutes: int) -> Iterator[torch.device]:
         return
     # kernels start in the order that they are called in, so that communication overlaps with what comes after it
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # what `training.deterministic` needs of cuBLAS; it is read when CUDA starts, and costs 8 MB where it is not needed
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     device_id = device if device.type == "cuda" else None

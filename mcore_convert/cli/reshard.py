@@ -14,7 +14,7 @@ from mcore_convert.cli.text import progress, show
 
 
 def command(
-    source: Annotated[Path, typer.Argument(help="Megatron directory")],
+    source: Annotated[Path, typer.Argument(help="Megatron directory, or a training run")],
     destination: Annotated[Path, typer.Argument(help="Directory to make; it appears when it is complete")],
     tp: options.Tp = 1,
     pp: options.Pp = 1,

@@ -125,6 +125,13 @@ def test_titles_say_the_true_number_of_parameters() -> None:
 # files
 
 
+def test_the_flag_for_an_export() -> None:
+    """It stands anywhere among the words, and a later word goes over it, as over any."""
+    assert load_config("tiny-gpt2").checkpoint.export_hf == "never"
+    assert load_config("tiny-gpt2", ["--export-hf", "training.steps=3"]).checkpoint.export_hf == "end"
+    assert load_config("tiny-gpt2", ["--export-hf", "checkpoint.export_hf=each"]).checkpoint.export_hf == "each"
+
+
 def test_a_run_anywhere_on_disk_inherits_and_overrides(tmp_path: Path) -> None:
     source = write(
         tmp_path / "it's here" / "mine.yaml",

@@ -1,7 +1,8 @@
-"""torchrun --nproc-per-node 4 -m train_entry CONFIG [key=value ...]
+"""torchrun --nproc-per-node 4 -m train_entry CONFIG [key=value ...] [--export-hf]
 
 CONFIG is a YAML file or the name of a ready run; `mcore-convert train --list` shows them. Without torchrun, as
-`python -m train_entry CONFIG`, the run has one rank.
+`python -m train_entry CONFIG`, the run has one rank. `--export-hf` writes the model for transformers at the end, as
+checkpoint.export_hf=end does.
 """
 
 from __future__ import annotations

@@ -29,6 +29,10 @@ def command(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="parallel=tp2 selects a choice, training.steps=20 sets a value"),
     ] = None,
+    export_hf: Annotated[
+        bool,
+        typer.Option("--export-hf", help="Write the model for transformers at the end [checkpoint.export_hf=end]"),
+    ] = False,
     list_: Annotated[bool, typer.Option("--list", help="Show the ready runs and the choices of each group")] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration in full as YAML, and end")
@@ -55,7 +59,7 @@ def command(
         raise typer.BadParameter("a YAML file or the name of a ready run; `--list` shows them", param_hint="CONFIG")
     from train_entry.config.compose import as_yaml, load_config
 
-    chosen = load_config(config, overrides or ())
+    chosen = load_config(config, [*(["--export-hf"] if export_hf else ()), *(overrides or ())])
     if print_config:
         show(as_yaml(chosen).rstrip())
     elif dry_run:

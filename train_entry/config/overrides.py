@@ -12,6 +12,7 @@ from train_entry.config.nearest import groups, keys, nearest_key
 from train_entry.config.schema import Config
 
 COMMAND_LINE = "command line"
+FLAGS = {"--export-hf": "checkpoint.export_hf=end"}  # what may be said with dashes
 DEFAULT = object()  # as a value: what the schema has
 
 
@@ -25,7 +26,7 @@ class Overrides:
 
 
 def read_overrides(texts: Sequence[str], folder: Path) -> Overrides:
-    """Read `parallel=tp2` and `training.steps=20`: names, quotes, lists and null as in hydra's command line.
+    """Read `parallel=tp2`, `training.steps=20` and `FLAGS`: names, quotes, lists and null as in hydra's command line.
 
     Where a value is text, commas and numbers are text too: `data.split=969,30,1` needs no quotes.
 
@@ -36,7 +37,7 @@ def read_overrides(texts: Sequence[str], folder: Path) -> Overrides:
     from hydra.errors import HydraException
 
     parser, found = OverridesParser.create(), Overrides()
-    for text in texts:
+    for text in (FLAGS.get(each, each) for each in texts):
         name, equals, raw = text.partition("=")
         name = name.strip().lstrip("+~-")
         if text.startswith("-"):

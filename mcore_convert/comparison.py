@@ -12,8 +12,8 @@ from mcore_convert.contents import Contents, Tensor, paired
 from mcore_convert.elements import Files, Meter, Progress, as_float
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.hf import HfCheckpoint
-from mcore_convert.spans import Part, paired_spans, parts_of
-from mcore_convert.values import Scratch, each
+from mcore_convert.spans import paired_spans
+from mcore_convert.values import added_up
 from mcore_convert.verification import config_differences, sizes_of
 
 MAY_DIFFER = ("tied", "qkv_bias", "linear_bias")  # sizes that decide which weights there are, and not their shapes
@@ -93,19 +93,11 @@ def compare_contents(a: Contents, b: Contents, *, progress: Progress | None = No
     """
     _refuse_other_models(a, b)
     pairs, only_a, only_b = paired(a, b)
-    jobs = [(place, part) for place, (x, y) in enumerate(pairs) for part in parts_of(paired_spans(x.slots, y.slots))]
+    spans = (paired_spans(x.slots, y.slots) for x, y in pairs)
     nbytes = sum(x.nbytes + y.nbytes for x, y in pairs)
-    meter = Meter(nbytes, progress)
-    gaps = [Gap() for _ in pairs]
     with Files() as files:
-
-        def work(job: tuple[int, Part], scratch: Scratch) -> Gap:
-            gap = gap_of(job[1], files, scratch)
-            meter.add(job[1].nbytes)
-            return gap
-
-        for (place, _), gap in zip(jobs, each(jobs, work), strict=True):
-            gaps[place].add(gap)
+        meter = Meter(nbytes, progress)
+        gaps = added_up(spans, Gap, lambda part, scratch: gap_of(part, files, scratch), meter)
         only = tuple(tuple(t.name for t in side if t.required or _has_value(t, files)) for side in (only_a, only_b))
     models = [side.model for side in (a, b) if side.model is not None]
     return Comparison(

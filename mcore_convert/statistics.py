@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mcore_convert.contents import Contents, Tensor
 from mcore_convert.elements import Bytes, Files, Meter, Progress, as_float, blocks_of
-from mcore_convert.spans import Block, Part, Span, parts_of, spans_of
+from mcore_convert.spans import Block, Part, Span, spans_of
 from mcore_convert.spec.names import Index
 from mcore_convert.spec.shard import Shape
 from mcore_convert.values import (
@@ -20,7 +20,7 @@ from mcore_convert.values import (
     FINITE,
     Bits,
     Scratch,
-    each,
+    added_up,
     is_float,
     lanes,
     magnitudes,
@@ -122,18 +122,10 @@ def measure(contents: Contents, *, progress: Progress | None = None) -> tuple[We
     Raises:
         UnreadableCheckpoint: a file is shorter than its header says.
     """
-    jobs = [(place, part) for place, tensor in enumerate(contents.tensors) for part in parts_of(spans_of(tensor.slots))]
-    meter = Meter(contents.nbytes, progress)
-    tallies = [Tally() for _ in contents.tensors]
+    spans = (spans_of(tensor.slots) for tensor in contents.tensors)
     with Files() as files:
-
-        def work(job: tuple[int, Part], scratch: Scratch) -> Tally:
-            tally = _tally(job[1], files, scratch)
-            meter.add(job[1].nbytes)
-            return tally
-
-        for (place, _), tally in zip(jobs, each(jobs, work), strict=True):
-            tallies[place].add(tally)
+        meter = Meter(contents.nbytes, progress)
+        tallies = added_up(spans, Tally, lambda part, scratch: _tally(part, files, scratch), meter)
         return tuple(_statistics(t, tally, files) for t, tally in zip(contents.tensors, tallies, strict=True))
 
 

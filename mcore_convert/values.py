@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_convert.elements import WORKERS, Bytes, Files, as_float
+from mcore_convert.elements import WORKERS, Bytes, Files, Meter, as_float
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.spans import Block
+from mcore_convert.spans import Block, Part, Span, parts_of
 from mcore_convert.tensors import View
 
 ROW = 1024  # elements that are added up in fp32; the sums of rows are added up in fp64
@@ -29,6 +29,15 @@ ADDABLE = 1e30  # magnitudes that fp32 can add up
 Floats = NDArray[np.float32]
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+
+
+class Addable(Protocol):
+    """What is known of some elements, to which what is known of others can be added."""
+
+    def add(self, other: Self) -> None: ...
+
+
+Total = TypeVar("Total", bound=Addable)
 
 
 class Small(NamedTuple):
@@ -220,3 +229,21 @@ def each(jobs: Iterable[Job], work: Callable[[Job, Scratch], Result]) -> Iterato
         yield from pool.map(run, jobs)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def added_up(
+    spans: Iterable[Sequence[Span]], start: Callable[[], Total], work: Callable[[Part, Scratch], Total], meter: Meter
+) -> list[Total]:
+    """What `work` finds in the parts of each tensor, given by its spans, added up in the order of the parts."""
+    listed = list(spans)
+    jobs = [(place, part) for place, of in enumerate(listed) for part in parts_of(of)]
+    totals = [start() for _ in listed]
+
+    def run(job: tuple[int, Part], scratch: Scratch) -> Total:
+        found = work(job[1], scratch)
+        meter.add(job[1].nbytes)
+        return found
+
+    for (place, _), found in zip(jobs, each(jobs, run), strict=True):
+        totals[place].add(found)
+    return totals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -24,15 +24,8 @@ class Interrupted(BaseException):
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Ctrl-C, a polite kill and a closed terminal all clean up. A signal that the caller ignores (nohup) stays so."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, _stop)
-    try:
+    with _handled_by(_stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -48,14 +41,22 @@ def keyboard_interrupts() -> Iterator[None]:
         came.append(number)
         raise KeyboardInterrupt
 
+    with _handled_by(stop):
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            raise Interrupted(came[0] if came else signal.SIGINT) from error
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """A scope in which a handler gets these signals, but for those that the caller ignores."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, stop)
+    for number, earlier in before.items():
+        if earlier is not signal.SIG_IGN:
+            signal.signal(number, handler)
     try:
         yield
-    except KeyboardInterrupt as error:
-        raise Interrupted(came[0] if came else signal.SIGINT) from error
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -8,9 +8,9 @@ from pathlib import Path
 from mcore_convert.api import convert
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
 from mcore_convert.formats import dcp
-from mcore_convert.formats.torch_dist import TRACKER, iterations, open_torch_dist, resolve
+from mcore_convert.formats.torch_dist import iterations, open_torch_dist, resolve
 from mcore_convert.hub import local_path
-from mcore_convert.runs import CHECKPOINTS
+from mcore_convert.runs import CHECKPOINTS, find_run
 from train_entry.checkpoints import folder
 from train_entry.checkpoints.contents import OURS
 from train_entry.config.schema import Config
@@ -94,9 +94,8 @@ def _of_run(path: Path) -> Source:
 
 def _newest_in(path: Path) -> Path:
     """The checkpoint to take of a directory with several in our format; else the directory as it is."""
-    inside = path / CHECKPOINTS
-    if (inside / TRACKER).is_file():
-        path = inside
+    run = find_run(path)
+    path = path if run is None else run.checkpoints
     if not any(map(dcp.exists, iterations(path))):
         return path
     found = folder.newest(path)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_convert.errors import counted, fold
+from mcore_convert.folding import folded
 from mcore_convert.spec.names import PARAM
 from mcore_convert.statistics import WeightStatistics
 
@@ -67,10 +67,7 @@ def _one(kind: str, members: Sequence[WeightStatistics], text: str) -> Outlier:
 
 def _folded(kind: str, found: Sequence[WeightStatistics], words: Words) -> Iterator[Outlier]:
     """One finding for each weight, its layers folded; what differs among them is said of the first."""
-    ordered = sorted(found, key=lambda w: (w.weight, w.state))
-    groups = [list(members) for _, members in groupby(ordered, key=lambda w: (w.weight, w.state))]
-    place = {weight.name: number for number, weight in enumerate(found)}
-    for members in sorted(groups, key=lambda members: place[members[0].name]):
+    for members in folded(found):
         names = fold(member.name for member in members)
         texts = list(dict.fromkeys(map(words, members)))
         said = texts[0] if len(texts) == 1 else f"{texts[0]} in the first of {len(members)}"
@@ -103,11 +100,7 @@ def _dead(weight: WeightStatistics) -> str:
 
 def _norms(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
     """Weights whose norm is not what the same weight in the neighbouring layers suggests."""
-    families: dict[tuple[str, str], list[WeightStatistics]] = {}
-    for weight in weights:
-        if weight.layer is not None and weight.norm > 0:
-            families.setdefault((weight.weight, weight.state), []).append(weight)
-    for siblings in families.values():
+    for siblings in folded(weight for weight in weights if weight.layer is not None and weight.norm > 0):
         expected = _expected(siblings)
         if expected is None:
             continue

@@ -63,10 +63,13 @@ class WeightStatistics:
         return math.prod(self.shape)
 
     @property
+    def num_finite(self) -> int:
+        return self.numel - self.num_nan - self.num_inf
+
+    @property
     def rms(self) -> float:
         """Root of the mean square."""
-        finite = self.numel - self.num_nan - self.num_inf
-        return self.norm / math.sqrt(finite) if finite else 0.0
+        return total_rms([self])
 
     @property
     def share_of_zeros(self) -> float:
@@ -89,6 +92,12 @@ class WeightStatistics:
             "rms": self.rms,
             "share_of_zeros": self.share_of_zeros,
         }
+
+
+def total_rms(weights: Sequence[WeightStatistics]) -> float:
+    """The rms of several tensors taken as one, of what is finite in them."""
+    count = sum(weight.num_finite for weight in weights)
+    return math.hypot(*(weight.norm for weight in weights)) / math.sqrt(count) if count else 0.0
 
 
 @dataclass

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from mcore_convert.outliers import find_outliers
 from mcore_convert.scale import linear, logarithmic
 from mcore_convert.spans import paired_spans, parts_of, spans_of
 from mcore_convert.spec.shard import Box
-from mcore_convert.statistics import WeightStatistics, measure
+from mcore_convert.statistics import WeightStatistics, measure, total_rms
 from mcore_convert.tensors import Slot, TensorMeta, View
 from mcore_convert.values import Scratch, read
 from tests.conftest import HfMaker, real_checkpoint
@@ -111,6 +112,9 @@ def test_statistics_of_every_dtype(dtype: str, steps: None, tmp_path: Path) -> N
             continue
         assert_statistics(weight, names[weight.name])
         assert weight.layer == int(weight.name.split(".")[2])
+    several = [weight for weight in found.statistics if not re.search("huge|tiny", weight.name)]
+    values = torch.cat([names[weight.name].double().flatten() for weight in several])
+    assert total_rms(several) == pytest.approx(float(values[values.isfinite()].square().mean().sqrt()), rel=2e-6)
 
 
 def unknown_model(path: Path, tensors: Tensors) -> Path:

@@ -11,8 +11,9 @@ import typer
 from mcore_convert.amounts import in_bytes, in_digits, in_percent
 from mcore_convert.cli.options import Html, Quiet, VocabSize
 from mcore_convert.cli.text import progress, say, show, table
-from mcore_convert.cli.values import bars, by_layer, folded, with_headings
+from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.errors import fold
+from mcore_convert.folding import folded
 
 if TYPE_CHECKING:
     from mcore_convert.changes import Change

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +11,9 @@ import typer
 from mcore_convert.amounts import in_bytes, in_digits, in_parameters, in_percent, in_range
 from mcore_convert.cli import options
 from mcore_convert.cli.text import progress, say, show, table
-from mcore_convert.cli.values import bars, by_layer, folded, with_headings
+from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.errors import MAX_ITEMS
+from mcore_convert.folding import folded
 from mcore_convert.spec.layout import Rank
 
 if TYPE_CHECKING:
@@ -162,6 +162,8 @@ def report_weights(found: Inspection) -> None:
 
 def report_statistics(found: Inspection) -> None:
     """A line for the values of each weight, then what stands out."""
+    from mcore_convert.statistics import total_rms
+
     bad = any(weight.num_nan or weight.num_inf for weight in found.statistics)
 
     def line(members: list[WeightStatistics]) -> tuple[str, ...]:
@@ -188,9 +190,3 @@ def report_statistics(found: Inspection) -> None:
         show(f"  {outlier.text}")
     if len(found.outliers) > MAX_ITEMS:
         show(f"  ... and {len(found.outliers) - MAX_ITEMS} more")
-
-
-def total_rms(members: list[WeightStatistics]) -> float:
-    """The rms of several tensors taken as one."""
-    numel = sum(w.numel for w in members)
-    return math.hypot(*(w.norm for w in members)) / math.sqrt(numel) if numel else 0.0

@@ -5,38 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Protocol, TypeVar
 
+from mcore_convert.folding import OfWeight, Said, in_layers
 from mcore_convert.scale import logarithmic
 from mcore_convert.spec.names import PARAM
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "12345678"
 ZERO, ASCII_ZERO = "·", "0"
 MOST_BARS = 40  # of deeper models each bar is the highest of some neighbours
-
-
-class OfWeight(Protocol):
-    """What is said of one tensor."""
-
-    @property
-    def weight(self) -> str: ...
-    @property
-    def layer(self) -> int | None: ...
-    @property
-    def expert(self) -> int | None: ...
-    @property
-    def state(self) -> str: ...
-
-
-Said = TypeVar("Said", bound=OfWeight)
-
-
-def folded(said: Iterable[Said]) -> list[list[Said]]:
-    """What is said of the same weight in all layers and experts together, in the order of the first."""
-    groups: dict[tuple[str, str], list[Said]] = {}
-    for each in said:
-        groups.setdefault((each.weight, each.state), []).append(each)
-    return list(groups.values())
 
 
 def with_headings(groups: Sequence[list[Said]], line: Callable[[list[Said]], tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -67,10 +43,9 @@ def _span(found: Iterable[int | None]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{{{numbers[0]}...{numbers[-1]}}}"
 
 
-def by_layer(members: Sequence[Said], value: Callable[[list[Said]], float]) -> list[float]:
+def by_layer(members: Iterable[Said], value: Callable[[list[Said]], float]) -> list[float]:
     """A value for each layer, of all experts in it; an empty list where there are no layers."""
-    layers = sorted({member.layer for member in members if member.layer is not None})
-    return [value([member for member in members if member.layer == layer]) for layer in layers]
+    return [value(of) for of in in_layers(members).values()]
 
 
 def bars(values: Sequence[float]) -> str:

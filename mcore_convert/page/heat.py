@@ -8,35 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from mcore_convert.changes import Change, total_relative
+from mcore_convert.folding import Said, folded, in_layers
 from mcore_convert.outliers import Outlier
 from mcore_convert.scale import linear, logarithmic
 from mcore_convert.spec.names import PARAM
-from mcore_convert.statistics import WeightStatistics
+from mcore_convert.statistics import WeightStatistics, total_rms
 
 STEPS = 9  # of the colour scale; a page has a colour for each
 DIGITS = 5  # of a number in a page
 
 Data = dict[str, Any]
 Row = tuple[str, str]  # a weight and a state
-
-
-class OfWeight(Protocol):
-    """What is said of one tensor."""
-
-    @property
-    def weight(self) -> str: ...
-    @property
-    def layer(self) -> int | None: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-Said = TypeVar("Said", bound=OfWeight)
 
 
 @dataclass(frozen=True)
@@ -55,11 +40,6 @@ class Measure(Generic[Said]):
     per_row: bool = False
 
 
-def _rms(of: Sequence[WeightStatistics]) -> float:
-    numel = sum(weight.numel - weight.num_nan - weight.num_inf for weight in of)
-    return math.hypot(*(weight.norm for weight in of)) / math.sqrt(numel) if numel else 0.0
-
-
 def _norm(of: Sequence[WeightStatistics]) -> float:
     return math.hypot(*(weight.norm for weight in of))
 
@@ -69,7 +49,7 @@ def _share(parts: Iterable[int], of: Sequence[WeightStatistics] | Sequence[Chang
 
 
 STATISTICS: tuple[Measure[WeightStatistics], ...] = (
-    Measure("rms", "rms", "number", _rms, "root of the mean square", per_row=True),
+    Measure("rms", "rms", "number", total_rms, "root of the mean square", per_row=True),
     Measure("norm", "norm", "number", _norm, "L2 norm", per_row=True),
     Measure("largest", "largest", "number", lambda of: max(w.largest for w in of), "largest magnitude", per_row=True),
     Measure("zeros", "zeros", "percent", lambda of: _share((w.zeros for w in of), of), "elements that are zero"),
@@ -85,13 +65,13 @@ CHANGES: tuple[Measure[Change], ...] = (
 
 def heat_data(said: Sequence[Said], measures: Sequence[Measure[Said]], outliers: Sequence[Outlier] = ()) -> Data:
     """The rows of a heat map, their values and steps, and what is said of single cells."""
-    rows: dict[Row, list[Said]] = {}
-    for each in said:
-        rows.setdefault((each.weight, each.state), []).append(each)
-    layers = sorted({each.layer for each in said if each.layer is not None})
+    rows = {(of[0].weight, of[0].state): of for of in folded(said)}
+    layers = list(in_layers(said))
     layered = {row: of for row, of in rows.items() if of[0].layer is not None}
     alone = {row: of for row, of in rows.items() if of[0].layer is None}
-    cells = {row: _by_layer(of, layers) for row, of in layered.items()}
+    held = {row: in_layers(of) for row, of in layered.items()}
+    # several tensors with experts, none where a layer lacks the weight
+    cells = {row: [of.get(layer, []) for layer in layers] for row, of in held.items()}
     values = {m.key: {row: [_value(m, cell) for cell in of] for row, of in cells.items()} for m in measures}
     steps = {measure.key: _steps(measure, values[measure.key]) for measure in measures}
     return {
@@ -125,14 +105,6 @@ def heat_data(said: Sequence[Said], measures: Sequence[Measure[Said]], outliers:
         ],
         "states": list(dict.fromkeys((PARAM, *(state for _, state in rows)))),
     }
-
-
-def _by_layer(of: Sequence[Said], layers: Sequence[int]) -> list[list[Said]]:
-    """The tensors of a weight in each layer: several with experts, none where a layer lacks it."""
-    found: dict[int | None, list[Said]] = {layer: [] for layer in layers}
-    for each in of:
-        found[each.layer].append(each)
-    return [found[layer] for layer in layers]
 
 
 def _value(measure: Measure[Said], cell: Sequence[Said]) -> float | None:

@@ -14,7 +14,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -184,8 +184,23 @@ def table(figures: Sequence[Figure]) -> str:
     return "\n".join(lines)
 
 
-def report(figures: Sequence[Figure], path: Path | None) -> int:
-    """Print the table, write the figures to `path`, and return the exit code: 1 when a target is missed."""
+def parser_of(about: str | None, *, layers: bool = False) -> argparse.ArgumentParser:
+    """The options that every benchmark of commands has; `layers`: with the depth of its model."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default: %(default)s)")
+    if layers:
+        parser.add_argument("--layers", type=int, default=16, help="depth of the model (default: %(default)s)")
+    return parser
+
+
+def reported(measured: Callable[[], Sequence[Figure]], path: Path | None) -> int:
+    """Measure, print the table, write the figures to `path`, and return the exit code: 1 when a target is missed."""
+    try:
+        figures = measured()
+    except CommandFailed as failure:
+        say(f"error: {failure}")
+        return 1
     print(table(figures))
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,18 +210,10 @@ def report(figures: Sequence[Figure], path: Path | None) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=16, help="depth of the model (default: %(default)s)")
+    parser = parser_of(__doc__, layers=True)
     parser.add_argument("--skip", action="append", default=[], choices=["deep", "disk"], help="leave a part out")
     options = parser.parse_args()
-    try:
-        figures = measure(options.rounds, options.layers, options.skip)
-    except CommandFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    return report(figures, options.json)
+    return reported(lambda: measure(options.rounds, options.layers, options.skip), options.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Exits with 1 when a target of `benchmarks/README.md` is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -25,12 +24,13 @@ from benchmarks.convert import (
     convert,
     copy,
     folder,
-    report,
+    parser_of,
+    reported,
     roomy,
     say,
     timed,
 )
-from benchmarks.measure import Command, CommandFailed, peak_anonymous_bytes, seconds
+from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 
 # Every byte is copied once, then read again in the source and in what was written: three passes, one with a hash.
 CP_RATIO = 3.0
@@ -96,17 +96,9 @@ def measure(rounds: int, layers: int) -> list[Figure]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=16, help="depth of the model (default: %(default)s)")
+    parser = parser_of(__doc__, layers=True)
     options = parser.parse_args()
-    try:
-        figures = measure(options.rounds, options.layers)
-    except CommandFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    return report(figures, options.json)
+    return reported(lambda: measure(options.rounds, options.layers), options.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Exits with 1 when a target of `benchmarks/README.md` is missed.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import statistics
 import sys
@@ -15,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.checkpoints import LLAMA, llama_nbytes, make_llama
-from benchmarks.convert import COMMAND, MEMORY, PEAK_MIB, Figure, convert, folder, report, roomy, say
-from benchmarks.measure import Command, CommandFailed, peak_anonymous_bytes, seconds
+from benchmarks.convert import COMMAND, MEMORY, PEAK_MIB, Figure, convert, folder, parser_of, reported, roomy, say
+from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 
 READ_RATIO = 2.0  # a look may take this often the time of reading the files, beside the time of a look at headers
 
@@ -80,17 +79,9 @@ def measure(rounds: int, layers: int) -> list[Figure]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=16, help="depth of the model (default: %(default)s)")
+    parser = parser_of(__doc__, layers=True)
     options = parser.parse_args()
-    try:
-        figures = measure(options.rounds, options.layers)
-    except CommandFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    return report(figures, options.json)
+    return reported(lambda: measure(options.rounds, options.layers), options.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Exits with 1 when a target of `benchmarks/README.md` is missed.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import sys
@@ -23,12 +22,13 @@ from benchmarks.convert import (
     Figure,
     copy,
     folder,
-    report,
+    parser_of,
+    reported,
     roomy,
     say,
     timed,
 )
-from benchmarks.measure import Command, CommandFailed, peak_anonymous_bytes, seconds
+from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 from benchmarks.ranks import QUARTER, make_ranks
 from mcore_convert.spec.layout import Layout
 
@@ -69,16 +69,9 @@ def measure(rounds: int) -> list[Figure]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default: %(default)s)")
+    parser = parser_of(__doc__)
     options = parser.parse_args()
-    try:
-        figures = measure(options.rounds)
-    except CommandFailed as failure:
-        say(f"error: {failure}")
-        return 1
-    return report(figures, options.json)
+    return reported(lambda: measure(options.rounds), options.json)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from mcore_convert import ConvertError, convert, inspect, reshard, verify
 from mcore_convert.spec.layout import Layout
 from tests.ranks import run_ranks
 from tests.saved_runs import SEVERAL_BUCKETS, SMALL, Outcome, config_of, trained
+from train_entry.checkpoints.optimizer_state import own_master_key, tensors_of
 from train_entry.config.schema import Config
 
 SAVED_AT, UNTIL = 3, 7
@@ -237,3 +239,12 @@ def test_a_run_of_megatron_lm_goes_on(
     assert found.restored.iteration == SAVED_AT
     assert furthest(found.steps, run.rest) < TOLERANCE
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == []
+
+
+def test_a_weight_that_is_saved_turned_is_refused() -> None:
+    """Its optimizer state lies in memory in another order than its file would have it."""
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.Adam([weight])
+    entry = SimpleNamespace(data=weight.detach().t(), key="output_layer.weight")
+    with pytest.raises(ConvertError, match=r"`output_layer\.weight` is saved in another order"):
+        tensors_of(SimpleNamespace(optimizer=optimizer), {weight: entry}, own_master_key)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_convert.errors import ConfigError
 from mcore_convert.formats.flat import boxes_of_range
 from train_entry.optimizer.torch_adam import allocate
 
@@ -190,11 +191,14 @@ def _boxes(part: Held, source: Any, key: str, flat: Tensor) -> Iterator[Any]:
 
     Args:
         flat: elements `part.start` to `part.stop`.
+
+    Raises:
+        ConfigError: the model saves the parameter turned, as none of Megatron Core's that are trained here does.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     if not source.data.is_contiguous():
-        raise NotImplementedError(f"{source.key} is not saved as it lies in memory")
+        raise ConfigError(f"`{source.key}` is saved in another order than it has: its optimizer state has no place")
     first = source.data.storage_offset() - part.parameter.storage_offset()
     low, high = max(part.start, first), min(part.stop, first + source.data.numel())
     lead = (1,) * source.prepend_axis_num

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mcore_convert.amounts import in_digits, in_percent
 from mcore_convert.contents import Tensor
 from mcore_convert.elements import Files, as_float
 from mcore_convert.spans import Block, Part, Span
@@ -64,6 +65,20 @@ class Change:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which has no infinity: there it is null."""
         return {**asdict(self), "share": self.share, "relative": finite(self.relative), "cosine": self.cosine}
+
+
+def in_words(change: Change) -> dict[str, str]:
+    """The numbers of a change for people, in the order of a table's columns; empty where there is none."""
+    before, after = ("", "") if change.values is None else map(in_digits, change.values)
+    return {
+        "share": in_percent(change.share),
+        "relative": in_digits(change.relative),
+        "cosine": "" if change.cosine is None else f"{change.cosine:.6f}",
+        "largest": in_digits(change.largest),
+        "at": "" if change.largest_at is None else str(list(change.largest_at)),
+        "from": before,
+        "to": after,
+    }
 
 
 def relative(norm: float, of: float) -> float:

@@ -108,14 +108,10 @@ def changes_by_weight(found: Comparison) -> list[tuple[str, ...]]:
 
 def most_changed(found: Comparison, count: int) -> list[tuple[str, ...]]:
     """A line for each of the tensors that changed most."""
-    rows: list[tuple[str, ...]] = [("most changed", "changed", "relative", "cosine", "largest", "at", "from", "to")]
-    for change in found.most_changed(count):
-        values = ("", "") if change.values is None else tuple(map(in_digits, change.values))
-        cosine = "" if change.cosine is None else f"{change.cosine:.6f}"
-        share, far = in_percent(change.share), in_digits(change.relative)
-        where = "" if change.largest_at is None else str(list(change.largest_at))
-        rows.append((change.name, share, far, cosine, in_digits(change.largest), where, *values))
-    return rows
+    from mcore_convert.changes import in_words
+
+    head = ("most changed", "changed", "relative", "cosine", "largest", "at", "from", "to")
+    return [head, *((change.name, *in_words(change).values()) for change in found.most_changed(count))]
 
 
 def _place(change: Change) -> str:

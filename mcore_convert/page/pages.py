@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.amounts import in_bytes, in_digits, in_parameters, in_percent
+from mcore_convert.changes import in_words
 from mcore_convert.comparison import Comparison, Side
 from mcore_convert.errors import fold
 from mcore_convert.identify import Opened
@@ -89,19 +90,7 @@ def comparison_page(found: Comparison) -> str:
         ],
         heat=heat,
         table=_table(heat),
-        most=[
-            {
-                "name": change.name,
-                "relative": in_digits(change.relative),
-                "share": in_percent(change.share),
-                "cosine": "" if change.cosine is None else f"{change.cosine:.6f}",
-                "largest": in_digits(change.largest),
-                "at": "" if change.largest_at is None else str(list(change.largest_at)),
-                "from": "" if change.values is None else in_digits(change.values[0]),
-                "to": "" if change.values is None else in_digits(change.values[1]),
-            }
-            for change in found.most_changed(MOST_CHANGED)
-        ],
+        most=[{"name": change.name, **in_words(change)} for change in found.most_changed(MOST_CHANGED)],
     )
 
 

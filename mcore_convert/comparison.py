@@ -51,6 +51,11 @@ class Comparison:
         return sum(change.num_changed > 0 for change in self.changes)
 
     @property
+    def equal(self) -> bool:
+        """Whether nothing changed: every element is the same, on both sides are the same tensors and configurations."""
+        return not (self.num_changed or self.only_in_a or self.only_in_b or self.config_differences)
+
+    @property
     def relative(self) -> float:
         """The norm of all differences over that of all of a."""
         return total_relative(self.changes)
@@ -69,6 +74,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
+            "equal": self.equal,
             "a": asdict(self.a),
             "b": asdict(self.b),
             "relative": finite(self.relative),

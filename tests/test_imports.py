@@ -115,8 +115,10 @@ train_entry.trainer
 train_entry.pretrain
 train_entry.__main__
 train_entry
-cli.interruption  cli.options  cli.text
-cli.values
+cli.completion  cli.interruption  cli.text
+cli.failures  cli.logs  cli.values
+cli.options
+cli.command
 cli.convert  cli.data  cli.diff  cli.families  cli.inspect  cli.push  cli.verify
 cli.export  cli.reshard  cli.train
 cli

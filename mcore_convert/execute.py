@@ -18,6 +18,7 @@ from pathlib import Path
 from mcore_convert.destination import check_free, claimed, partial_path, replace
 from mcore_convert.elements import WORKERS, Files, Meter, Progress, blocks_of, copy_view, differing, round_to
 from mcore_convert.errors import ConvertError, UnwritableTarget
+from mcore_convert.phases import phase
 from mcore_convert.plan import Check, Plan
 from mcore_convert.tensors import open_error
 
@@ -55,15 +56,18 @@ def execute(
     check_free(final, overwrite=overwrite)
     sources = {copy.source.path for move in plan.moves for copy in move.copies} | {*plan.reservation.carried.values()}
     _refuse_overlap(final, plan.source.path, sources)
-    prove(plan.checks)
+    with phase(progress, "checking"):
+        prove(plan.checks)
     partial = partial_path(final)
     with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite):
-        with Files() as files:
+        with phase(progress, "copying", plan.nbytes), Files() as files:
             _reserve(plan, partial)
             _fill(plan, files, Meter(plan.nbytes, progress))
-        _finish(plan, partial, conclude(partial) if conclude else {})
-        replace(final, partial)
-        _sync(final.parent)
+        further = conclude(partial) if conclude else {}
+        with phase(progress, "finishing"):
+            _finish(plan, partial, further)
+            replace(final, partial)
+            _sync(final.parent)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ spec.gpt
 tensors
 ranks
 elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
-spans
+phases  spans
 values
 formats.module_buffers  formats.old_names  formats.pickle_writer
 formats.old_classes  formats.torch_file

@@ -34,6 +34,7 @@ def command(
     hf_config: Annotated[
         Path | None, typer.Option(help="Original config.json to keep, but for what the checkpoint proves different")
     ] = None,
+    ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     arg: options.Given = None,
     tokenizer: Annotated[
@@ -72,6 +73,7 @@ def command(
             iteration=iteration,
             family=family,
             hf_config=hf_config,
+            ignore_keys=ignore_key or (),
             vocab_size=vocab_size,
             given=options.arguments(arg),
             tokenizer=tokenizer,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_convert.amounts import in_bytes, in_digits, in_percent
-from mcore_convert.cli.options import Html, Quiet, VocabSize
+from mcore_convert.cli.options import Html, IgnoreKey, Quiet, VocabSize
 from mcore_convert.cli.text import progress, say, show, table
 from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.errors import fold
@@ -28,6 +28,7 @@ def command(
     hf_config: Annotated[
         Path | None, typer.Option(help="Configuration of a Megatron checkpoint that stores no arguments")
     ] = None,
+    ignore_key: IgnoreKey = None,
     vocab_size: VocabSize = None,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON")] = False,
     html: Html = None,
@@ -40,7 +41,16 @@ def command(
     from mcore_convert.api import diff
 
     with progress(quiet=quiet) as update:
-        found = diff(a, b, optimizer=optimizer, hf_config=hf_config, vocab_size=vocab_size, html=html, progress=update)
+        found = diff(
+            a,
+            b,
+            optimizer=optimizer,
+            hf_config=hf_config,
+            ignore_keys=ignore_key or (),
+            vocab_size=vocab_size,
+            html=html,
+            progress=update,
+        )
     if json:
         show(jsonlib.dumps(found.as_dict(), indent=2))
     elif not quiet:

@@ -40,6 +40,7 @@ def command(
     hf_config: Annotated[
         Path | None, typer.Option(help="Original model's config.json or directory, with its tokenizer and licence")
     ] = None,
+    ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     arg: options.Given = None,
     max_shard_size: Annotated[
@@ -78,6 +79,7 @@ def command(
         "dtype": dtype.value if dtype else None,
         "family": family,
         "hf_config": hf_config,
+        "ignore_keys": ignore_key or (),
         "vocab_size": vocab_size,
         "given": options.arguments(arg),
         "max_shard_size": max_shard_size,

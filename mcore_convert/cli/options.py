@@ -85,6 +85,10 @@ Given = Annotated[
     list[str] | None,
     typer.Option("--arg", metavar="NAME=VALUE", help="Megatron argument that an old checkpoint does not store"),
 ]
+IgnoreKey = Annotated[
+    list[str] | None,
+    typer.Option("--ignore-key", metavar="NAME", help="Unknown key of config.json that changes nothing; repeatable"),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a destination that exists")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and prove, write nothing")]
 Html = Annotated[

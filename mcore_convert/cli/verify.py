@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mcore_convert.cli.options import IgnoreKey
 from mcore_convert.cli.text import in_bytes, progress, say, show, table
 from mcore_convert.errors import MAX_ITEMS
 
@@ -27,6 +28,7 @@ def command(
     hf_config: Annotated[
         Path | None, typer.Option(help="Configuration of a Megatron checkpoint that stores no arguments")
     ] = None,
+    ignore_key: IgnoreKey = None,
     vocab_size: Annotated[
         int | None, typer.Option(min=1, help="True vocabulary of a Megatron checkpoint that does not store it")
     ] = None,
@@ -41,7 +43,14 @@ def command(
 
     with progress(quiet=quiet) as update:
         found = verify(
-            a, b, logits=logits, tolerance=tolerance, hf_config=hf_config, vocab_size=vocab_size, progress=update
+            a,
+            b,
+            logits=logits,
+            tolerance=tolerance,
+            hf_config=hf_config,
+            ignore_keys=ignore_key or (),
+            vocab_size=vocab_size,
+            progress=update,
         )
     if json:
         show(jsonlib.dumps(as_dict(found), indent=2))

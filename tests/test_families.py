@@ -18,7 +18,7 @@ from mcore_convert.identify import identify
 from mcore_convert.logits import tensors_of
 from mcore_convert.spec import QKV, Concat, ConfigMapping, Family, Fused
 from mcore_convert.spec.arguments import normalise
-from mcore_convert.spec.fields import constant, same
+from mcore_convert.spec.fields import constant, query_groups, same
 from tests.conftest import HfMaker
 
 QKV_BIAS, O_BIAS = "self_attention.linear_qkv.bias", "o_proj.bias"
@@ -37,7 +37,7 @@ def with_biases(name: str) -> Family:
     fields = (
         same("intermediate_size", "ffn_hidden_size", default=11008),
         same("max_position_embeddings", "max_position_embeddings", default=2048),
-        llama.query_groups(),
+        query_groups(),
         constant(add_qkv_bias=True),
         *llama.SHARED,
     )

@@ -18,7 +18,6 @@ from mcore_convert.spec.fields import (
     constant,
     dtype,
     head_dim,
-    inert,
     negated,
     only,
     query_groups,
@@ -68,7 +67,6 @@ CONFIG = ConfigMapping(
         query_groups(),
         same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # the bias on o must be zero, see below
         only("mlp_bias", False),
-        inert(pretraining_tp=1),  # how a product is split, not what it is
         *SHARED,
     ),
     dialects=(MISTRAL,),
@@ -110,4 +108,5 @@ FAMILY = Family(
         vocab("output_layer.weight", "vocab hidden", "lm_head.weight", when=lambda dims: not dims.tied),
     ),
     ignore=(H + "self_attn.rotary_emb.inv_freq",),
+    prevalence=100,  # what programs for inference read first, if they read anything
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mcore_convert.errors import ConvertError
 from mcore_convert.execute import execute, expected_memory
 from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
 from mcore_convert.hub import local_path
-from mcore_convert.identify import identify, open_checkpoint
+from mcore_convert.identify import identify, in_one_family, open_checkpoint
 from mcore_convert.look import diff, inspect
 from mcore_convert.phases import phase
 from mcore_convert.plan import Plan
@@ -96,6 +96,7 @@ def convert(
     iteration: int | None = None,
     family: str | None = None,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     given: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
@@ -121,6 +122,7 @@ def convert(
             optimizer state keep the number that they have.
         family: take this family instead of finding it.
         hf_config: original `config.json` (or its directory): kept, but for what the checkpoint proves different.
+        ignore_keys: unknown keys of `config.json` that change nothing of what the model computes.
         vocab_size: true vocabulary of a Megatron checkpoint that does not store it.
         given: Megatron arguments that an old checkpoint does not store.
         tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
@@ -138,7 +140,14 @@ def convert(
     check_free(final, overwrite=overwrite or dry_run)
     path = local_path(str(source), revision)
     with phase(progress, "opening"):
-        model = identify(path, family=family, hf_config=_path(hf_config), vocab_size=vocab_size, given=given)
+        model = identify(
+            path,
+            family=family,
+            hf_config=_path(hf_config),
+            vocab_size=vocab_size,
+            given=given,
+            ignore_keys=ignore_keys,
+        )
     chosen = to or ("torch_dist" if model.checkpoint.format == "hf" else "hf")
     layout = Layout(
         tp=tp,
@@ -192,6 +201,7 @@ def verify(
     logits: bool = False,
     tolerance: float | None = None,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
@@ -200,7 +210,7 @@ def verify(
     Args:
         logits: run both in fp32 on the CPU, Hugging Face through transformers and Megatron through its `GPTModel`.
         tolerance: allowed difference of logits, as a share of the largest one; 2e-5 unless given.
-        hf_config, vocab_size: as for `convert`.
+        hf_config, ignore_keys, vocab_size: as for `convert`.
 
     Raises:
         ConvertError: one of them cannot be read, or they are models of different sizes.
@@ -208,7 +218,9 @@ def verify(
     config = _path(hf_config)
     paths = [local_path(str(source)) for source in (a, b)]
     with phase(progress, "opening"):
-        first, second = (identify(path, hf_config=config, vocab_size=vocab_size) for path in paths)
+        first, second = in_one_family(
+            *(identify(path, hf_config=config, vocab_size=vocab_size, ignore_keys=ignore_keys) for path in paths)
+        )
     found = compare(first, second, progress=progress)
     if not logits:
         return found

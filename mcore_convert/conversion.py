@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from mcore_convert.amounts import in_bytes
-from mcore_convert.errors import ConfigError, ConvertError
+from mcore_convert.errors import ConvertError
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
 from mcore_convert.identify import Model
@@ -41,13 +41,15 @@ def plan_conversion(model: Model, target: Target) -> Plan:
 
 def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
     """To or from Hugging Face: weights only, by the rows of the family."""
-    if model.refusals:
-        raise ConfigError(model.refusals[0], items=model.refusals[1:])
+    if model.refusal is not None:
+        raise model.refusal
     source = model.checkpoint
     if not isinstance(source, HfCheckpoint) and source.optimizer_keys:
         notes.append(f"optimizer state is left behind ({len(source.optimizer_keys)} keys)")
     sources = find_weights(model.family, model.dims, source, allow_drift=target.allow_drift)
     if target.format == "hf":
+        if model.choice is not None and model.choice.note is not None:
+            notes.append(model.choice.note)
         dims = model.dims
         checkpoint, reservation = lay_out_hf(model, target, sources, notes)
     else:

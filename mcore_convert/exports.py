@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Options:
     dtype: str | None = None
     family: str | None = None
     hf_config: Path | None = None
+    ignore_keys: Sequence[str] = ()
     vocab_size: int | None = None
     given: Mapping[str, Any] | None = None
     max_shard_size: int = hf.DEFAULT_SHARD_SIZE
@@ -188,6 +189,7 @@ def _identified(path: Path, options: Options, *, vocab_size: int | None = None) 
         hf_config=options.hf_config,
         vocab_size=vocab_size or options.vocab_size,
         given=options.given,
+        ignore_keys=options.ignore_keys,
     )
 
 

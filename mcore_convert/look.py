@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from mcore_convert.elements import Progress
 from mcore_convert.errors import ConvertError, MappingError
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.hub import local_path
-from mcore_convert.identify import Opened, open_any
+from mcore_convert.identify import Opened, in_one_family, open_any
 from mcore_convert.inspection import Inspection, inspection_of, planned_ranks
 from mcore_convert.outliers import find_outliers
 from mcore_convert.page.pages import comparison_page, inspection_page
@@ -31,6 +32,7 @@ def inspect(
     stats: bool | None = None,
     optimizer: bool = False,
     planned: Layout | None = None,
+    ignore_keys: Sequence[str] = (),
     html: PathLike | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
@@ -41,6 +43,7 @@ def inspect(
             a page has them where they can be had.
         optimizer: with the statistics of the optimizer's state.
         planned: a layout, to see what each of its ranks would hold.
+        ignore_keys: as for `convert`.
         html: also write one self-contained page there.
         progress: called with the bytes read so far and their total.
 
@@ -52,7 +55,7 @@ def inspect(
     if html is not None:
         check_place(Path(html))
     with phase(progress, "opening"):
-        opened = open_any(Path(path))
+        opened = open_any(Path(path), ignore_keys=ignore_keys)
         found = inspection_of(opened)
         if planned is not None:
             found = replace(found, planned=planned_ranks(opened, planned))
@@ -89,6 +92,7 @@ def diff(
     *,
     optimizer: bool = False,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     html: PathLike | None = None,
     progress: Progress | None = None,
@@ -98,7 +102,7 @@ def diff(
     Args:
         a, b: Hugging Face or Megatron directories, or Hub ids; b is what became of a.
         optimizer: with the states of the optimizer, where both have them.
-        hf_config, vocab_size: as for `convert`.
+        hf_config, ignore_keys, vocab_size: as for `convert`.
         html: also write one self-contained page there.
         progress: called with the bytes read so far and their total.
 
@@ -110,7 +114,12 @@ def diff(
     config = None if hf_config is None else Path(hf_config)
     paths = [local_path(str(path)) for path in (a, b)]
     with phase(progress, "opening"):
-        first, second = (open_any(path, hf_config=config, vocab_size=vocab_size) for path in paths)
+        first, second = (
+            open_any(path, hf_config=config, vocab_size=vocab_size, ignore_keys=ignore_keys) for path in paths
+        )
+    if first.model is not None and second.model is not None:
+        models = in_one_family(first.model, second.model)
+        first, second = replace(first, model=models[0]), replace(second, model=models[1])
     found = compare_contents(*_to_compare(first, second, optimizer), progress=progress)
     if html is not None:
         with phase(progress, "writing the page"):

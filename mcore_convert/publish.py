@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def export(
     dtype: str | None = None,
     family: str | None = None,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     given: Mapping[str, Any] | None = None,
     max_shard_size: int = hf.DEFAULT_SHARD_SIZE,
@@ -99,7 +100,7 @@ def export(
         tokenizer: a directory or a name on the Hub; that of the original model or of the run unless given.
         with_tokenizer: false exports the model without one.
         dtype: `float32`, `float16` or `bfloat16`, to which weights are rounded to nearest; as stored unless given.
-        family, hf_config, vocab_size, given, max_shard_size, allow_drift: as for `convert`.
+        family, hf_config, ignore_keys, vocab_size, given, max_shard_size, allow_drift: as for `convert`.
         metadata: fields of the model card (`license`, `datasets`), over those that are found.
         push_to_hub: a repository on the Hub that it goes to.
         private, branch, tag, commit_message: as for `push`.
@@ -117,6 +118,7 @@ def export(
         dtype=dtype,
         family=family,
         hf_config=None if hf_config is None else Path(hf_config),
+        ignore_keys=ignore_keys,
         vocab_size=vocab_size,
         given=given,
         max_shard_size=max_shard_size,
@@ -214,6 +216,7 @@ def push(
     branch: str = MAIN,
     tag: str | None = None,
     commit_message: str | None = None,
+    ignore_keys: Sequence[str] = (),
     dry_run: bool = False,
     progress: Progress | None = None,
     bars: bool = False,
@@ -228,6 +231,7 @@ def push(
         branch: made where it lacks, of the repository's first commit.
         tag: a name for the commit.
         commit_message: its message.
+        ignore_keys: as for `export`.
         dry_run: say what would be sent, and send nothing.
         progress: as for `export`, where one is made.
         bars: let the Hub's client show its own progress on stderr.
@@ -244,7 +248,7 @@ def push(
         raise UnreadableCheckpoint(f"`{path}` does not exist")
     target = checked(target, writable=not dry_run)
     with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
-        prepared = _prepared(path, _in(folder, path), Options(), target, progress)
+        prepared = _prepared(path, _in(folder, path), Options(ignore_keys=ignore_keys), target, progress)
         write(prepared, progress=progress)
         return upload(prepared.path, target, dry_run=dry_run, progress=progress, bars=bars)
 

@@ -36,7 +36,7 @@ def origin_of(config: Config) -> Model | None:
         ConvertError: it cannot be read.
     """
     source = source_of(config)
-    return None if source is None else identify(source.path)
+    return None if source is None else identify(source.path, ignore_keys=config.checkpoint.ignore_keys)
 
 
 def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int | None = None) -> dict[str, Any]:

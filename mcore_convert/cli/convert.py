@@ -39,6 +39,7 @@ def command(
             help="Original config.json to keep, but for what the checkpoint proves different",
         ),
     ] = None,
+    ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     arg: options.Given = None,
     tokenizer: Annotated[
@@ -82,6 +83,7 @@ def command(
             iteration=iteration,
             family=family,
             hf_config=hf_config,
+            ignore_keys=ignore_key or (),
             vocab_size=vocab_size,
             given=options.arguments(arg),
             tokenizer=tokenizer,

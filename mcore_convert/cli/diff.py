@@ -25,6 +25,7 @@ def command(
     top: Annotated[int, typer.Option(min=0, metavar="N", help="Also list so many tensors that changed most")] = 0,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With the states of the optimizer")] = False,
     hf_config: options.HfConfig = None,
+    ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     json: options.Json = False,
     html: options.Html = None,
@@ -41,7 +42,16 @@ def command(
     from mcore_convert.api import diff
 
     with progress(quiet=quiet) as update:
-        found = diff(a, b, optimizer=optimizer, hf_config=hf_config, vocab_size=vocab_size, html=html, progress=update)
+        found = diff(
+            a,
+            b,
+            optimizer=optimizer,
+            hf_config=hf_config,
+            ignore_keys=ignore_key or (),
+            vocab_size=vocab_size,
+            html=html,
+            progress=update,
+        )
     if json:
         show(jsonlib.dumps(found.as_dict(), indent=2))
     elif not quiet:

@@ -56,6 +56,7 @@ def command(
             help="Original model's config.json or directory, with its tokenizer and licence",
         ),
     ] = None,
+    ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     arg: options.Given = None,
     max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
@@ -116,6 +117,7 @@ def command(
         "dtype": dtype.value if dtype else None,
         "family": family,
         "hf_config": hf_config,
+        "ignore_keys": ignore_key or (),
         "vocab_size": vocab_size,
         "given": options.arguments(arg),
         "max_shard_size": max_shard_size,

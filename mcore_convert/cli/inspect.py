@@ -36,6 +36,7 @@ def command(
     first_stage_layers: options.FirstStage = None,
     last_stage_layers: options.LastStage = None,
     pipeline_layout: options.PipelineLayout = None,
+    ignore_key: options.IgnoreKey = None,
     json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,
@@ -67,7 +68,15 @@ def command(
             pipeline_layout=pipeline_layout,
         )
     with progress(quiet=quiet) as update:
-        found = inspect(path, stats=stats, optimizer=optimizer, planned=planned, html=html, progress=update)
+        found = inspect(
+            path,
+            stats=stats,
+            optimizer=optimizer,
+            planned=planned,
+            ignore_keys=ignore_key or (),
+            html=html,
+            progress=update,
+        )
     if json:
         show(jsonlib.dumps(found.as_dict(), indent=2, default=str))
     elif not quiet:

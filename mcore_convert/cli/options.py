@@ -110,6 +110,15 @@ Given = Annotated[
         help="Megatron argument that an old checkpoint does not store",
     ),
 ]
+IgnoreKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore-key",
+        metavar="NAME",
+        rich_help_panel=SOURCE,
+        help="Unknown key of config.json that changes nothing; repeatable",
+    ),
+]
 AllowDrift = Annotated[
     bool,
     typer.Option(

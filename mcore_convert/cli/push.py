@@ -25,6 +25,7 @@ def command(
     branch: options.Branch = "main",
     tag: options.Tag = None,
     commit_message: options.CommitMessage = None,
+    ignore_key: options.IgnoreKey = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", rich_help_panel=options.OUTPUT, help="Say what would be sent, and send nothing"),
@@ -49,6 +50,7 @@ def command(
                 branch=branch,
                 tag=tag,
                 commit_message=commit_message,
+                ignore_keys=ignore_key or (),
                 dry_run=dry_run,
                 progress=update,
                 bars=not quiet and sys.stderr.isatty(),

@@ -26,6 +26,7 @@ def command(
         typer.Option(min=0, metavar="SHARE", help="Allowed difference of logits, as a share of the largest"),
     ] = None,
     hf_config: options.HfConfig = None,
+    ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     json: options.Json = False,
     quiet: Annotated[
@@ -45,7 +46,14 @@ def command(
 
     with progress(quiet=quiet) as update:
         found = verify(
-            a, b, logits=logits, tolerance=tolerance, hf_config=hf_config, vocab_size=vocab_size, progress=update
+            a,
+            b,
+            logits=logits,
+            tolerance=tolerance,
+            hf_config=hf_config,
+            ignore_keys=ignore_key or (),
+            vocab_size=vocab_size,
+            progress=update,
         )
     if json:
         show(jsonlib.dumps(as_dict(found), indent=2))

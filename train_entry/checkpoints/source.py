@@ -64,7 +64,15 @@ def in_our_format(source: Source, config: Config) -> Path:
     if is_ours(source.path):
         return source.path
     start = config.run_dir / START
-    convert(source.path, start, to="torch_dist", tp=config.parallel.tp, optimizer=source.training, overwrite=True)
+    convert(
+        source.path,
+        start,
+        to="torch_dist",
+        tp=config.parallel.tp,
+        optimizer=source.training,
+        ignore_keys=config.checkpoint.ignore_keys,
+        overwrite=True,
+    )
     path = resolve(start)
     if source.training and not open_torch_dist(path).optimizer_keys:
         folder.remove(start)

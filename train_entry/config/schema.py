@@ -130,6 +130,7 @@ class Checkpoint(Group):
 
     init: str | None = Field(None, description="weights to start from: HF directory, Hub id or Megatron checkpoint")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub id")
+    ignore_keys: tuple[str, ...] = Field((), description="unknown keys of a config.json that change nothing")
     load: Path | None = Field(None, description="run to go on from, with its optimizer; the own one unless given")
     resume: bool = Field(True, description="go on from the newest whole checkpoint of the run directory")
     save: bool = True

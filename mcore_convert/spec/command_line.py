@@ -60,6 +60,8 @@ def command_line(args: Values) -> list[str]:
         flags += ["--add-qkv-bias"]
     if not args["swiglu"] and not args["bias_gelu_fusion"]:  # the fused gelu is the tanh form
         flags += ["--no-bias-gelu-fusion"]
+    if args.get("window_size") is not None:  # without brackets, which a shell would want quoted
+        flags += ["--window-size", ",".join(map(str, args["window_size"]))]
     if args["position_embedding_type"] == "rope":
         flags += ["--rotary-base", _text(args["rotary_base"])]
         if args["rotary_percent"] != 1.0:
@@ -68,6 +70,10 @@ def command_line(args: Values) -> list[str]:
             flags += ["--rotary-seq-len-interpolation-factor", _text(args["rotary_seq_len_interpolation_factor"])]
         if args["use_rope_scaling"]:
             flags += ["--use-rope-scaling", "--rope-scaling-factor", _text(args["rope_scaling_factor"])]
+        if args.get("no_rope_freq"):
+            flags += ["--no-rope-freq", _text(args["no_rope_freq"]).replace(" ", "")]
+        if args["rotary_interleaved"]:  # Megatron-LM refuses it beside its fused kernel, which is on by default
+            flags += ["--no-rope-fusion"]
     return flags + _tokenizer(args)
 
 

@@ -25,4 +25,4 @@ CONFIG = ConfigMapping(
         tie_word_embeddings=True,
     ),
 )
-FAMILY = Family("ernie4_5", ("Ernie4_5ForCausalLM",), CONFIG, llama.WITHOUT_BIAS)
+FAMILY = Family("ernie4_5", ("Ernie4_5ForCausalLM",), CONFIG, llama.WITHOUT_BIAS, prevalence=30)

@@ -23,4 +23,4 @@ CONFIG = ConfigMapping(
     ),
 )
 FC1 = gated_column(llama.M + "mlp.linear_fc1.weight", "gated_ffn hidden", llama.H + "mlp.gate_up_proj.weight")
-FAMILY = Family("glm", ("GlmForCausalLM",), CONFIG, vary.weights(llama.WITH_QKV_BIAS, FC1))
+FAMILY = Family("glm", ("GlmForCausalLM",), CONFIG, vary.weights(llama.WITH_QKV_BIAS, FC1), prevalence=35)

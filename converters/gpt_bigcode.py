@@ -56,4 +56,5 @@ FAMILY = Family(
     ROWS,
     ignore=gpt2.FAMILY.ignore,
     optional_prefix=gpt2.FAMILY.optional_prefix,
+    prevalence=20,
 )

@@ -47,4 +47,5 @@ FAMILY = Family(
     CONFIG,
     vary.with_biases(ROWS, "linear", "norm"),
     ignore=tuple(H + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+    prevalence=45,
 )

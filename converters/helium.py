@@ -25,4 +25,4 @@ CONFIG = ConfigMapping(
         rms_norm_eps=1e-8,
     ),
 )
-FAMILY = Family("helium", ("HeliumForCausalLM",), CONFIG, llama.WITH_QKV_BIAS)
+FAMILY = Family("helium", ("HeliumForCausalLM",), CONFIG, llama.WITH_QKV_BIAS, prevalence=10)

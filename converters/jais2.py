@@ -25,4 +25,4 @@ CONFIG = ConfigMapping(
 )
 UP = column(llama.M + "mlp.linear_fc1.weight", "ffn hidden", llama.H + "mlp.up_proj.weight")
 WEIGHTS = vary.with_biases(vary.weights(llama.WITHOUT_BIAS, UP), "linear", "norm")
-FAMILY = Family("jais2", ("Jais2ForCausalLM",), CONFIG, WEIGHTS)
+FAMILY = Family("jais2", ("Jais2ForCausalLM",), CONFIG, WEIGHTS, prevalence=5)

@@ -1,5 +1,7 @@
 """Llama 1 to 3.x and what only has another name: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
 
+from typing import Any
+
 from mcore_convert.spec import (
     QKV,
     Concat,
@@ -13,7 +15,7 @@ from mcore_convert.spec import (
     vary,
     vocab,
 )
-from mcore_convert.spec.config import Field
+from mcore_convert.spec.config import Field, Refused, Values, shown
 from mcore_convert.spec.fields import (
     blank,
     constant,
@@ -24,6 +26,7 @@ from mcore_convert.spec.fields import (
     only,
     query_groups,
     same,
+    shared_head_dim,
     unused,
     vocabulary,
     written,
@@ -88,12 +91,38 @@ INTERNLM3 = ConfigMapping(
         rms_norm_eps=1e-5,
     ),
 )
-CONFIG = ConfigMapping("llama", ("LlamaForCausalLM",), OWN, dialects=(IQUEST, INTERNLM3))
+
+
+def attention_multiplier() -> Field:
+    """What Granite multiplies scores of attention by, in place of the usual 1 / sqrt(head_dim)."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        usual = (config["head_dim"] or shared_head_dim(config)) ** -0.5
+        if config["attention_multiplier"] != usual:
+            said = shown(config["attention_multiplier"])
+            raise Refused(f"`attention_multiplier` = {said}, only 1 / sqrt(head_dim) = {usual} can be represented")
+        return {}
+
+    return Field({"attention_multiplier": 1.0}, (), to_megatron, lambda _: {})
+
+
+GRANITE = ConfigMapping(
+    "granite",
+    ("GraniteForCausalLM",),
+    (
+        only("embedding_multiplier", 1.0),
+        only("residual_multiplier", 1.0),
+        only("logits_scaling", 1.0),
+        attention_multiplier(),
+        *OWN,
+    ),
+)
+CONFIG = ConfigMapping("llama", ("LlamaForCausalLM",), OWN, dialects=(GRANITE, INTERNLM3, IQUEST))
 
 M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 FAMILY = Family(
     name="llama",
-    architectures=("LlamaForCausalLM", "IQuestCoderForCausalLM", "InternLM3ForCausalLM"),
+    architectures=("LlamaForCausalLM", "GraniteForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
     config=CONFIG,
     weights=(
         vocab("embedding.word_embeddings.weight", "vocab hidden", "model.embed_tokens.weight"),
@@ -126,6 +155,7 @@ FAMILY = Family(
         vocab("output_layer.weight", "vocab hidden", "lm_head.weight", when=lambda dims: not dims.tied),
     ),
     ignore=(H + "self_attn.rotary_emb.inv_freq",),
+    prevalence=100,  # what programs for inference read first, if they read anything
 )
 
 # The rows of relatives without the biases of `attention_bias`, and with those of q, k and v alone.

@@ -16,4 +16,4 @@ CONFIG = ConfigMapping(
         max_position_embeddings=131072,
     ),
 )
-FAMILY = Family("mistral", ("MistralForCausalLM",), CONFIG, llama.WITHOUT_BIAS)
+FAMILY = Family("mistral", ("MistralForCausalLM",), CONFIG, llama.WITHOUT_BIAS, prevalence=80)

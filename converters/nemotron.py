@@ -28,4 +28,4 @@ CONFIG = ConfigMapping(
 )
 UP = column(llama.M + "mlp.linear_fc1.weight", "ffn hidden", llama.H + "mlp.up_proj.weight")
 WEIGHTS = vary.with_biases(vary.weights(llama.WITHOUT_BIAS, UP), "norm")
-FAMILY = Family("nemotron", ("NemotronForCausalLM",), CONFIG, WEIGHTS)
+FAMILY = Family("nemotron", ("NemotronForCausalLM",), CONFIG, WEIGHTS, prevalence=27)

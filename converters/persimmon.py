@@ -40,4 +40,4 @@ ROWS = vary.weights(
     replicated("decoder.final_layernorm.weight", "hidden", "model.final_layernorm.weight"),
     after=M + "self_attention.linear_qkv.weight",
 )
-FAMILY = Family("persimmon", ("PersimmonForCausalLM",), CONFIG, vary.with_biases(ROWS, "linear", "norm"))
+FAMILY = Family("persimmon", ("PersimmonForCausalLM",), CONFIG, vary.with_biases(ROWS, "linear", "norm"), prevalence=4)

@@ -29,4 +29,4 @@ WEIGHTS = vary.weights(
     column(M + "self_attention.linear_qkv.weight", "qkv hidden", H + "self_attn.qkv_proj.weight", pack=Fused(QKV())),
     gated_column(M + "mlp.linear_fc1.weight", "gated_ffn hidden", H + "mlp.gate_up_proj.weight"),
 )
-FAMILY = Family("phi3", ("Phi3ForCausalLM",), CONFIG, WEIGHTS)
+FAMILY = Family("phi3", ("Phi3ForCausalLM",), CONFIG, WEIGHTS, prevalence=60)

@@ -17,4 +17,4 @@ CONFIG = ConfigMapping(
         max_position_embeddings=32768,
     ),
 )
-FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), CONFIG, llama.WITH_QKV_BIAS)
+FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), CONFIG, llama.WITH_QKV_BIAS, prevalence=90)

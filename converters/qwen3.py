@@ -25,4 +25,4 @@ NORMS = (
     replicated(M + "k_layernorm.weight", "head", H + "k_norm.weight"),
 )
 WEIGHTS = vary.weights(llama.WITHOUT_BIAS, *NORMS, after=M + "linear_qkv.weight")
-FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), CONFIG, WEIGHTS)
+FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), CONFIG, WEIGHTS, prevalence=70)

@@ -24,4 +24,4 @@ CONFIG = ConfigMapping(
         attention_dropout=0.1,
     ),
 )
-FAMILY = Family("seed_oss", ("SeedOssForCausalLM",), CONFIG, llama.WITH_QKV_BIAS)
+FAMILY = Family("seed_oss", ("SeedOssForCausalLM",), CONFIG, llama.WITH_QKV_BIAS, prevalence=15)

@@ -52,4 +52,4 @@ CONFIG = ConfigMapping(
         tie_word_embeddings=True,
     ),
 )
-FAMILY = Family("smollm3", ("SmolLM3ForCausalLM",), CONFIG, llama.WITHOUT_BIAS)
+FAMILY = Family("smollm3", ("SmolLM3ForCausalLM",), CONFIG, llama.WITHOUT_BIAS, prevalence=40)

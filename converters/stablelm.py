@@ -25,4 +25,6 @@ CONFIG = ConfigMapping(
         max_position_embeddings=4096,
     ),
 )
-FAMILY = Family("stablelm", ("StableLmForCausalLM",), CONFIG, vary.with_biases(llama.WITH_QKV_BIAS, "norm"))
+FAMILY = Family(
+    "stablelm", ("StableLmForCausalLM",), CONFIG, vary.with_biases(llama.WITH_QKV_BIAS, "norm"), prevalence=25
+)

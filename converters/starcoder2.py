@@ -34,4 +34,6 @@ ROWS = vary.weights(
     column(M + "mlp.linear_fc1.weight", "ffn hidden", H + "mlp.c_fc.weight"),
     row(M + "mlp.linear_fc2.weight", "hidden ffn", H + "mlp.c_proj.weight"),
 )
-FAMILY = Family("starcoder2", ("Starcoder2ForCausalLM",), CONFIG, vary.with_biases(ROWS, "linear", "norm"))
+FAMILY = Family(
+    "starcoder2", ("Starcoder2ForCausalLM",), CONFIG, vary.with_biases(ROWS, "linear", "norm"), prevalence=50
+)

@@ -14,7 +14,12 @@ from mcore_convert.spec.arguments import Values, normalise
 
 # In every version under this name, for all families; the providers of single families came and went.
 PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
-BRIDGED = ("llama",)  # the families that Megatron-Bridge has a bridge for, so that it can export them
+BRIDGED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+)  # the families that Megatron-Bridge has a bridge for, so that it can export them
 
 # A function is written as what to import and not to call.
 ACTIVATIONS = {

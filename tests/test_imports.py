@@ -76,7 +76,8 @@ train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts 
 train_entry.config.estimate  train_entry.config.overrides  train_entry.config.refusals
 train_entry.config.compose
 train_entry.flows.base
-train_entry.flows.fine_tuning  train_entry.flows.pretraining
+train_entry.flows.fine_tuning  train_entry.flows.pretraining  train_entry.flows.sequence
+train_entry.flows.proof
 train_entry.flows
 train_entry.data  train_entry.data.bin_idx  train_entry.data.chunks  train_entry.data.ranks  train_entry.data.sidecar
 train_entry.data.microbatches  train_entry.data.mock  train_entry.data.splits  train_entry.data.tokenizer

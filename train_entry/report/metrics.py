@@ -109,7 +109,7 @@ class Rates:
 class Interval:
     """The steps since the last line, the newest of them included.
 
-    `loss` is their mean, without skipped ones; `lr`, `grad_norm` and `loss_scale` are those of the newest. `phases` are
+    `lr`, `grad_norm` and `loss_scale` are those of the newest, and so is `loss`, unless it was skipped. `phases` are
     seconds of the whole interval, `memory` bytes at most so far, `eta` seconds until the last step.
     """
 
@@ -131,9 +131,11 @@ class Interval:
 
     @property
     def loss(self) -> float:
-        """The mean; not a number if a loss is none, or if all steps were skipped."""
-        losses = [step.loss for step in self.steps if not step.skipped]
-        return sum(losses) / len(losses) if losses else math.nan
+        """That of the newest step that was not skipped; not a number if all were.
+
+        The same number as in `metrics.jsonl`, in a card and beside the plot: a mean over steps would be another one.
+        """
+        return next((step.loss for step in reversed(self.steps) if not step.skipped), math.nan)
 
 
 def memory_of(device: torch.device) -> dict[str, int]:

@@ -103,7 +103,7 @@ train_entry.checkpoints.optimizer_state  train_entry.checkpoints.random_state
 train_entry.checkpoints.contents
 train_entry.checkpoints.source
 train_entry.arguments  train_entry.initial_weights  train_entry.initialize  train_entry.model_provider
-train_entry.signals
+train_entry.checked  train_entry.signals
 train_entry.optimizer.build
 train_entry.checkpoints.export  train_entry.checkpoints.ranks
 train_entry.checkpoints.writer

@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from mcore_convert.errors import ConvertError
 from mcore_convert.megatron.parallel import model_parallel
-from train_entry.arguments import megatron_arguments, origin_of
+from train_entry.checked import checked
 from train_entry.checkpoints import Checkpoints, Restored
 from train_entry.config.compose import as_yaml
-from train_entry.config.refusals import check, check_model
 from train_entry.config.schema import Config
 from train_entry.data.microbatches import deal
-from train_entry.data.tokenizer import Tokenizer, tokenizer_of
-from train_entry.flows import flow_of, rows_per_sample
+from train_entry.data.tokenizer import Tokenizer
+from train_entry.flows import rows_per_sample
 from train_entry.flows.base import Batch, Flow
 from train_entry.initial_weights import draw_weights
 from train_entry.initialize import process_group, together
@@ -111,13 +110,9 @@ class Trainer:
         self.device = self._scope.enter_context(process_group(parallel.timeout_minutes))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         with together():
-            check(config, self.world_size, self.device.type)
-            origin = origin_of(config)
-            self.tokenizer = tokenizer_of(config, origin)
-            vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
-            self.args = megatron_arguments(config, origin, vocab_size=vocab_size)
-            check_model(config, self.args)
-            self.flow = flow_of(config)
+            run = checked(config, self.world_size, self.device.type)
+        self.args, self.tokenizer, self.flow = run.args, run.tokenizer, run.flow
+        self.remarks = (run.vocabulary,)
         self._scope.enter_context(quiet())
         self._scope.enter_context(deterministic(config.training.deterministic))
         self._scope.enter_context(
@@ -169,7 +164,7 @@ class Trainer:
                 (self.config.run_dir / "config.yaml").write_text(as_yaml(self.config))
         self.report = self._scope.enter_context(report)
         self.phases = self.report.phases
-        self.remarks = (*computation.remarks, *self.restored.notes)
+        self.remarks += (*computation.remarks, *self.restored.notes)
         self._since = time.perf_counter()
 
     @property

@@ -100,19 +100,13 @@ def planned(config: Config, ranks: int | None) -> Estimate:
         ConvertError: the run would be refused.
     """
     from mcore_convert.spec.arguments import normalise
-    from train_entry.arguments import megatron_arguments, origin_of
+    from train_entry.checked import checked
     from train_entry.config.estimate import estimate
     from train_entry.config.layouts import ranks_of
-    from train_entry.config.refusals import check, check_model
-    from train_entry.data.tokenizer import tokenizer_of
 
     world_size = ranks or ranks_of(config.parallel)
-    check(config, world_size, None)  # the device is that of another machine, as likely as not
-    origin = origin_of(config)
-    tokenizer = tokenizer_of(config, origin)
-    args = megatron_arguments(config, origin, vocab_size=tokenizer.vocab_size if tokenizer else None)
-    check_model(config, args)
-    return estimate(config, normalise(args), world_size)
+    run = checked(config, world_size, None)  # the device is that of another machine, as likely as not
+    return estimate(config, normalise(run.args), world_size)
 
 
 def report(config: Config, plan: Estimate, *, json: bool) -> None:

@@ -70,7 +70,7 @@ api  exports  streams  uploads
 publish
 sweep
 mcore_convert
-train_entry.config  train_entry.config.schema
+train_entry.config  train_entry.config.schema  train_entry.extra
 train_entry.config.nearest
 train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts  train_entry.config.problems
 train_entry.config.estimate  train_entry.config.overrides  train_entry.config.refusals

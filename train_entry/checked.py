@@ -15,7 +15,7 @@ from train_entry.flows import Flow, flow_of
 
 @dataclass(frozen=True)
 class Checked:
-    """What a configuration comes to. `args`: Megatron-LM's arguments; `vocabulary`: where its size is from, in words."""
+    """What a configuration comes to. `args` are Megatron-LM's; `vocabulary` says how large it is, and after what."""
 
     args: dict[str, Any]
     tokenizer: Tokenizer | None

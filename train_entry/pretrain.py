@@ -77,6 +77,9 @@ def beginning_of(trainer: Trainer) -> str:
     path, iteration = trainer.restored.path, trainer.restored.iteration
     if path is None:
         return f"starts with new weights, from seed {trainer.config.training.seed}"
+    if trainer.restored.training and iteration >= trainer.config.training.steps:
+        steps = trainer.config.training.steps
+        return f"finished already: {path} is of step {iteration} of {steps}; training.steps={2 * iteration} would go on"
     return f"goes on from step {iteration}, from {path}" if trainer.restored.training else f"starts from {path}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json as jsonlib
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +10,10 @@ import typer
 
 from mcore_convert.cli.interruption import Interrupted
 from mcore_convert.cli.text import in_bytes, in_parameters, show, table
-from mcore_convert.errors import ConfigError
 
 if TYPE_CHECKING:
     from train_entry.config.estimate import Estimate
     from train_entry.config.schema import Config
-
-NEEDED = ("hydra", "omegaconf", "pydantic", "yaml")  # of the configuration; the rest is refused by what needs it
 
 
 def command(
@@ -47,11 +43,9 @@ def command(
 
     Example: mcore-convert train tiny-gpt2 training.steps=20
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"training needs {', '.join(f'`{name}`' for name in missing)}", hint="pip install 'mcore-convert[train]'"
-        )
+    from train_entry.extra import require_extra
+
+    require_extra()
     if list_:
         show_choices()
         return

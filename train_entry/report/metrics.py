@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_convert.errors import ranged
 from train_entry.report.flops import mfu
 
 
@@ -179,11 +180,4 @@ def _is_finite(number: float | None) -> bool:
 
 def _steps(iterations: Sequence[int]) -> str:
     """`step 3`, `steps 3-5, 9`."""
-    runs: list[tuple[int, int]] = []
-    for iteration in iterations:
-        if runs and iteration == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], iteration)
-        else:
-            runs.append((iteration, iteration))
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{'step' if len(iterations) == 1 else 'steps'} {shown}"
+    return f"{'step' if len(iterations) == 1 else 'steps'} {ranged(iterations)}"

@@ -75,13 +75,14 @@ api  exports  streams  uploads
 publish
 sweep
 mcore_convert
-train_entry.config  train_entry.config.schema
+train_entry.config  train_entry.config.schema  train_entry.extra
 train_entry.config.nearest
 train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts  train_entry.config.problems
 train_entry.config.estimate  train_entry.config.overrides  train_entry.config.refusals
 train_entry.config.compose
 train_entry.flows.base
-train_entry.flows.fine_tuning  train_entry.flows.pretraining
+train_entry.flows.fine_tuning  train_entry.flows.pretraining  train_entry.flows.sequence
+train_entry.flows.proof
 train_entry.flows
 train_entry.data  train_entry.data.bin_idx  train_entry.data.chunks  train_entry.data.ranks  train_entry.data.sidecar
 train_entry.data.microbatches  train_entry.data.mock  train_entry.data.splits  train_entry.data.tokenizer
@@ -107,7 +108,7 @@ train_entry.checkpoints.optimizer_state  train_entry.checkpoints.random_state
 train_entry.checkpoints.contents
 train_entry.checkpoints.source
 train_entry.arguments  train_entry.initial_weights  train_entry.initialize  train_entry.model_provider
-train_entry.signals
+train_entry.checked  train_entry.signals
 train_entry.optimizer.build
 train_entry.checkpoints.export  train_entry.checkpoints.ranks
 train_entry.checkpoints.writer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json as jsonlib
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +11,10 @@ import typer
 from mcore_convert.cli import completion, options
 from mcore_convert.cli.interruption import Interrupted
 from mcore_convert.cli.text import in_bytes, in_parameters, show, table
-from mcore_convert.errors import ConfigError
 
 if TYPE_CHECKING:
     from train_entry.config.estimate import Estimate
     from train_entry.config.schema import Config
-
-NEEDED = ("hydra", "omegaconf", "pydantic", "yaml")  # of the configuration; the rest is refused by what needs it
 
 
 def command(
@@ -75,11 +71,9 @@ def command(
             "it is for --list, --print-config and --dry-run; a run writes its numbers to metrics.jsonl",
             param_hint="--json",
         )
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"training needs {', '.join(f'`{name}`' for name in missing)}", hint="pip install 'mcore-convert[train]'"
-        )
+    from train_entry.extra import require_extra
+
+    require_extra()
     if list_:
         show_choices(json=json)
         return
@@ -133,19 +127,13 @@ def planned(config: Config, ranks: int | None) -> Estimate:
         ConvertError: the run would be refused.
     """
     from mcore_convert.spec.arguments import normalise
-    from train_entry.arguments import megatron_arguments, origin_of
+    from train_entry.checked import checked
     from train_entry.config.estimate import estimate
     from train_entry.config.layouts import ranks_of
-    from train_entry.config.refusals import check, check_model
-    from train_entry.data.tokenizer import tokenizer_of
 
     world_size = ranks or ranks_of(config.parallel)
-    check(config, world_size, None)  # the device is that of another machine, as likely as not
-    origin = origin_of(config)
-    tokenizer = tokenizer_of(config, origin)
-    args = megatron_arguments(config, origin, vocab_size=tokenizer.vocab_size if tokenizer else None)
-    check_model(config, args)
-    return estimate(config, normalise(args), world_size)
+    run = checked(config, world_size, None)  # the device is that of another machine, as likely as not
+    return estimate(config, normalise(run.args), world_size)
 
 
 def report(config: Config, plan: Estimate, *, json: bool) -> None:

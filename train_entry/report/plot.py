@@ -43,7 +43,7 @@ def plot(run_dir: Path) -> Path:
     figure = Figure(figsize=(10, 6), dpi=160, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-    _draw_losses(above, at, losses)
+    _draw_losses(above, at, losses, _last(steps))
     _draw_evaluations(above, [row for row in rows if "evaluation" in row])
     _draw_rate(below, at, _numbers(row["lr"] for row in steps))
     for axes in (above, below):
@@ -60,15 +60,21 @@ def plot(run_dir: Path) -> Path:
     return partial.replace(run_dir / "loss.png")
 
 
-def _draw_losses(axes: Axes, at: NDArray[Any], losses: Numbers) -> None:
+def _last(steps: Sequence[Row]) -> str:
+    """The last loss in words, as the line of its step and a card have it: that of the step, and not of the curve."""
+    row = next((row for row in reversed(steps) if not row.get("skipped")), steps[-1])
+    loss = row["loss"]
+    return "training: " + ("not a number" if loss is None else f"{loss:.4f}")
+
+
+def _draw_losses(axes: Axes, at: NDArray[Any], losses: Numbers, last: str) -> None:
     is_number = np.isfinite(losses)
     if len(at) < LEAST_SMOOTHED:
-        last = f"training: {losses[-1]:.4f}"
         axes.plot(at, losses, color=TRAIN, linewidth=2.2, marker="o", markersize=5, label=last)
     else:
         smooth = smoothed(losses, max(4, len(at) // SMOOTHED))
         axes.plot(at, losses, color=TRAIN, linewidth=0.9, alpha=0.3)
-        axes.plot(at, smooth, color=TRAIN, linewidth=2.2, label=f"training: {smooth[-1]:.4f}")
+        axes.plot(at, smooth, color=TRAIN, linewidth=2.2, label=last)
     if not is_number.all():
         foot = axes.get_xaxis_transform()  # at the foot of the picture, whatever the losses are
         bad = at[~is_number]

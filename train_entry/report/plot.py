@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from mcore_convert.disk import write_whole
 from mcore_convert.errors import UnreadableCheckpoint
 from train_entry.report.jsonl import read
 from train_entry.report.rows import Row
@@ -55,9 +57,11 @@ def plot(run_dir: Path) -> Path:
     above.set_title(run_dir.resolve().name, loc="left", color=INK, fontsize=16, fontweight="bold", pad=10)
     seen = f"{at[-1]:,} steps, {_short(tokens[-1])} tokens" if at[-1] > 1 else f"1 step, {_short(tokens[-1])} tokens"
     above.set_title(seen, loc="right", color=QUIET, fontsize=12, pad=10)
-    partial = run_dir / "loss.partial.png"
-    figure.savefig(partial)
-    return partial.replace(run_dir / "loss.png")
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
+    picture = run_dir / "loss.png"
+    write_whole(picture, drawn.getvalue())
+    return picture
 
 
 def _last(steps: Sequence[Row]) -> str:

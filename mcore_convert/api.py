@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.conversion import plan_conversion
-from mcore_convert.destination import check_free
-from mcore_convert.elements import Progress
+from mcore_convert.checkpoints.download import local_path
+from mcore_convert.checkpoints.identify import identify, in_one_family, open_checkpoint
+from mcore_convert.comparison.equality import Verification, compare
+from mcore_convert.conversion.execute import execute, expected_memory
+from mcore_convert.conversion.plan import Plan
+from mcore_convert.conversion.prepare import plan_conversion
+from mcore_convert.conversion.target import COMMAND_FILE, FORMATS, Target
 from mcore_convert.errors import ConvertError
-from mcore_convert.execute import execute, expected_memory
-from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
-from mcore_convert.hub import local_path
-from mcore_convert.identify import identify, in_one_family, open_checkpoint
-from mcore_convert.look import diff, inspect
-from mcore_convert.phases import phase
-from mcore_convert.plan import Plan
+from mcore_convert.formats.hf.checkpoint import DEFAULT_SHARD_SIZE
+from mcore_convert.inspection.report import diff, inspect
 from mcore_convert.spec.layout import Layout
-from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
-from mcore_convert.tensors import file_errors
-from mcore_convert.verification import Verification, compare
+from mcore_convert.storage.destination import check_free
+from mcore_convert.storage.elements import Progress
+from mcore_convert.storage.phases import phase
+from mcore_convert.storage.views import file_errors
 
 PathLike = str | Path
 
@@ -224,7 +224,7 @@ def verify(
     found = compare(first, second, progress=progress)
     if not logits:
         return found
-    from mcore_convert.logits import TOLERANCE, compare_logits
+    from mcore_convert.comparison.logits import TOLERANCE, compare_logits
 
     report = compare_logits(first, second, tolerance=TOLERANCE if tolerance is None else tolerance, progress=progress)
     return dataclasses.replace(found, logits=report)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from fixtures.hf import VARIANTS
 from fixtures.run import make_run
 from mcore_convert import ConvertError, convert, inspect, reshard, verify
-from mcore_convert.identify import identify
-from mcore_convert.plan import find_weights
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.conversion.plan import find_weights
 from mcore_convert.spec.names import drop, placeholders_of, spell
 from tests.conftest import HfMaker
 from tests.tensors import assert_same_tensors, dcp_tensors, hf_tensors

@@ -13,13 +13,15 @@ import torch
 
 from fixtures.mp_rank import Optimizer, save_mp_rank
 from fixtures.optimizer import random_state
-from mcore_convert.execute import execute
-from mcore_convert.formats import mp_rank_writer, torch_file
-from mcore_convert.formats.mp_rank import MpRankCheckpoint, open_mp_rank
-from mcore_convert.plan import Plan, find_weights, moves_between
-from mcore_convert.spec import Dims, Layout, arguments, gpt
-from mcore_convert.targets import layout_arguments
-from mcore_convert.tensors import TensorMeta
+from mcore_convert.conversion.execute import execute
+from mcore_convert.conversion.plan import Plan, find_weights, moves_between
+from mcore_convert.conversion.target import layout_arguments
+from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.mp_rank import writer as mp_rank_writer
+from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint, open_mp_rank
+from mcore_convert.spec import Dims, Layout, gpt
+from mcore_convert.spec.config import arguments
+from mcore_convert.storage.views import TensorMeta
 from tests.ranks import run_ranks
 from tests.test_megatron_fixtures import ARGS, EXPERTS, TIED
 

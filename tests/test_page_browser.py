@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_convert import convert, diff, inspect
-from mcore_convert.amounts import in_bytes
-from mcore_convert.contents import family_of
-from mcore_convert.formats.mp_rank_layout import rank_name
-from mcore_convert.identify import identify
-from mcore_convert.inspection import dims_at
-from mcore_convert.ranks import rank_parts
+from mcore_convert.checkpoints.contents import family_of
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.formats.mp_rank.layout import rank_name
+from mcore_convert.inspection.describe import dims_at
+from mcore_convert.inspection.ranks import rank_parts
 from mcore_convert.spec import Layout
 from mcore_convert.spec.layout import Rank
+from mcore_convert.text.quantities import in_bytes
 from tests.browser import PHONE, WIDE, chromium, opened
 from tests.conftest import HfMaker, real_checkpoint
 from tests.tensors import dcp_tensors

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mcore_convert import inspect
-from mcore_convert.formats.mp_rank_layout import rank_name
-from mcore_convert.formats.torch_file import TorchFile
-from mcore_convert.identify import identify
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.mp_rank.layout import rank_name
 from tests.conftest import real_checkpoint
 
 NAMES = ["gpt2_legacy_tp2pp2", "llama_legacy_tp2pp2", "llama_legacy_vpp", "moe_legacy_pp2ep2"]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mcore_convert import Verification, convert, inspect, reshard, verify
-from mcore_convert.elements import Files, as_float, global_tensor
-from mcore_convert.identify import identify
-from mcore_convert.plan import find_weights
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.conversion.plan import find_weights
 from mcore_convert.spec import Layout, gpt
 from mcore_convert.spec.names import MASTER, PARAM
+from mcore_convert.storage.elements import Files, as_float, global_tensor
 from tests.conftest import HfMaker, real_checkpoint
 from tests.tensors import assert_same_tensors, dcp_tensors, hf_tensors
 

@@ -22,20 +22,22 @@ from torch import Tensor
 
 from fixtures.megatron import Dialect
 from fixtures.optimizer import STEP, Form, State, load_with_optimizer, random_state, save_with_optimizer
-from mcore_convert.elements import Files, global_tensor, round_to
+from mcore_convert.conversion.execute import execute
+from mcore_convert.conversion.plan import Check, Plan, find_weights, items_of, moves_between
 from mcore_convert.errors import ConvertError, MappingError, UnreadableCheckpoint
-from mcore_convert.execute import execute
-from mcore_convert.formats import dcp, torch_dist_writer
 from mcore_convert.formats.base import Findings
-from mcore_convert.formats.torch_dist import TorchDistCheckpoint, open_torch_dist
-from mcore_convert.formats.torch_dist_keys import StateKeys
-from mcore_convert.plan import Check, Plan, find_weights, items_of, moves_between
-from mcore_convert.spec import arguments, gpt
+from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.torch_dist import writer as torch_dist_writer
+from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
+from mcore_convert.formats.torch_dist.keys import StateKeys
+from mcore_convert.spec import gpt
+from mcore_convert.spec.config import arguments
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM
 from mcore_convert.spec.shard import Box
-from mcore_convert.tensors import TensorMeta, untiled
+from mcore_convert.storage.elements import Files, global_tensor, round_to
+from mcore_convert.storage.views import TensorMeta, untiled
 from tests.conftest import real_checkpoint
 from tests.ranks import run_ranks
 from tests.tensors import dcp_tensors

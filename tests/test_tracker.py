@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats import mp_rank, torch_dist
+from mcore_convert.formats.mp_rank import directory as mp_rank
+from mcore_convert.formats.torch_dist import checkpoint as torch_dist
 
 
 @pytest.mark.parametrize("resolve", [mp_rank.resolve, torch_dist.resolve])

@@ -14,12 +14,12 @@ from torch import Tensor
 from fixtures.megatron import METADATA, Dialect, random_weights, save_torch_dist
 from fixtures.zarr import save_zarr, write_array, zarr_of
 from mcore_convert import convert
+from mcore_convert.conversion.plan import find_weights
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats import zarr
-from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
-from mcore_convert.plan import find_weights
+from mcore_convert.formats.torch_dist import zarr
+from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, check_whole
 from mcore_convert.spec import gpt
-from mcore_convert.spec.arguments import normalise
+from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import EXP_AVG, MASTER, PARAM, spell

@@ -7,7 +7,7 @@ import importlib.util
 
 def families(incomplete: str) -> list[str]:
     """The installed families that begin so."""
-    from mcore_convert.families import families
+    from mcore_convert.checkpoints.families import families
 
     return [name for name in families() if name.startswith(incomplete)]
 

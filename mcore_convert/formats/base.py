@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.shard import Shape
-from mcore_convert.tensors import Slot, TensorMeta
+from mcore_convert.storage.views import Slot, TensorMeta
 
 
 @dataclass

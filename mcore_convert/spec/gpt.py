@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config import ConfigMapping
+from mcore_convert.spec.config.mapping import ConfigMapping
 from mcore_convert.spec.family import Family, Weight
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
 

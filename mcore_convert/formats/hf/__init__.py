@@ -1,0 +1,1 @@
+"""The format `hf`: Hugging Face directories."""

@@ -1,0 +1,1 @@
+"""The format `torch`: a file for each rank."""

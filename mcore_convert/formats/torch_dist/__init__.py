@@ -1,0 +1,1 @@
+"""The format `torch_dist`: Megatron's distributed checkpoints."""

@@ -1,0 +1,268 @@
+"""What a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers, whatever the size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mcore_convert.checkpoints.contents import family_of
+from mcore_convert.checkpoints.identify import MegatronCheckpoint, Model, Opened
+from mcore_convert.errors import ConfigError, LayoutError
+from mcore_convert.formats.hf.checkpoint import HfCheckpoint
+from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint
+from mcore_convert.formats.mp_rank.layout import layout_of
+from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint
+from mcore_convert.inspection.outliers import Outlier
+from mcore_convert.inspection.ranks import RankPart, rank_parts
+from mcore_convert.inspection.statistics import WeightStatistics
+from mcore_convert.spec import gpt
+from mcore_convert.spec.config import arguments
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.layout import Layout
+from mcore_convert.storage.views import TensorMeta
+
+RANK = re.compile(r"mp_rank_[\d_]+( model\d+)?: ")  # tensors of all ranks are counted together
+INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class WeightLine:
+    """One line of the table of weights: `count` tensors whose names differ in an index only."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a directory holds. `refusals` says why no family represents it, where none does.
+
+    `ranks` are those of the layout that it was saved at, `planned` those of one that was asked for. `statistics` are
+    there where they were asked for, and `outliers` what stands out in them.
+    """
+
+    path: str
+    format: str
+    written_by: str | None
+    iteration: int | None
+    family: str | None
+    refusals: tuple[str, ...]
+    layout: Mapping[str, Any] | None
+    dialect: str | None
+    dtypes: tuple[str, ...]
+    num_parameters: int
+    nbytes: int
+    num_files: int
+    tied: bool | None
+    vocab_size: int | None
+    padded_vocab_size: int | None
+    architecture: Mapping[str, Any]
+    optimizer: str | None
+    optimizer_keys: int
+    weights: tuple[WeightLine, ...]
+    notes: tuple[str, ...]
+    ranks: tuple[RankPart, ...] = ()
+    planned: tuple[RankPart, ...] = ()
+    statistics: tuple[WeightStatistics, ...] = ()
+    outliers: tuple[Outlier, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "statistics": [weight.as_dict() for weight in self.statistics]}
+
+
+def inspection_of(opened: Opened) -> Inspection:
+    """What an open checkpoint's headers say. That weights are whole is not proven: `verify` and `convert` do that."""
+    checkpoint, model, refusals = opened.checkpoint, opened.model, opened.refusals
+    tensors = checkpoint.tensors
+    dims = model.dims if model else None
+    common = _common_of(checkpoint)
+    return Inspection(
+        path=str(checkpoint.path),
+        format=checkpoint.format,
+        written_by=common["written_by"],
+        iteration=common["iteration"],
+        family=model.family.name if model and not refusals else None,
+        refusals=refusals,
+        layout=common["layout"],
+        dialect=checkpoint.dialect if isinstance(checkpoint, TorchDistCheckpoint) else None,
+        dtypes=tuple(sorted({meta.dtype for meta in tensors.values()})),
+        num_parameters=model.num_parameters if model else sum(meta.numel for meta in tensors.values()),
+        nbytes=sum(meta.nbytes for meta in tensors.values()),
+        num_files=_num_files(checkpoint),
+        tied=dims.tied if dims else None,
+        vocab_size=dims.vocab_size if dims else None,
+        padded_vocab_size=dims.padded_vocab_size if dims else None,
+        architecture=dict(model.family.config.to_hf(model.args)) if model and not refusals else {},
+        optimizer=common["optimizer"],
+        optimizer_keys=common["optimizer_keys"],
+        weights=_lines(tensors),
+        notes=_notes(model) if model else (),
+        ranks=_ranks(model) if model else (),
+    )
+
+
+def _notes(model: Model) -> tuple[str, ...]:
+    note = model.choice.note if model.choice else None
+    return model.notes if note is None else (*model.notes, note)
+
+
+def _num_files(checkpoint: HfCheckpoint | MegatronCheckpoint) -> int:
+    if isinstance(checkpoint, HfCheckpoint):
+        return len({view.path for view in checkpoint.views.values()})
+    if isinstance(checkpoint, MpRankCheckpoint):
+        return len(checkpoint.files)
+    directory = checkpoint.directory
+    chunks = (chunk for chunks in directory.chunks.values() for chunk in chunks)
+    return len({chunk.place.file for chunk in chunks} | {place.file for place in directory.objects.values()})
+
+
+def _ranks(model: Model) -> tuple[RankPart, ...]:
+    """What each rank of the run held; nothing where its arguments do not tell."""
+    layout = saved_layout(model)
+    if layout is None:
+        return ()
+    try:
+        return tuple(rank_parts(gpt.family(model.args), model.dims, layout, dtype_of(model)))
+    except (LayoutError, ConfigError):
+        return ()
+
+
+def saved_layout(model: Model) -> Layout | None:
+    """The layout at which a checkpoint was saved; None where it has none, or does not tell."""
+    checkpoint = model.checkpoint
+    if isinstance(checkpoint, HfCheckpoint):
+        return None
+    try:
+        return checkpoint.layout if isinstance(checkpoint, MpRankCheckpoint) else layout_of(model.args)
+    except LayoutError:
+        return None
+
+
+def planned_ranks(opened: Opened, layout: Layout) -> tuple[RankPart, ...]:
+    """What each rank would hold at another layout, its vocabulary padded as Megatron-LM pads it there.
+
+    Raises:
+        LayoutError: the model does not fit it.
+        ConfigError: the model is not known.
+    """
+    model = opened.model
+    if model is None:
+        raise opened.error or ConfigError("a layout needs a model that is known")
+    return tuple(rank_parts(family_of(model), dims_at(model, layout.tp), layout, dtype_of(model)))
+
+
+def dims_at(model: Model, tp: int) -> Dims:
+    """The sizes of a model, its vocabulary padded for a tensor-parallel size."""
+    divisible_by = model.args.get("make_vocab_size_divisible_by") or 128
+    padded = arguments.padded_vocab_size(model.dims.vocab_size, tp, divisible_by)
+    return replace(model.dims, padded_vocab_size=padded)
+
+
+def dtype_of(model: Model) -> str:
+    """The dtype of the first weight."""
+    return next(iter(model.checkpoint.tensors.values())).dtype
+
+
+def _common_of(checkpoint: HfCheckpoint | MegatronCheckpoint) -> dict[str, Any]:
+    """What only a Megatron checkpoint says."""
+    if isinstance(checkpoint, HfCheckpoint):
+        names = ("written_by", "iteration", "layout", "optimizer")
+        return {**dict.fromkeys(names), "optimizer_keys": 0}
+    common = checkpoint.common
+    args = common.args or {}
+    keys = checkpoint.optimizer_keys
+    layout = {
+        "tp": args.get("tensor_model_parallel_size"),
+        "pp": args.get("pipeline_model_parallel_size"),
+        "vpp": args.get("virtual_pipeline_model_parallel_size"),
+        "ep": args.get("expert_model_parallel_size"),
+        "cp": args.get("context_parallel_size"),
+        "world_size": args.get("world_size"),
+    }
+    return {
+        "written_by": written_by(checkpoint) if isinstance(checkpoint, TorchDistCheckpoint) else None,
+        "iteration": common.iteration,
+        "layout": {name: size for name, size in layout.items() if size is not None} or None,
+        "optimizer": _kind_in_ranks(checkpoint)
+        if isinstance(checkpoint, MpRankCheckpoint)
+        else optimizer_kind(common.state, keys),
+        "optimizer_keys": len(keys),
+    }
+
+
+def _kind_in_ranks(checkpoint: MpRankCheckpoint) -> str | None:
+    training = checkpoint.training
+    if training is None:
+        return None
+    return "distributed" if training.distributed else "plain"
+
+
+def written_by(checkpoint: TorchDistCheckpoint) -> str:
+    """The Megatron Core versions that write such files; no version is stored, so it is told from their traits."""
+    args, state = checkpoint.common.args or {}, checkpoint.common.state
+    if "norm_epsilon" in args and "layernorm_epsilon" in args:
+        return "mcore-convert"
+    traits = (
+        ("content_metadata" in state, "0.13", "0.12"),
+        ("layernorm_epsilon" in args, "0.16", "0.15"),
+        ("null_tokenizer_eod_id" in args, "0.18", "0.17"),
+        (not (checkpoint.path / "common.pt").is_file(), "0.19", "0.18"),
+    )
+    low = next((since for there, since, _ in reversed(traits) if there), "0.8")
+    # Only what is absent after the last trait that is there bounds it: an object of arguments may be incomplete.
+    after = traits[[since for _, since, _ in traits].index(low) + 1 :] if low != "0.8" else traits
+    return f"Megatron Core {low} to {after[0][2]}" if after else f"Megatron Core {low} or later"
+
+
+def optimizer_kind(state: Mapping[str, Any], keys: list[str]) -> str | None:
+    """How the optimizer's tensors are stored; None where there are none."""
+    if not keys:
+        return None
+    said = _dict(state, "content_metadata").get("distrib_optim_sharding_type")
+    optimizer = _dict(state, "optimizer")
+    for part in (optimizer, _dict(optimizer, 0)):
+        said = said or part.get("param_state_sharding_type")
+    if said:
+        return f"distributed, {said}"
+    if any(".state.fp32_param." in key for key in keys):
+        return "plain, with fp32 master weights"
+    if any("optimizer.distributed." in key for key in keys):
+        return "distributed, in buckets"
+    return "plain"
+
+
+def _dict(state: Mapping[Any, Any], key: object) -> Mapping[Any, Any]:
+    found = state.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _lines(tensors: Mapping[str, TensorMeta]) -> tuple[WeightLine, ...]:
+    """The tensors with layer and expert indices folded, in the order in which they are stored."""
+    groups: dict[tuple[str, TensorMeta], list[list[int]]] = {}
+    for key, meta in tensors.items():
+        name = RANK.sub("", key)
+        indices = [int(found) for found in INDEX.findall(name)]
+        groups.setdefault((INDEX.sub("{}", name), meta), []).append(indices)
+    return tuple(
+        WeightLine(_folded(template, members), meta.shape, meta.dtype, len(members), len(members) * meta.nbytes)
+        for (template, meta), members in groups.items()
+    )
+
+
+def _folded(template: str, members: list[list[int]]) -> str:
+    spans = [_span(values) for values in zip(*members, strict=True)]
+    return template.format(*spans)
+
+
+def _span(values: Iterable[int]) -> str:
+    found = sorted(set(values))
+    if len(found) == 1:
+        return str(found[0])
+    whole = found == list(range(found[0], found[-1] + 1))
+    return f"{{{found[0]}...{found[-1]}}}" if whole else f"{{{','.join(map(str, found))}}}"

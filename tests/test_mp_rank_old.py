@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fixtures.old_classes import SPELLINGS, Model, random_weights, save_old
-from mcore_convert.conversion.plan import find_weights
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.megatron.modules import LOCAL
 from mcore_convert.formats.mp_rank.directory import open_mp_rank

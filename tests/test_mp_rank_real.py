@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_convert.conversion.execute import prove
-from mcore_convert.conversion.plan import find_weights
+from mcore_convert.checkpoints.checks import prove
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.errors import ConvertError, MappingError, UnreadableCheckpoint, UnsafePickle
 from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.files import pickles

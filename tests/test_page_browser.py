@@ -141,7 +141,8 @@ def test_a_rank_holds_what_megatron_saved_on_it(browser: Browser, name: str, tmp
     """Every rank of real runs: the weights, local shapes and parameters in its file, as torch loads it."""
     path = real_checkpoint(name)
     inspect(path, html=tmp_path / "page.html", stats=False)
-    layout = identify(path).checkpoint.layout  # type: ignore[union-attr]
+    layout = identify(path).checkpoint.saved_layout
+    assert layout is not None
     with opened(browser, tmp_path / "page.html") as page:
         for rank in layout.ranks():
             saved = rank_tensors(path / "iter_0000010" / rank_name(rank, layout))

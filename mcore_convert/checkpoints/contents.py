@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mcore_convert.checkpoints.identify import MegatronCheckpoint, Model, Opened
-from mcore_convert.conversion.plan import find_weights
+from mcore_convert.checkpoints.identify import Model, Opened
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.errors import ConfigError, VerificationError
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
-from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, check_whole
+from mcore_convert.formats.base import Checkpoint, Side
 from mcore_convert.spec import gpt
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import PARAM, Index, spell
@@ -63,7 +62,7 @@ class Tensor(NamedTuple):
 class Contents:
     """The tensors of a checkpoint. `model` is None where no family knows it."""
 
-    checkpoint: HfCheckpoint | MegatronCheckpoint
+    checkpoint: Checkpoint
     model: Model | None
     tensors: tuple[Tensor, ...]
 
@@ -84,11 +83,10 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     """
     checkpoint, model = opened.checkpoint, opened.model
     if model is None:
-        if not isinstance(checkpoint, HfCheckpoint):
+        if not checkpoint.whole_views:
             raise opened.error or ConfigError(f"the weights in `{checkpoint.path}` are not known")
         return stored_contents(checkpoint)
-    if isinstance(checkpoint, TorchDistCheckpoint):
-        check_whole(checkpoint)
+    checkpoint.check_whole()
     family = family_of(model)
     states = checkpoint.states if optimizer else (PARAM,)
     found = find_weights(family, model.dims, checkpoint, states, allow_drift=True).slots
@@ -96,14 +94,14 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     return Contents(checkpoint, model, tensors)
 
 
-def stored_contents(checkpoint: HfCheckpoint) -> Contents:
-    """The tensors of a Hugging Face directory as they are stored, of whatever model they are."""
+def stored_contents(checkpoint: Checkpoint) -> Contents:
+    """The tensors that lie in one piece, as they are stored, of whatever model they are."""
     return Contents(checkpoint, None, tuple(_stored(checkpoint)))
 
 
 def family_of(model: Model) -> Family:
     """The rows of a model: those of its family for Hugging Face, else those of any GPT model, which are the same."""
-    return model.family if isinstance(model.checkpoint, HfCheckpoint) else gpt.family(model.args)
+    return model.family if model.checkpoint.side is Side.HUGGING_FACE else gpt.family(model.args)
 
 
 def _tensor(item: Item, slots: list[Slot], model: Model, family: Family) -> Tensor:
@@ -112,10 +110,10 @@ def _tensor(item: Item, slots: list[Slot], model: Model, family: Family) -> Tens
     return Tensor(weight.name, at, state, shape, tuple(slots), required=weight.mcore is not None)
 
 
-def _stored(checkpoint: HfCheckpoint) -> list[Tensor]:
+def _stored(checkpoint: Checkpoint) -> list[Tensor]:
     """The tensors of a directory under their own names, layer by layer."""
     found = []
-    for name, view in checkpoint.views.items():
+    for name, view in checkpoint.whole_views.items():
         weight, expert = _without_number(EXPERT, name, "{expert}")
         weight, layer = _without_number(LAYER, weight, "{layer}")
         found.append(Tensor(weight, Index(layer, expert), PARAM, view.shape, (Slot(view, Box.whole(view.shape)),)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mcore_convert.errors import UnreadableCheckpoint, UnwritableTarget
-from mcore_convert.formats.hf.checkpoint import CARRIED_FILES, CONFIG, INDEX, TOKENIZER_FILES
+from mcore_convert.formats.files.model_folder import CARRIED_FILES, CONFIG, INDEX, TOKENIZER_FILES
 
 TIMEOUT = 10.0  # seconds
 REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.formats.hf.checkpoint import CONFIG, read_json
+from mcore_convert.formats.files.json_file import read_json
+from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config.mapping import architectures_of
 from mcore_convert.spec.dims import Dims

@@ -12,13 +12,11 @@ from mcore_convert.checkpoints import families
 from mcore_convert.checkpoints.families import Choice
 from mcore_convert.checkpoints.runs import find_run
 from mcore_convert.errors import ConfigError, UnreadableCheckpoint
-from mcore_convert.formats.hf import checkpoint as hf
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
-from mcore_convert.formats.mp_rank import directory as mp_rank
-from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint
-from mcore_convert.formats.torch_dist import checkpoint as torch_dist
-from mcore_convert.formats.torch_dist import zarr
-from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint
+from mcore_convert.formats.base import Checkpoint
+from mcore_convert.formats.files.json_file import read_json
+from mcore_convert.formats.files.model_folder import CONFIG
+from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, resolve
+from mcore_convert.formats.registry import format_of
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.config.mapping import shown
@@ -27,8 +25,6 @@ from mcore_convert.spec.family import Family
 from mcore_convert.spec.shard import Box
 
 logger = logging.getLogger(__name__)
-
-MegatronCheckpoint = TorchDistCheckpoint | MpRankCheckpoint
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Model:
     that a user says change nothing, with their values.
     """
 
-    checkpoint: HfCheckpoint | MegatronCheckpoint
+    checkpoint: Checkpoint
     family: Family
     dims: Dims
     args: Mapping[str, Any]
@@ -72,7 +68,7 @@ class Model:
 class Opened:
     """A checkpoint that can be read. Where it is of no model that is known, `model` is None and `error` says why."""
 
-    checkpoint: HfCheckpoint | MegatronCheckpoint
+    checkpoint: Checkpoint
     model: Model | None
     error: ConfigError | None = None
 
@@ -101,7 +97,7 @@ def open_any(
     return Opened(model.checkpoint, model)
 
 
-def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfCheckpoint | MegatronCheckpoint:
+def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open a directory in whatever format it has, headers only; of a training run its newest checkpoint.
 
     Args:
@@ -115,24 +111,23 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfChe
     return checkpoint
 
 
-def _opened(path: Path, given: Mapping[str, Any] | None) -> HfCheckpoint | MegatronCheckpoint:
+def _opened(path: Path, given: Mapping[str, Any] | None) -> Checkpoint:
     if not path.exists():
         raise UnreadableCheckpoint(f"`{path}` does not exist")
     if not path.is_dir():
         raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory that holds the checkpoint")
-    if hf.detect(path):
-        return hf.open_hf(path)
-    if mp_rank.detect(path):
-        return mp_rank.open_mp_rank(path, given)
-    if zarr.detect(path):
-        return zarr.open_zarr(path)
-    if torch_dist.detect(path):
-        return torch_dist.open_torch_dist(path)
+    kind = format_of(path)
+    if kind is not None:
+        return kind.open(path, given or {})
+    saved = iterations(path)
+    if (path / TRACKER).is_file() or saved:
+        names = dict.fromkeys(each.file_names for each in map(format_of, saved) if each is not None)
+        return _opened(resolve(path, format_of, " or ".join(names) or "checkpoint"), given)
     run = find_run(path)
     if run is not None and run.checkpoints != path:
         return _opened(run.checkpoints, given)
-    if (path / hf.CONFIG).is_file():
-        raise UnreadableCheckpoint(f"`{path}` has a `{hf.CONFIG}` but no weights")
+    if (path / CONFIG).is_file():
+        raise UnreadableCheckpoint(f"`{path}` has a `{CONFIG}` but no weights")
     raise UnreadableCheckpoint(
         f"`{path}` is no checkpoint in a known format",
         hint="a Hugging Face directory has model.safetensors, a Megatron one .metadata or a tracker file",
@@ -161,21 +156,21 @@ def identify(
         ConvertError: it cannot be read, no family represents it, or its arguments are contradictory.
     """
     checkpoint = open_checkpoint(path, given)
-    if isinstance(checkpoint, HfCheckpoint):
-        return _identify_hf(checkpoint, family, ignore_keys)
-    folder = checkpoint.carried
+    if checkpoint.original_config is not None:
+        return _identify_by_config(checkpoint, checkpoint.original_config, family, ignore_keys)
+    folder = checkpoint.companions
     config = _read_config(hf_config)
     if hf_config is not None and hf_config.is_dir():
         folder = hf_config
-    if config is None and folder is not None and (folder / hf.CONFIG).is_file():
-        config = hf.read_json(folder / hf.CONFIG)
+    if config is None and folder is not None and (folder / CONFIG).is_file():
+        config = read_json(folder / CONFIG)
     return replace(_identify_megatron(checkpoint, family, config, vocab_size, ignore_keys), folder=folder)
 
 
 def _read_config(path: Path | None) -> Mapping[str, Any] | None:
     if path is None:
         return None
-    return hf.read_json(path / hf.CONFIG if path.is_dir() else path)
+    return read_json(path / CONFIG if path.is_dir() else path)
 
 
 def in_one_family(a: Model, b: Model) -> tuple[Model, Model]:
@@ -198,18 +193,20 @@ def _ignoring(
     return replace(family, config=family.config.ignoring(keys)), ignored, notes
 
 
-def _identify_hf(checkpoint: HfCheckpoint, name: str | None, ignore_keys: Sequence[str]) -> Model:
-    family = families.named(name) if name else families.of_config(checkpoint.config)
-    family, ignored, notes = _ignoring(family, checkpoint.config, ignore_keys)
-    args = arguments.normalise(family.config.to_megatron(checkpoint.config))
+def _identify_by_config(
+    checkpoint: Checkpoint, config: Mapping[str, Any], name: str | None, ignore_keys: Sequence[str]
+) -> Model:
+    family = families.named(name) if name else families.of_config(config)
+    family, ignored, notes = _ignoring(family, config, ignore_keys)
+    args = arguments.normalise(family.config.to_megatron(config))
     vocab = args["vocab_size"]
     dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)
-    opened = HfCheckpoint(checkpoint.path, checkpoint.views, checkpoint.config, family.optional_prefix)
-    return Model(opened, family, dims, args, checkpoint.config, tuple(notes), folder=checkpoint.path, ignored=ignored)
+    opened = checkpoint.named_for(family)
+    return Model(opened, family, dims, args, config, tuple(notes), folder=opened.companions, ignored=ignored)
 
 
 def _identify_megatron(
-    checkpoint: MegatronCheckpoint,
+    checkpoint: Checkpoint,
     name: str | None,
     config: Mapping[str, Any] | None,
     vocab_size: int | None,
@@ -242,6 +239,8 @@ def _identify_megatron(
             family = gpt.family(args)
         family, ignored, notes = _ignoring(family, config, ignore_keys)
     rows = checkpoint.embedding_rows
+    if rows is None:
+        raise UnreadableCheckpoint(f"`{checkpoint.path}` has no `{gpt.EMBEDDING}`")
     said = vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
     if vocab is None:
         vocab = rows

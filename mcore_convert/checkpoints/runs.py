@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.torch_dist.checkpoint import MAX_DIGITS, TRACKER, Common, iterations
+from mcore_convert.formats.base import Common
+from mcore_convert.formats.megatron.run_directory import TRACKER, iteration_of, iterations, parse_tracker
 
 CHECKPOINTS = "checkpoints"
 CONFIG, METRICS, PICTURE = "config.yaml", "metrics.jsonl", "loss.png"
 OURS = "train_entry"  # the key under which the training entry keeps its own in a checkpoint's common state
 WRITTEN_TRIES, WRITTEN_SECONDS = 20, 0.05  # until a tracker file that is being written has its word
-ITERATION = re.compile(r"iter_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,18 @@ class Run:
             UnreadableCheckpoint: it says something else.
         """
         tracker = self.checkpoints / TRACKER
-        said = ""
+        name = ""
         for _ in range(WRITTEN_TRIES):  # Megatron-LM empties it before it writes
             try:
-                said = tracker.read_text(errors="replace").strip()
+                name = parse_tracker(tracker)
             except FileNotFoundError:
                 return None
-            if said:
+            if name:
                 break
             time.sleep(WRITTEN_SECONDS)
-        if said == "release":
-            return None
-        if not said.isdecimal() or len(said) > MAX_DIGITS:
-            raise UnreadableCheckpoint(f"`{tracker}` says `{said[:40]}`, which is neither an iteration nor `release`")
-        return int(said)
+        if not name:
+            raise UnreadableCheckpoint(f"`{tracker}` says ``, which is neither an iteration nor `release`")
+        return iteration_of(Path(name))
 
     def iterations(self) -> dict[int, Path]:
         """The checkpoints that are complete, by their iteration: none after the one that the tracker names."""
@@ -94,12 +92,6 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict) and isinstance(row.get("iteration"), int):
                 yield row
-
-
-def iteration_of(path: Path) -> int | None:
-    """The iteration that a directory is named after."""
-    found = ITERATION.fullmatch(path.name)
-    return None if found is None or len(found[1]) > MAX_DIGITS else int(found[1])
 
 
 def find_run(path: Path) -> Run | None:

@@ -50,7 +50,7 @@ def command(
             help="What --tokenizer-model shall name in the stored arguments",
         ),
     ] = None,
-    max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
+    max_shard_size: options.MaxShardSize = None,
     revision: options.Revision = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,

@@ -16,7 +16,7 @@ from mcore_convert.text.quantities import in_bytes, in_digits, in_percent
 
 if TYPE_CHECKING:
     from mcore_convert.comparison.change import Change
-    from mcore_convert.comparison.distance import Comparison, Side
+    from mcore_convert.comparison.distance import Compared, Comparison
 
 
 def command(
@@ -91,7 +91,7 @@ def report(found: Comparison, top: int) -> None:
             show(line)
 
 
-def _about(side: Side) -> str:
+def _about(side: Compared) -> str:
     parts = [side.format, side.family or "", "" if side.iteration is None else f"iteration {side.iteration}"]
     return f"{side.path}  {', '.join(filter(None, parts))}"
 

@@ -59,7 +59,7 @@ def command(
     ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     arg: options.Given = None,
-    max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
+    max_shard_size: options.MaxShardSize = None,
     allow_drift: options.AllowDrift = False,
     metadata: Annotated[
         list[str] | None,

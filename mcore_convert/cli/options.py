@@ -173,7 +173,10 @@ Iteration = Annotated[
     typer.Option(min=0, metavar="N", rich_help_panel=TARGET, help="Number of the iter_* directory to write"),
 ]
 MaxShardSize = Annotated[
-    int, typer.Option(parser=size, metavar="SIZE", rich_help_panel=TARGET, help="Largest safetensors file")
+    int | None,
+    typer.Option(
+        parser=size, metavar="SIZE", rich_help_panel=TARGET, help="Largest safetensors file; 5GB unless given"
+    ),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", rich_help_panel=TARGET, help="Replace a destination that exists")

@@ -11,7 +11,7 @@ from mcore_convert.checkpoints.contents import Contents, Tensor, paired
 from mcore_convert.comparison.change import Change, Gap, change_of, finite, gap_of, total_relative
 from mcore_convert.comparison.equality import config_differences, sizes_of
 from mcore_convert.errors import VerificationError
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
+from mcore_convert.formats.base import Side
 from mcore_convert.storage.blocks import added_up
 from mcore_convert.storage.elements import Files, Meter, Progress, as_float
 from mcore_convert.storage.phases import phase
@@ -21,7 +21,7 @@ MAY_DIFFER = ("tied", "qkv_bias", "linear_bias")  # sizes that decide which weig
 
 
 @dataclass(frozen=True)
-class Side:
+class Compared:
     """One of the two checkpoints. `family` is None where no family knows it."""
 
     path: str
@@ -37,8 +37,8 @@ class Comparison:
     `only_in_a` and `only_in_b` name the tensors that one side lacks; `nbytes` were read.
     """
 
-    a: Side
-    b: Side
+    a: Compared
+    b: Compared
     changes: tuple[Change, ...]
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
@@ -126,7 +126,7 @@ def _refuse_other_models(a: Contents, b: Contents) -> None:
             name = known.model.family.name if known.model else ""
             raise VerificationError(f"`{unknown.checkpoint.path}` is no `{name}`, and of no family that is known")
         return
-    both_megatron = not any(isinstance(side.checkpoint, HfCheckpoint) for side in (a, b))
+    both_megatron = all(each.checkpoint.side is Side.MEGATRON for each in (a, b))
     if not both_megatron and a.model.family.name != b.model.family.name:
         raise VerificationError(f"a `{a.model.family.name}` cannot be compared with a `{b.model.family.name}`")
     mine, theirs = sizes_of(a.model), sizes_of(b.model)
@@ -135,13 +135,13 @@ def _refuse_other_models(a: Contents, b: Contents) -> None:
         raise VerificationError("the models have different sizes", items=items)
 
 
-def _side(contents: Contents) -> Side:
+def _side(contents: Contents) -> Compared:
     checkpoint, model = contents.checkpoint, contents.model
-    return Side(
+    return Compared(
         str(checkpoint.path),
         checkpoint.format,
         model.family.name if model else None,
-        None if isinstance(checkpoint, HfCheckpoint) else checkpoint.common.iteration,
+        checkpoint.common.iteration,
     )
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from mcore_convert.checkpoints.checks import prove
 from mcore_convert.checkpoints.identify import Model
-from mcore_convert.conversion.execute import prove
-from mcore_convert.conversion.plan import Sources, find_weights
+from mcore_convert.checkpoints.weights import Sources, find_weights
 from mcore_convert.errors import VerificationError
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
-from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, check_whole
+from mcore_convert.formats.base import Side
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config.neutral import NEUTRAL
 from mcore_convert.spec.family import Family, Item
@@ -111,7 +110,7 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
 def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[str]]:
     """The rows and states in which two checkpoints can be compared, and what is left out."""
     first, second = a.checkpoint, b.checkpoint
-    if isinstance(first, HfCheckpoint) or isinstance(second, HfCheckpoint):
+    if Side.HUGGING_FACE in (first.side, second.side):
         if a.refusals:
             raise VerificationError(a.refusals[0], items=a.refusals[1:])
         return a.family, (PARAM,), []
@@ -143,8 +142,7 @@ def config_differences(a: Model, b: Model) -> list[str]:
 
 def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
     """The weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
-    if isinstance(model.checkpoint, TorchDistCheckpoint):
-        check_whole(model.checkpoint)
+    model.checkpoint.check_whole()
     found = find_weights(family, model.dims, model.checkpoint, states)
     prove(check for check in found.checks if check.other is not None)
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mcore_convert.checkpoints.identify import Model
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.comparison.equality import LogitsReport
-from mcore_convert.conversion.plan import find_weights
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
+from mcore_convert.formats.base import Side
 from mcore_convert.spec.names import spell
 from mcore_convert.storage.elements import Files, Progress, global_tensor
 from mcore_convert.storage.phases import phase
@@ -46,7 +46,7 @@ def compare_logits(
 
 def run(model: Model, tokens: Tensor, progress: Progress | None = None) -> Tensor:
     """The logits of a checkpoint, `[batch, length, vocab_size]` in fp32."""
-    chosen = _run_hf if isinstance(model.checkpoint, HfCheckpoint) else _run_megatron
+    chosen = _run_hf if model.checkpoint.side is Side.HUGGING_FACE else _run_megatron
     return chosen(model, tokens, progress)
 
 

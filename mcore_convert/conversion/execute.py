@@ -10,15 +10,16 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mcore_convert.conversion.plan import Check, Plan
+from mcore_convert.checkpoints.checks import prove
+from mcore_convert.conversion.plan import Plan
 from mcore_convert.errors import ConvertError, UnwritableTarget
 from mcore_convert.storage.destination import check_free, claimed, partial_path
 from mcore_convert.storage.disk import copy_file, sync, write_at, write_new
-from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress, blocks_of, copy_view, differing, round_to
+from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress, copy_view
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.views import open_error
 
@@ -144,31 +145,6 @@ def _fill(plan: Plan, files: Files, meter: Meter) -> None:
                 worker.result()
         finally:
             stop.set()
-
-
-def prove(checks: Iterable[Check]) -> None:
-    """Run checks on the data.
-
-    Raises:
-        ConvertError: the first that fails, in its own words.
-    """
-    with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
-        for _ in pool.map(lambda check: _check(check, files), checks):
-            pass
-
-
-def _check(check: Check, files: Files) -> None:
-    if check.other is not None and check.rounded:
-        exact, rounded = files.array(check.view), files.array(check.other)
-        blocks = blocks_of(check.view.shape, check.view.itemsize)
-        failed = any(bool((round_to(exact[block], check.other.dtype) != rounded[block]).any()) for block in blocks)
-    elif check.other is not None:
-        failed = next(differing(files, check.view, check.other), None) is not None
-    else:
-        array = files.array(check.view)
-        failed = any(bool(array[block].any()) for block in blocks_of(check.view.shape, check.view.itemsize))
-    if failed:
-        raise ConvertError(check.failure, hint=check.hint)
 
 
 def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes]) -> None:

@@ -6,11 +6,11 @@ import logging
 from dataclasses import replace
 
 from mcore_convert.checkpoints.identify import Model
-from mcore_convert.conversion.plan import Plan, find_weights, moves_between
-from mcore_convert.conversion.target import FORMATS, Target, lay_out_hf, lay_out_megatron
-from mcore_convert.errors import ConvertError
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
-from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, check_whole
+from mcore_convert.checkpoints.weights import find_weights
+from mcore_convert.conversion.plan import Plan, moves_between
+from mcore_convert.conversion.target import Target, lay_out_hf, lay_out_megatron
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.registry import target_named
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.names import PARAM
@@ -26,13 +26,11 @@ def plan_conversion(model: Model, target: Target) -> Plan:
         ConvertError: the source is not whole, a weight has no place, the configuration cannot be represented, or the
             layout does not fit.
     """
-    if target.format not in FORMATS:
-        raise ConvertError(f"there is no format `{target.format}`", hint=f"known are {', '.join(FORMATS)}")
+    written = target_named(target.format)
     source = model.checkpoint
     notes = list(model.notes)
-    if isinstance(source, TorchDistCheckpoint):
-        check_whole(source)
-    with_family = isinstance(source, HfCheckpoint) or target.format == "hf"
+    source.check_whole()
+    with_family = Side.HUGGING_FACE in (source.side, written.side)
     plan = (_plan_with_family if with_family else _plan_between_megatrons)(model, target, notes)
     copies = sum(len(move.copies) for move in plan.moves)
     num_files = len(plan.reservation.sizes)
@@ -45,10 +43,10 @@ def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
     if model.refusal is not None:
         raise model.refusal
     source = model.checkpoint
-    if not isinstance(source, HfCheckpoint) and source.optimizer_keys:
+    if source.optimizer_keys:
         notes.append(f"optimizer state is left behind ({len(source.optimizer_keys)} keys)")
     sources = find_weights(model.family, model.dims, source, allow_drift=target.allow_drift)
-    if target.format == "hf":
+    if target_named(target.format).side is Side.HUGGING_FACE:
         if model.choice is not None and model.choice.note is not None:
             notes.append(model.choice.note)
         dims = model.dims

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.checkpoints.identify import Model
-from mcore_convert.conversion.plan import Sources
-from mcore_convert.formats.base import Checkpoint, Reservation, Training
-from mcore_convert.formats.hf import checkpoint as hf
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
+from mcore_convert.checkpoints.weights import Sources
+from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
+from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
 from mcore_convert.formats.megatron import modules
-from mcore_convert.formats.mp_rank import writer as mp_rank_writer
-from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint
-from mcore_convert.formats.torch_dist import writer as torch_dist_writer
-from mcore_convert.formats.torch_dist.checkpoint import CARRIED
+from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
+from mcore_convert.formats.registry import options_for, target_named
 from mcore_convert.spec.config import arguments, bridge
 from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.layout import Layout
 
-FORMATS = ("hf", "torch_dist", "torch")
 COMMAND_FILE = "megatron_args.txt"
 
 
@@ -32,23 +28,22 @@ COMMAND_FILE = "megatron_args.txt"
 class Target:
     """What to write: the format, the layout that Megatron will run, and sizes of files.
 
-    `iteration` names the directory `iter_*`; None writes `release`. `max_shard_size` in bytes, for `hf`.
-    `tokenizer` is what the stored arguments name as one, or, for `hf`, where the one comes from that the caller adds.
-    `implementation` is the layer spec whose names the `torch` format takes; that of the source unless given.
+    `iteration` names the directory `iter_*`; None writes `release`. `tokenizer` is what the stored arguments name as
+    one, or, on Hugging Face's side, where the one comes from that the caller adds.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
-    `dtype` rounds the weights, for `hf`; they stay as stored unless given.
+    `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
+    None stands for what was not given.
     """
 
     path: Path
     format: str
     layout: Layout = Layout()
     iteration: int | None = None
-    max_shard_size: int = hf.DEFAULT_SHARD_SIZE
     tokenizer: str | None = None
-    implementation: str | None = None
     optimizer: bool = True
     allow_drift: bool = False
     dtype: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
@@ -60,7 +55,7 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         notes.append(f"weights in {' and '.join(sorted(set(dtype_of.values())))} become {target.dtype}{rounded}")
         dtype_of = dict.fromkeys(dtype_of, target.dtype)
     args = {**model.args, **_dtype_flags(dtype_of)}
-    from_hf = isinstance(model.checkpoint, HfCheckpoint)
+    from_hf = model.checkpoint.side is Side.HUGGING_FACE
     if from_hf and not cast and model.config is not None:
         config: Mapping[str, Any] = model.config
     elif model.config is None:
@@ -78,10 +73,11 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         notes.append(
             f"{model.dims.padded_vocab_size} embedding rows are cut to the vocabulary of {model.dims.vocab_size}"
         )
-    checkpoint, reservation = hf.reserve(target.path, model.family, model.dims, config, dtype_of, target.max_shard_size)
+    request = Request(target.path, model.family, model.dims, dtype_of, _options(target), config=config)
+    checkpoint, reservation = _reserve(target, request)
     folder = model.folder
     if folder is not None:
-        there = [name for name in hf.carried_files(folder) if from_hf or name != hf.CARD]  # it describes the original
+        there = [name for name in carried_files(folder) if from_hf or name != CARD]  # it describes the original
         reservation.carried = {target.path / name: folder / name for name in there}
     return checkpoint, reservation
 
@@ -93,43 +89,29 @@ def lay_out_megatron(
     layout = target.layout
     layout.check(dims)
     folder = model.folder
-    carried = [] if folder is None else [*hf.carried_files(folder), hf.CONFIG]
-    name = "release" if target.iteration is None else f"iter_{target.iteration:07d}"
+    carried = [] if folder is None else [*carried_files(folder), CONFIG]
+    name = name_of(target.iteration)
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
     args = _stored_arguments(model, dims, target, sources.dtype_of, hf_folder, carried)
     _note(model, dims, target, training, args, name, notes)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": target.iteration or 0}
-    checkpoint: Checkpoint
-    if target.format == "torch":
-        source = model.checkpoint
-        same = source if isinstance(source, MpRankCheckpoint) else None
-        checkpoint, reservation = mp_rank_writer.reserve(
-            target.path,
-            family,
-            dims,
-            sources.dtype_of,
-            layout,
-            iteration=target.iteration,
-            common=common,
-            training=training,
-            implementation=target.implementation or (same.implementation if same else implementation_of(args)),
-            experts=same.experts if same else experts_of(args),
-        )
-    else:
-        checkpoint, reservation = torch_dist_writer.reserve(
-            target.path,
-            dims,
-            sources.dtype_of,
-            tp=layout.tp,
-            iteration=target.iteration,
-            common=common,
-            # of a model that no family knows, the stored arguments say more than a partial `run_config.yaml`
-            run_config=None
-            if model.refusals
-            else bridge.run_config(_with_true_vocabulary(args, model), model.family.name),
-            training=training,
-        )
+    # of a model that no family knows, the stored arguments say more than a partial `run_config.yaml`
+    known = not model.refusals
+    request = Request(
+        target.path,
+        family,
+        dims,
+        sources.dtype_of,
+        _options(target),
+        common=common,
+        layout=layout,
+        iteration=target.iteration,
+        training=training,
+        run_config=bridge.run_config(_with_true_vocabulary(args, model), model.family.name) if known else None,
+        layer_spec=model.checkpoint.layer_spec or LayerSpec(implementation_of(args), experts_of(args)),
+    )
+    checkpoint, reservation = _reserve(target, request)
     flags = [*command_line(args), *_layout_flags(layout, dims)]
     if training is not None:
         flags.append("--no-load-rng")
@@ -139,6 +121,16 @@ def lay_out_megatron(
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried = {hf_folder / file: folder / file for file in there}
     return checkpoint, reservation
+
+
+def _options(target: Target) -> Any:
+    return options_for(target_named(target.format), target.options)
+
+
+def _reserve(target: Target, request: Request) -> tuple[Checkpoint, Reservation]:
+    reserve = target_named(target.format).reserve
+    assert reserve is not None
+    return reserve(request)
 
 
 def implementation_of(args: Mapping[str, Any]) -> str:
@@ -158,7 +150,7 @@ def _stored_arguments(
     """The run's own arguments where there are some, changed in what the layout changes; else a full new set."""
     layout = target.layout
     source = model.checkpoint
-    stored = None if isinstance(source, HfCheckpoint) else source.common.args
+    stored = source.common.args
     if stored is not None:
         args = arguments.plain(stored)
         args |= _dtype_flags(dtype_of)
@@ -229,7 +221,7 @@ def _note(
 ) -> None:
     """What a user should know of a Megatron target."""
     layout, vocab = target.layout, model.dims.vocab_size
-    if isinstance(model.checkpoint, HfCheckpoint) and dims.padded_vocab_size != vocab:
+    if model.checkpoint.side is Side.HUGGING_FACE and dims.padded_vocab_size != vocab:
         notes.append(f"the vocabulary of {vocab} is padded to {dims.padded_vocab_size} rows for tp = {layout.tp}")
     elif dims.padded_vocab_size != model.dims.padded_vocab_size:
         notes.append(

@@ -8,12 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mcore_convert.checkpoints.contents import family_of
-from mcore_convert.checkpoints.identify import MegatronCheckpoint, Model, Opened
+from mcore_convert.checkpoints.identify import Model, Opened
 from mcore_convert.errors import ConfigError, LayoutError
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
-from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint
-from mcore_convert.formats.mp_rank.layout import layout_of
-from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint
+from mcore_convert.formats.base import Side
 from mcore_convert.inspection.outliers import Outlier
 from mcore_convert.inspection.ranks import RankPart, rank_parts
 from mcore_convert.inspection.statistics import WeightStatistics
@@ -81,26 +78,26 @@ def inspection_of(opened: Opened) -> Inspection:
     checkpoint, model, refusals = opened.checkpoint, opened.model, opened.refusals
     tensors = checkpoint.tensors
     dims = model.dims if model else None
-    common = _common_of(checkpoint)
+    storage = checkpoint.storage()
     return Inspection(
         path=str(checkpoint.path),
         format=checkpoint.format,
-        written_by=common["written_by"],
-        iteration=common["iteration"],
+        written_by=storage.written_by,
+        iteration=checkpoint.common.iteration,
         family=model.family.name if model and not refusals else None,
         refusals=refusals,
-        layout=common["layout"],
-        dialect=checkpoint.dialect if isinstance(checkpoint, TorchDistCheckpoint) else None,
+        layout=_layout_sizes(checkpoint.common.args or {}),
+        dialect=storage.dialect,
         dtypes=tuple(sorted({meta.dtype for meta in tensors.values()})),
         num_parameters=model.num_parameters if model else sum(meta.numel for meta in tensors.values()),
         nbytes=sum(meta.nbytes for meta in tensors.values()),
-        num_files=_num_files(checkpoint),
+        num_files=storage.num_files,
         tied=dims.tied if dims else None,
         vocab_size=dims.vocab_size if dims else None,
         padded_vocab_size=dims.padded_vocab_size if dims else None,
         architecture=dict(model.family.config.to_hf(model.args)) if model and not refusals else {},
-        optimizer=common["optimizer"],
-        optimizer_keys=common["optimizer_keys"],
+        optimizer=storage.optimizer,
+        optimizer_keys=len(checkpoint.optimizer_keys),
         weights=_lines(tensors),
         notes=_notes(model) if model else (),
         ranks=_ranks(model) if model else (),
@@ -110,16 +107,6 @@ def inspection_of(opened: Opened) -> Inspection:
 def _notes(model: Model) -> tuple[str, ...]:
     note = model.choice.note if model.choice else None
     return model.notes if note is None else (*model.notes, note)
-
-
-def _num_files(checkpoint: HfCheckpoint | MegatronCheckpoint) -> int:
-    if isinstance(checkpoint, HfCheckpoint):
-        return len({view.path for view in checkpoint.views.values()})
-    if isinstance(checkpoint, MpRankCheckpoint):
-        return len(checkpoint.files)
-    directory = checkpoint.directory
-    chunks = (chunk for chunks in directory.chunks.values() for chunk in chunks)
-    return len({chunk.place.file for chunk in chunks} | {place.file for place in directory.objects.values()})
 
 
 def _ranks(model: Model) -> tuple[RankPart, ...]:
@@ -136,12 +123,14 @@ def _ranks(model: Model) -> tuple[RankPart, ...]:
 def saved_layout(model: Model) -> Layout | None:
     """The layout at which a checkpoint was saved; None where it has none, or does not tell."""
     checkpoint = model.checkpoint
-    if isinstance(checkpoint, HfCheckpoint):
+    if checkpoint.side is Side.HUGGING_FACE:
         return None
     try:
-        return checkpoint.layout if isinstance(checkpoint, MpRankCheckpoint) else layout_of(model.args)
+        layout = checkpoint.saved_layout or Layout.of(model.args)
     except LayoutError:
         return None
+    experts_apart = model.dims.num_experts and layout.etp not in (None, layout.tp)  # no grid of ranks shows both
+    return None if experts_apart else replace(layout, etp=None)
 
 
 def planned_ranks(opened: Opened, layout: Layout) -> tuple[RankPart, ...]:
@@ -169,15 +158,9 @@ def dtype_of(model: Model) -> str:
     return next(iter(model.checkpoint.tensors.values())).dtype
 
 
-def _common_of(checkpoint: HfCheckpoint | MegatronCheckpoint) -> dict[str, Any]:
-    """What only a Megatron checkpoint says."""
-    if isinstance(checkpoint, HfCheckpoint):
-        names = ("written_by", "iteration", "layout", "optimizer")
-        return {**dict.fromkeys(names), "optimizer_keys": 0}
-    common = checkpoint.common
-    args = common.args or {}
-    keys = checkpoint.optimizer_keys
-    layout = {
+def _layout_sizes(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The sizes of the layout that stored arguments tell; None where they tell none."""
+    sizes = {
         "tp": args.get("tensor_model_parallel_size"),
         "pp": args.get("pipeline_model_parallel_size"),
         "vpp": args.get("virtual_pipeline_model_parallel_size"),
@@ -185,61 +168,7 @@ def _common_of(checkpoint: HfCheckpoint | MegatronCheckpoint) -> dict[str, Any]:
         "cp": args.get("context_parallel_size"),
         "world_size": args.get("world_size"),
     }
-    return {
-        "written_by": written_by(checkpoint) if isinstance(checkpoint, TorchDistCheckpoint) else None,
-        "iteration": common.iteration,
-        "layout": {name: size for name, size in layout.items() if size is not None} or None,
-        "optimizer": _kind_in_ranks(checkpoint)
-        if isinstance(checkpoint, MpRankCheckpoint)
-        else optimizer_kind(common.state, keys),
-        "optimizer_keys": len(keys),
-    }
-
-
-def _kind_in_ranks(checkpoint: MpRankCheckpoint) -> str | None:
-    training = checkpoint.training
-    if training is None:
-        return None
-    return "distributed" if training.distributed else "plain"
-
-
-def written_by(checkpoint: TorchDistCheckpoint) -> str:
-    """The Megatron Core versions that write such files; no version is stored, so it is told from their traits."""
-    args, state = checkpoint.common.args or {}, checkpoint.common.state
-    if "norm_epsilon" in args and "layernorm_epsilon" in args:
-        return "mcore-convert"
-    traits = (
-        ("content_metadata" in state, "0.13", "0.12"),
-        ("layernorm_epsilon" in args, "0.16", "0.15"),
-        ("null_tokenizer_eod_id" in args, "0.18", "0.17"),
-        (not (checkpoint.path / "common.pt").is_file(), "0.19", "0.18"),
-    )
-    low = next((since for there, since, _ in reversed(traits) if there), "0.8")
-    # Only what is absent after the last trait that is there bounds it: an object of arguments may be incomplete.
-    after = traits[[since for _, since, _ in traits].index(low) + 1 :] if low != "0.8" else traits
-    return f"Megatron Core {low} to {after[0][2]}" if after else f"Megatron Core {low} or later"
-
-
-def optimizer_kind(state: Mapping[str, Any], keys: list[str]) -> str | None:
-    """How the optimizer's tensors are stored; None where there are none."""
-    if not keys:
-        return None
-    said = _dict(state, "content_metadata").get("distrib_optim_sharding_type")
-    optimizer = _dict(state, "optimizer")
-    for part in (optimizer, _dict(optimizer, 0)):
-        said = said or part.get("param_state_sharding_type")
-    if said:
-        return f"distributed, {said}"
-    if any(".state.fp32_param." in key for key in keys):
-        return "plain, with fp32 master weights"
-    if any("optimizer.distributed." in key for key in keys):
-        return "distributed, in buckets"
-    return "plain"
-
-
-def _dict(state: Mapping[Any, Any], key: object) -> Mapping[Any, Any]:
-    found = state.get(key)
-    return found if isinstance(found, dict) else {}
+    return {name: size for name, size in sizes.items() if size is not None} or None
 
 
 def _lines(tensors: Mapping[str, TensorMeta]) -> tuple[WeightLine, ...]:

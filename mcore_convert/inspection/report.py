@@ -11,7 +11,6 @@ from mcore_convert.checkpoints.download import local_path
 from mcore_convert.checkpoints.identify import Opened, in_one_family, open_any
 from mcore_convert.comparison.distance import Comparison, compare_contents
 from mcore_convert.errors import ConvertError, MappingError
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
 from mcore_convert.inspection.describe import Inspection, inspection_of, planned_ranks
 from mcore_convert.inspection.outliers import find_outliers
 from mcore_convert.inspection.page.pages import comparison_page, inspection_page
@@ -80,7 +79,7 @@ def _to_measure(opened: Opened, optimizer: bool) -> tuple[Contents, list[str]]:
     try:
         return contents_of(opened, optimizer=optimizer), []
     except MappingError as error:
-        if not isinstance(opened.checkpoint, HfCheckpoint):
+        if not opened.checkpoint.whole_views:
             raise
         return stored_contents(opened.checkpoint), [f"tensors are taken as they are stored: {error.message}"]
 
@@ -132,6 +131,6 @@ def _to_compare(a: Opened, b: Opened, optimizer: bool) -> tuple[Contents, Conten
     try:
         return contents_of(a, optimizer=optimizer), contents_of(b, optimizer=optimizer)
     except MappingError:
-        if not (isinstance(a.checkpoint, HfCheckpoint) and isinstance(b.checkpoint, HfCheckpoint)):
+        if not (a.checkpoint.whole_views and b.checkpoint.whole_views):
             raise
         return stored_contents(a.checkpoint), stored_contents(b.checkpoint)

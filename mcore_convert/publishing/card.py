@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.runs import History, Run
-from mcore_convert.formats.hf.checkpoint import CARD
+from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.version import VERSION
 
@@ -161,9 +161,9 @@ def _training(card: Card) -> Iterator[tuple[str, str]]:
 def _layout(card: Card) -> str:
     """How the run was spread over ranks: `tp 2, pp 2, on 4 ranks`."""
     checkpoint = card.model.checkpoint
-    if checkpoint.format == "hf":
+    if checkpoint.common.args is None:
         return ""
-    args = normalise(checkpoint.common.args or {})  # type: ignore[union-attr]
+    args = normalise(checkpoint.common.args)
     names = {
         "tp": "tensor_model_parallel_size",
         "pp": "pipeline_model_parallel_size",

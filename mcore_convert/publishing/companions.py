@@ -10,7 +10,8 @@ from mcore_convert.checkpoints.download import REPO_ID, tokenizer_path
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.runs import History
 from mcore_convert.errors import ConvertError, DataError
-from mcore_convert.formats.hf.checkpoint import GENERATION_CONFIG, read_json
+from mcore_convert.formats.files.json_file import read_json
+from mcore_convert.formats.files.model_folder import GENERATION_CONFIG
 from mcore_convert.publishing.tokenizer import Tokenizer, read_gpt2_bpe, read_tokenizer
 from mcore_convert.spec.config.arguments import padded_vocab_size
 
@@ -55,7 +56,7 @@ def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | N
                 yield f"none in `{said}` on the Hub, which the training run names", read_tokenizer(folder)
         else:
             yield f"`{said}`, which the training run names, is not there", None
-    stored = {} if model.checkpoint.format == "hf" else model.checkpoint.common.args or {}  # type: ignore[union-attr]
+    stored = model.checkpoint.common.args or {}
     files = [stored.get(name) for name in ("vocab_file", "merge_file")]
     if stored.get("tokenizer_type") == "GPT2BPETokenizer" and all(isinstance(file, str) for file in files):
         vocabulary, merges = (Path(str(file)) for file in files)

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.checkpoints.identify import Model, identify
-from mcore_convert.checkpoints.runs import PICTURE, History, Run, find_run, history_of, iteration_of, run_around
+from mcore_convert.checkpoints.runs import PICTURE, History, Run, find_run, history_of, run_around
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.conversion.execute import execute
-from mcore_convert.conversion.plan import Plan, find_weights
+from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
 from mcore_convert.conversion.target import Target
 from mcore_convert.errors import ConfigError, ConvertError, UnwritableTarget
-from mcore_convert.formats.hf import checkpoint as hf
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.files.json_file import json_bytes
+from mcore_convert.formats.files.model_folder import CARD, CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, carried_files
+from mcore_convert.formats.megatron.run_directory import iteration_of
+from mcore_convert.formats.registry import default_target
 from mcore_convert.publishing import companions
 from mcore_convert.publishing.card import Card, render
 from mcore_convert.publishing.hf_tensors import HfTensor, hf_tensors
@@ -44,7 +48,7 @@ class Options:
     ignore_keys: Sequence[str] = ()
     vocab_size: int | None = None
     given: Mapping[str, Any] | None = None
-    max_shard_size: int = hf.DEFAULT_SHARD_SIZE
+    max_shard_size: int | None = None
     allow_drift: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -97,11 +101,9 @@ def prepare(
         raise ConfigError(f"there is no dtype `{options.dtype}` of weights", hint=f"known are {', '.join(DTYPES)}")
     model = _identified(source, options)
     run = find_run(source) or run_around(source)
-    if isinstance(model.checkpoint, HfCheckpoint):
+    if model.checkpoint.side is Side.HUGGING_FACE:
         _refuse_idle(options)
-        history = History()
-    else:
-        history = history_of(model.checkpoint.common)
+    history = history_of(model.checkpoint.common)
     notes: list[str] = []
     tokenizer = None
     if options.with_tokenizer:
@@ -113,8 +115,8 @@ def prepare(
     final = destination or default_destination(source, model.checkpoint.path, run)
     target = Target(
         final,
-        "hf",
-        max_shard_size=options.max_shard_size,
+        default_target(Side.HUGGING_FACE),
+        options={"max_shard_size": options.max_shard_size},
         tokenizer=tokenizer.place if tokenizer else None,
         allow_drift=options.allow_drift,
         dtype=options.dtype,
@@ -151,17 +153,16 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
     """
     plan = prepared.plan
     written = plan.target
-    assert isinstance(written, HfCheckpoint)
     nbytes = sum(tensor.meta.nbytes for tensor in prepared.tensors)
     total = plan.nbytes + nbytes
     found: list[str] = []
 
     def proven(partial: Path) -> Mapping[Path, bytes]:
-        views = {name: view._replace(path=partial / view.path.name) for name, view in written.views.items()}
+        views = {name: view._replace(path=partial / view.path.name) for name, view in written.whole_views.items()}
         told = None if progress is None else Part(progress, plan.nbytes, total)
         with phase(progress, "reading again", nbytes):
             found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
-        return {prepared.path / hf.CARD: render(prepared.card, found[0])}
+        return {prepared.path / CARD: render(prepared.card, found[0])}
 
     copied = None if progress is None else Part(progress, 0, total)
     execute(plan, overwrite=overwrite, progress=copied, conclude=proven)
@@ -207,18 +208,18 @@ def _complete(
     """Add what goes along to the files of a plan; returns the configuration that is written."""
     reservation = plan.reservation
     path = reservation.path
-    config: dict[str, Any] = json.loads(reservation.texts[path / hf.CONFIG])
-    left = (hf.CARD, hf.GENERATION_CONFIG, *hf.carried_files(model.folder, hf.TOKENIZER_FILES)) if model.folder else ()
+    config: dict[str, Any] = json.loads(reservation.texts[path / CONFIG])
+    left = (CARD, GENERATION_CONFIG, *carried_files(model.folder, TOKENIZER_FILES)) if model.folder else ()
     for name in left:
         reservation.carried.pop(path / name, None)
     if tokenizer is not None:
         reservation.carried |= {path / name: file for name, file in tokenizer.files.items()}
         reservation.texts |= {path / name: text for name, text in tokenizer.texts.items()}
         config = companions.with_token_ids(config, tokenizer, replace=replace, pad=False)
-        reservation.texts[path / hf.CONFIG] = hf.json_bytes(config)
+        reservation.texts[path / CONFIG] = json_bytes(config)
     generation = companions.generation_config(model, config, tokenizer, replace=replace)
     if generation:
-        reservation.texts[path / hf.GENERATION_CONFIG] = hf.json_bytes(generation)
+        reservation.texts[path / GENERATION_CONFIG] = json_bytes(generation)
     if run is not None and run.picture is not None:
         reservation.carried[path / PICTURE] = run.picture
     return config

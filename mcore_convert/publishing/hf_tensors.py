@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_convert.conversion.plan import Sources
+from mcore_convert.checkpoints.weights import Sources
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import spell

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.checkpoints.identify import open_checkpoint
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.errors import ConvertError, HubError, UnreadableCheckpoint
-from mcore_convert.formats.hf import checkpoint as hf
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.registry import format_of
 from mcore_convert.publishing.export import Options, Prepared, prepare, write
 from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.publishing.upload import MAIN, Destination, Upload, checked, upload
@@ -46,7 +48,7 @@ class Export:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         plan, tokenizer = self.plan, self.tokenizer
-        dtypes = {view.dtype for view in plan.target.views.values()} if isinstance(plan.target, hf.HfCheckpoint) else {}
+        dtypes = {meta.dtype for meta in plan.target.tensors.values()}
         return {
             "source": {"path": str(plan.source.path), "format": plan.source.format},
             "path": None if self.path is None else str(self.path),
@@ -76,7 +78,7 @@ def export(
     ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     given: Mapping[str, Any] | None = None,
-    max_shard_size: int = hf.DEFAULT_SHARD_SIZE,
+    max_shard_size: int | None = None,
     allow_drift: bool = False,
     metadata: Mapping[str, Any] | None = None,
     push_to_hub: str | None = None,
@@ -241,8 +243,8 @@ def push(
         ConvertError: the source is no whole model, or cannot be exported.
     """
     path, target = Path(source), Destination(repo, private, branch, tag, commit_message)
-    if hf.detect(path):
-        hf.open_hf(path)  # whole, as far as headers and the index tell
+    if path.is_dir() and _is_hugging_face(path):
+        open_checkpoint(path)  # whole, as far as headers and the index tell
         return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
     if not path.exists():
         raise UnreadableCheckpoint(f"`{path}` does not exist")
@@ -254,3 +256,9 @@ def push(
 
 
 __all__ = ["Export", "export", "push"]
+
+
+def _is_hugging_face(path: Path) -> bool:
+    """Whether a directory needs no export: it is what one would make."""
+    kind = format_of(path)
+    return kind is not None and kind.side is Side.HUGGING_FACE

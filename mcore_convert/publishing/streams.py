@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mcore_convert.checkpoints.checks import prove
 from mcore_convert.checkpoints.download import local_path
 from mcore_convert.checkpoints.identify import Model, identify
-from mcore_convert.conversion.execute import BEYOND_HINT, prove
-from mcore_convert.conversion.plan import Plan, find_weights
+from mcore_convert.checkpoints.weights import find_weights
+from mcore_convert.conversion.execute import BEYOND_HINT
+from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
 from mcore_convert.conversion.target import Target
 from mcore_convert.errors import ConfigError, ConvertError
-from mcore_convert.formats.hf import checkpoint as hf
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.files.model_folder import CONFIG
+from mcore_convert.formats.registry import default_target
 from mcore_convert.publishing import companions
 from mcore_convert.publishing.hf_tensors import HfTensor, hf_tensors
 from mcore_convert.spec.config.arguments import DTYPES
@@ -87,7 +91,7 @@ def load_hf_model(
 
     model = _identified(path, family, hf_config, ignore_keys, vocab_size, given)
     plan = _planned(model, dtype, allow_drift)
-    content: dict[str, Any] = json.loads(plan.reservation.texts[plan.reservation.path / hf.CONFIG])
+    content: dict[str, Any] = json.loads(plan.reservation.texts[plan.reservation.path / CONFIG])
     weights = iter_hf_weights(
         path,
         dtype=dtype,
@@ -132,7 +136,9 @@ def _planned(model: Model, dtype: str | torch.dtype | None, allow_drift: bool) -
     """The plan of a conversion that is not run: the proof that the model is whole, and its configuration."""
     nowhere = Path("nowhere")
     with file_errors():
-        return plan_conversion(model, Target(nowhere, "hf", allow_drift=allow_drift, dtype=_name_of(dtype)))
+        return plan_conversion(
+            model, Target(nowhere, default_target(Side.HUGGING_FACE), allow_drift=allow_drift, dtype=_name_of(dtype))
+        )
 
 
 def _name_of(dtype: str | torch.dtype | None) -> str | None:

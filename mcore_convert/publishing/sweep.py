@@ -15,7 +15,6 @@ from typing import Any, Literal
 from mcore_convert.checkpoints.identify import open_checkpoint
 from mcore_convert.checkpoints.runs import Run, find_run, history_of
 from mcore_convert.errors import ConvertError, HubError, MappingError, UnreadableCheckpoint
-from mcore_convert.formats.hf import checkpoint as hf
 from mcore_convert.publishing.export import Options
 from mcore_convert.publishing.publish import Export, PathLike, hand_over
 from mcore_convert.publishing.upload import Destination, Upload, checked, has_model, upload
@@ -142,7 +141,7 @@ def _last_of(run: Run | None) -> int | None:
         with file_errors():
             newest = max((run.iterations() if run else {}).items(), default=None)
             checkpoint = None if newest is None else open_checkpoint(newest[1])
-            return None if checkpoint is None else history_of(checkpoint.common).last_iteration  # type: ignore[union-attr]
+            return None if checkpoint is None else history_of(checkpoint.common).last_iteration
     except ConvertError:
         return None
 
@@ -164,7 +163,7 @@ def _export_one(sweep: _Sweep, iteration: int, checkpoint: Path, final: Path | N
     target = sweep.target
     is_there = final is not None and final.exists()
     if is_there and final is not None:
-        hf.open_hf(final)  # whole, as far as headers and the index tell
+        open_checkpoint(final)  # whole, as far as headers and the index tell
     if target is not None and has_model(target.repo, checkpoint.name):
         return Swept(iteration, "there", final)
     if target is None and is_there:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.hf.checkpoint import TOKENIZER_FILES, carried_files, json_bytes, read_json
+from mcore_convert.formats.files.json_file import json_bytes, read_json
+from mcore_convert.formats.files.model_folder import TOKENIZER_FILES, carried_files
 from mcore_convert.storage.views import open_error
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")

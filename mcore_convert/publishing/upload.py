@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_convert.checkpoints.hub_errors import LOGIN, hub_errors, is_passing
 from mcore_convert.errors import HubError, UnreadableCheckpoint
-from mcore_convert.formats.hf.checkpoint import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
+from mcore_convert.formats.files.model_folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
 from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.phases import phase
 from mcore_convert.version import VERSION

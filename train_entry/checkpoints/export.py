@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mcore_convert.checkpoints.runs import CHECKPOINTS
 from mcore_convert.errors import ConvertError
-from mcore_convert.formats.torch_dist.checkpoint import CARRIED
+from mcore_convert.formats.megatron.run_directory import CARRIED
 from mcore_convert.publishing.publish import export
 from mcore_convert.publishing.tokenizer import read_tokenizer
 from train_entry.checkpoints import folder

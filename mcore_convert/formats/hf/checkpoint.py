@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
-from mcore_convert.formats.base import Findings, Reservation, Training
+from mcore_convert.formats.base import Checkpoint, Findings, Request, Reservation, Side, Storage
 from mcore_convert.formats.files import safetensors as safetensors_file
+from mcore_convert.formats.files.json_file import json_bytes, read_json
+from mcore_convert.formats.files.model_folder import CONFIG, INDEX
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
-from mcore_convert.spec.names import PARAM, spell
-from mcore_convert.storage.views import Slot, TensorMeta, View, is_inside, open_error
+from mcore_convert.spec.names import spell
+from mcore_convert.storage.views import Slot, TensorMeta, View, is_inside
 
-CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
 # In the order of preference of transformers.
 WEIGHT_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-
-GENERATION_CONFIG = "generation_config.json"
-CARD = "README.md"  # says whose work a model is; travels as the card of the model that another came from
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-)
-
-# What belongs to a model beside its weights and travels with them unchanged.
-CARRIED_FILES = (GENERATION_CONFIG, *TOKENIZER_FILES, CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "USE_POLICY.md")
 
 
 def detect(path: Path) -> bool:
@@ -53,33 +30,46 @@ def detect(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class HfCheckpoint:
+class HfOptions:
+    """What a user may choose for a target: `max_shard_size` is the largest size of a file, in bytes.
+
+    A larger tensor gets a file of its own.
+    """
+
+    max_shard_size: int = DEFAULT_SHARD_SIZE
+
+
+@dataclass(frozen=True)
+class HfCheckpoint(Checkpoint):
     """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's)."""
 
-    path: Path
     views: Mapping[str, View]
     config: Mapping[str, Any]
     prefix: str = ""
     format: str = "hf"
+    side: Side = Side.HUGGING_FACE
 
     @property
     def tensors(self) -> Mapping[str, TensorMeta]:
         return {name: TensorMeta(view.shape, view.dtype) for name, view in self.views.items()}
 
     @property
-    def states(self) -> tuple[str, ...]:
-        return (PARAM,)
+    def original_config(self) -> Mapping[str, Any]:
+        return self.config
 
     @property
-    def training(self) -> Training | None:
-        return None
+    def companions(self) -> Path:
+        return self.path
 
     @property
-    def found_by_order(self) -> bool:
-        return False
+    def whole_views(self) -> Mapping[str, View]:
+        return self.views
 
-    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
-        return ()
+    def storage(self) -> Storage:
+        return Storage(len({view.path for view in self.views.values()}))
+
+    def named_for(self, family: Family) -> HfCheckpoint:
+        return replace(self, prefix=family.optional_prefix)
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         weight, at, _ = item
@@ -105,8 +95,11 @@ class HfCheckpoint:
         return short if name not in self.views and short in self.views else name
 
 
-def open_hf(path: Path) -> HfCheckpoint:
+def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
     """Open a directory: its configuration and the headers of its weight files.
+
+    Args:
+        args: Megatron arguments, of which it has no use.
 
     Raises:
         UnreadableCheckpoint: a file is missing or damaged, or the index and the files disagree.
@@ -151,59 +144,21 @@ def _file_views(path: Path) -> dict[str, View]:
     return {str(name): view for name, view in tree.items() if isinstance(view, View)}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        UnreadableCheckpoint: the file is missing, or is not one.
-    """
-    try:
-        content = json.loads(path.read_bytes(), parse_constant=_no_json)
-    except OSError as error:
-        raise open_error(path, error) from error
-    except ValueError as error:
-        raise UnreadableCheckpoint(f"`{path}` is not JSON: {error}") from error
-    except RecursionError as error:
-        raise UnreadableCheckpoint(f"`{path}` is nested too deeply") from error
-    if not isinstance(content, dict):
-        raise UnreadableCheckpoint(f"`{path}` is not a JSON object")
-    return content
-
-
-def _no_json(word: str) -> None:
-    """NaN and Infinity, which Python would read."""
-    raise ValueError(f"it says {word}")
-
-
-def carried_files(path: Path, patterns: Sequence[str] = CARRIED_FILES) -> list[str]:
-    """The names of the files in a directory that travel with a model: tokenizer, generation config, chat template."""
-    names = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
-
-
-def reserve(
-    path: Path,
-    family: Family,
-    dims: Dims,
-    config: Mapping[str, Any],
-    dtype_of: Mapping[Item, str],
-    max_shard_size: int,
-) -> tuple[HfCheckpoint, Reservation]:
+def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
     """Lay out a directory: which tensor lies where in which file. Tensors stand in the order of the forward pass.
 
-    Args:
-        path: where the files will lie.
-        dtype_of: the dtype of every weight that the model has.
-        max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
+    Raises:
+        MappingError: two weights have one name.
     """
+    path, family, dims = request.path, request.family, request.dims
     metas: dict[str, TensorMeta] = {}
-    for (weight, at, _), dtype in dtype_of.items():
+    for (weight, at, _), dtype in request.dtype_of.items():
         for template, shape in zip(weight.hf, weight.pack.shapes(family.shape(weight, dims), dims), strict=True):
             name = spell(template, at)
             if name in metas:
                 raise MappingError(f"two weights of family `{family.name}` are called `{name}`")
             metas[name] = TensorMeta(shape, dtype)
-    shards = list(_shards(metas, max_shard_size))
+    shards = list(_shards(metas, request.options.max_shard_size))
     reservation = Reservation(path)
     views: dict[str, View] = {}
     weight_map: dict[str, str] = {}
@@ -222,8 +177,8 @@ def reserve(
             "total_parameters": sum(m.numel for m in metas.values()),
         }
         reservation.texts[path / INDEX] = json_bytes({"metadata": total, "weight_map": weight_map})
-    reservation.texts[path / CONFIG] = json_bytes(config)
-    return HfCheckpoint(path, views, config), reservation
+    reservation.texts[path / CONFIG] = json_bytes(request.config)
+    return HfCheckpoint(path, views, request.config), reservation
 
 
 def _shards(metas: Mapping[str, TensorMeta], limit: int) -> Iterable[dict[str, TensorMeta]]:
@@ -236,8 +191,3 @@ def _shards(metas: Mapping[str, TensorMeta], limit: int) -> Iterable[dict[str, T
         shard[name] = meta
         size += meta.nbytes
     yield shard
-
-
-def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """A JSON file as transformers writes it."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

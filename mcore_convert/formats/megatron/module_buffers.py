@@ -16,10 +16,9 @@ from mcore_convert.formats.megatron.flat import ALIGNMENT, Local, local_of
 from mcore_convert.formats.megatron.modules import GROUPED, IMPLEMENTATIONS, LOCAL, SEQUENTIAL, in_module_order
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
+from mcore_convert.spec.gpt import EMBEDDING
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import Index, placeholders_of, spell
-
-EMBEDDING = "embedding.word_embeddings.weight"
 
 Place = tuple[int, int, int, int]  # which optimizer of a chain, data-parallel group, buffer, bucket
 DtypeOf = Callable[[Weight, Index], str | None]

@@ -6,6 +6,7 @@ the run was built from, and the flat buffers of a distributed optimizer follow t
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 
 from mcore_convert.spec.family import Weight
@@ -16,6 +17,10 @@ IMPLEMENTATIONS = (LOCAL, TRANSFORMER_ENGINE)
 
 # How experts are kept: one module each, or one for all with numbered weights (Transformer Engine's grouped linears).
 SEQUENTIAL, GROUPED = "sequential", "grouped"
+
+# What a module without FP8 state saves, in the one form that Transformer Engine 1.x to 2.x, Megatron's grouped linears
+# and its local modules all accept: a byte tensor of pickle.dumps(None).
+EXTRA_STATE = pickle.dumps(None, protocol=4)
 
 EXPERT = "mlp.experts.experts.{expert}."
 FUSED_NORMS = {

@@ -10,21 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.base import Findings, Training
+from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
 from mcore_convert.formats.megatron.flat import local_of
 from mcore_convert.formats.megatron.modules import name_in_module
+from mcore_convert.formats.megatron.run_directory import carried_in
 from mcore_convert.formats.mp_rank import optimizer as mp_rank_optimizer
 from mcore_convert.formats.mp_rank.optimizer import Proof
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile, slots_in_global
-from mcore_convert.formats.torch_dist.checkpoint import CARRIED, Common
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, PARAM, Index, spell
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.views import Slot, TensorMeta
-
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class MpRankCheckpoint:
+class MpRankCheckpoint(Checkpoint):
     """An open or a reserved directory of rank files.
 
     `implementation` and `experts` are the words of `formats.modules`; `args` are those of the run, with what the user
     gave in their stead.
     """
 
-    path: Path
     files: Mapping[Rank, RankFile]
     args: Mapping[str, Any]
     layout: Layout
@@ -52,6 +50,7 @@ class MpRankCheckpoint:
     implementation: str
     experts: str
     format: str = "torch"
+    side: Side = Side.MEGATRON
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorMeta]:
@@ -80,10 +79,21 @@ class MpRankCheckpoint:
         return True
 
     @property
-    def carried(self) -> Path | None:
-        """The folder of a Hugging Face model's other files, where the checkpoint was converted from one."""
-        folder = self.path / CARRIED
-        return folder if folder.is_dir() else None
+    def companions(self) -> Path | None:
+        return carried_in(self.path)
+
+    @property
+    def saved_layout(self) -> Layout:
+        return self.layout
+
+    @property
+    def layer_spec(self) -> LayerSpec:
+        return LayerSpec(self.implementation, self.experts)
+
+    def storage(self) -> Storage:
+        training = self.training
+        kind = None if training is None else "distributed" if training.distributed else "plain"
+        return Storage(len(self.files), optimizer=kind)
 
     @property
     def embedding_rows(self) -> int:
@@ -157,7 +167,7 @@ class MpRankCheckpoint:
         stage, ep, name = self._position(item, dims)
         ends = [(stage, name)]
         if item.weight.mcore == EMBEDDING and dims.tied and self._last.pp != stage.pp:
-            ends.append((self._last, HEAD))
+            ends.append((self._last, OUTPUT))
         every = [
             Place(Rank(tp, end.pp, at), end.vpp, end_name)
             for end, end_name in ends

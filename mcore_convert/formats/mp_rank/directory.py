@@ -17,6 +17,7 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.megatron.modules import GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
+from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
 from mcore_convert.formats.mp_rank import old_classes
 from mcore_convert.formats.mp_rank.checkpoint import MpRankCheckpoint
@@ -29,28 +30,18 @@ from mcore_convert.formats.mp_rank.rank_file import (
     num_layers_of,
     read_tree,
 )
-from mcore_convert.formats.torch_dist.checkpoint import iterations, resolve_by
 from mcore_convert.spec.layout import Layout, Rank, Stage
 
-__all__ = ["MpRankCheckpoint", "detect", "open_mp_rank", "resolve"]
+__all__ = ["MpRankCheckpoint", "detect", "open_mp_rank"]
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory is one of these, or holds one."""
-    return bool(_ranks_in(path)) or any(map(_ranks_in, iterations(path)))
+    """Whether a directory has folders of ranks."""
+    return bool(_ranks_in(path))
 
 
 def _ranks_in(path: Path) -> list[Path]:
     return sorted(p for p in path.glob("mp_rank_*") if mp_rank_layout.RANK_NAME.fullmatch(p.name))
-
-
-def resolve(path: Path) -> Path:
-    """The directory of the rank files: `path`, or the one that its tracker file names.
-
-    Raises:
-        UnreadableCheckpoint: no tracker file, or it names a directory that is not there.
-    """
-    return resolve_by(path, _ranks_in, "mp_rank_*")
 
 
 def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankCheckpoint:
@@ -63,7 +54,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
         UnreadableCheckpoint: a rank is missing or damaged, ranks are of different runs or iterations, their number
             fits no layout, or the run's arguments are not stored and not given.
     """
-    path = resolve(path)
+    path = resolve(path, _ranks_in, "mp_rank_*")
     where = f"`{path}`"
     folders = _ranks_in(path)
     trees = {folder.name: read_tree(_file_in(folder)) for folder in folders}

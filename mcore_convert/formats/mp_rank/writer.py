@@ -5,34 +5,42 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import LayoutError
-from mcore_convert.formats.base import Reservation, Training
+from mcore_convert.formats.base import LayerSpec, Request, Reservation, Training
 from mcore_convert.formats.files.torch_tree import Hole, reserve_tree
 from mcore_convert.formats.megatron.flat import local_of
 from mcore_convert.formats.megatron.modules import (
     EXPERT,
+    EXTRA_STATE,
     SEQUENTIAL,
     TRANSFORMER_ENGINE,
     in_module_order,
     name_in_module,
 )
+from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
-from mcore_convert.formats.mp_rank.checkpoint import EMBEDDING, HEAD, MpRankCheckpoint
+from mcore_convert.formats.mp_rank.checkpoint import MpRankCheckpoint
 from mcore_convert.formats.mp_rank.optimizer_writer import Groups, buffers_of, groups_of, optimizer_of
 from mcore_convert.formats.mp_rank.rank_file import DISTRIBUTED_FILE, MODEL_FILE, Chunk, LocalTensor, RankFile
-from mcore_convert.formats.torch_dist.checkpoint import TRACKER
-from mcore_convert.formats.torch_dist.writer import EXTRA_STATE, padded_shape
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Family, Item, Weight
+from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, Index, spell
 from mcore_convert.storage.views import TensorMeta, View
 
 State = dict[str, Hole | None]  # the state dict of a model chunk, its tensors not filled
+
+
+@dataclass(frozen=True)
+class MpRankOptions:
+    """What a user may choose for a target: the `implementation` whose names its modules have; the source's for None."""
+
+    implementation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,9 @@ class _Model:
             module, _, _ = name.rpartition(".")
             if module.endswith("self_attention.linear_proj") and extra is not None and name.endswith("weight"):
                 state[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = extra
-            shape = local_of(weight.shard, padded_shape(weight, self.dims), self.layout.tp, rank.tp).shape
+            shape = local_of(
+                weight.shard, self.dims.padded_shape(weight.shape, vocab=weight.vocab), self.layout.tp, rank.tp
+            ).shape
             state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
@@ -92,7 +102,7 @@ class _Model:
                 if weight.mcore == EMBEDDING:
                     embedding = weight
         if stage == self._last and self.dims.tied and stage.pp > 0:
-            yield HEAD, embedding, Index()
+            yield OUTPUT, embedding, Index()
 
     def _layer(self, rows: list[Weight], local: int, layer: int, ep: int) -> Iterator[tuple[str, Weight, Index]]:
         """The tensors of a layer. Experts follow one another, in each linear layer where those are grouped."""
@@ -117,49 +127,37 @@ class _Model:
         return spell(name_in_module(weight.mcore, self.implementation, self.experts), at)
 
 
-def reserve(
-    path: Path,
-    family: Family,
-    dims: Dims,
-    dtype_of: Mapping[Item, str],
-    layout: Layout,
-    *,
-    iteration: int | None,
-    common: Mapping[str, Any],
-    training: Training | None,
-    implementation: str,
-    experts: str,
-) -> tuple[MpRankCheckpoint, Reservation]:
-    """Lay out the files of every rank, with the tracker file.
-
-    Args:
-        path: the directory that `--load` will name.
-        dtype_of: the dtype of every weight that the model has, and of the optimizer's states of each.
-        iteration: number of the `iter_*` directory; None for `release`.
-        common: what every file holds beside tensors; its `args` are a dict and describe `layout`.
-        training: the optimizer's groups and the scheduler; None without optimizer state.
-        implementation, experts: whose names the modules have, in the words of `formats.modules`.
+def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
+    """Lay out the files of every rank, with the tracker file. Their modules are those of the request's layer spec.
 
     Raises:
         LayoutError: experts would be cut for another tensor parallelism than the rest of the model.
         MappingError: the optimizer's groups do not deal out the parameters.
     """
+    path, dims, dtype_of, layout = request.path, request.dims, request.dtype_of, request.layout
+    common, training = request.common, request.training
+    spec = request.layer_spec or LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL)
+    if request.options.implementation is not None:
+        spec = replace(spec, implementation=request.options.implementation)
     if dims.num_experts and layout.etp not in (None, layout.tp):
         raise LayoutError(f"the format `torch` cannot hold experts cut for etp = {layout.etp} beside tp = {layout.tp}")
-    name = "release" if iteration is None else f"iter_{iteration:07d}"
+    folder = path / name_of(request.iteration)
     reservation = Reservation(path)
-    rows = in_module_order([w for w in family.weights if w.mcore is not None and w.when(dims)], implementation)
-    model = _Model(rows, dims, dtype_of, layout, implementation, experts)
+    rows = in_module_order(
+        [w for w in request.family.weights if w.mcore is not None and w.when(dims)], spec.implementation
+    )
+    model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts)
     apart = bool(dims.num_experts) and layout.ep > 1
     chained = None if training is None else groups_of(training, rows, apart=apart)
     masters = any(item.state == MASTER for item in dtype_of)
     files = {
-        rank: _reserve_rank(path / name, rank, model, common, training, chained, masters, reservation)
+        rank: _reserve_rank(folder, rank, model, common, training, chained, masters, reservation)
         for rank in layout.ranks()
     }
-    reservation.texts = {path / TRACKER: (name if iteration is None else str(iteration)).encode()}
+    reservation.texts = {path / TRACKER: tracker_bytes(request.iteration)}
     stages = layout.stages(dims.num_layers)
-    return MpRankCheckpoint(path / name, files, common["args"], layout, stages, implementation, experts), reservation
+    reserved = MpRankCheckpoint(folder, files, common["args"], layout, stages, spec.implementation, spec.experts)
+    return reserved, reservation
 
 
 def _reserve_rank(

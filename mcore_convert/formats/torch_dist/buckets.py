@@ -36,7 +36,6 @@ BUCKET_KEY = re.compile(
     r"\.dtype_\((?:torch\.)?(?P<dtype>\w+),[^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
 )
 KINDS = {MASTER: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
-EMBEDDING = "embedding.word_embeddings.weight"
 PROBE = 64  # elements of each parameter that are compared to find the order
 WITHOUT = "leave the optimizer state behind with --no-optimizer"
 
@@ -91,7 +90,7 @@ class BucketState:
             raise UnreadableCheckpoint(
                 f"{where} cannot be found: the weights of such a model are not known", items=reasons, hint=WITHOUT
             )
-        rows = self.weights.tensors[EMBEDDING].shape[0]
+        rows = self.weights.tensors[gpt.EMBEDDING].shape[0]
         dims = Dims.of(args, vocab_size=rows, padded_vocab_size=rows)
         return Run.of(args, dims, [weight for weight in gpt.weights(args) if weight.trained])
 

@@ -7,102 +7,63 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.base import Findings, Training
+from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Storage, Training
+from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.formats.hf.checkpoint import read_json
+from mcore_convert.formats.megatron.run_directory import carried_in, resolve
 from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
 from mcore_convert.formats.torch_dist.optimizer import OptimizerState, find
 from mcore_convert.formats.torch_dist.training import training_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
+from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
 from mcore_convert.spec.names import PARAM
 from mcore_convert.storage.views import Slot, TensorMeta
 
-TRACKER = "latest_checkpointed_iteration.txt"
+BACKEND_FILE, TORCH_DIST, ZARR = "metadata.json", "torch_dist", "zarr"
 COMMON = "common.pt"
 COMMON_STATE = "common_state/shard_0_1"
-MAX_DIGITS = 18  # of an iteration: more are no number that training could reach
-CARRIED = "hf"  # folder for what a Hugging Face model has beside its weights
 
 # Keys that are no weights: optimizer state (plain, distributed and chained), random states, bookkeeping.
 NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state/|rerun_state_machine_state/|common_state/")
-ANCHORS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
+ANCHORS = (EMBEDDING, FINAL_NORM)
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory is one of these, or holds one."""
-    return dcp.exists(path) or (path / TRACKER).is_file() or any(map(dcp.exists, iterations(path)))
+    """Whether a directory has `.metadata`, and no `metadata.json` that names another storage."""
+    return dcp.exists(path) and backend_of(path) != ZARR
 
 
-def iterations(path: Path) -> list[Path]:
-    """The directories of a run that may each hold a checkpoint."""
-    return sorted(p for p in path.glob("*") if p.name == "release" or re.fullmatch(r"iter_\d+", p.name))
+def backend_of(path: Path) -> str:
+    """Return the storage that `metadata.json` names; `torch_dist` where it cannot be read.
 
-
-def resolve(path: Path) -> Path:
-    """The directory of the checkpoint itself: `path`, or the one that its tracker file names.
-
-    Raises:
-        UnreadableCheckpoint: no tracker file, or it names a directory that is not there.
+    The file is of Megatron Core, `dist_checkpointing/core.py`.
     """
-    return resolve_by(path, dcp.exists, dcp.METADATA)
-
-
-def resolve_by(path: Path, is_checkpoint: Callable[[Path], object], content: str) -> Path:
-    """`path` where it is a checkpoint, else the directory that its tracker file names.
-
-    Args:
-        content: what every checkpoint of the format has, for the message where it has not.
-
-    Raises:
-        UnreadableCheckpoint: no tracker file, or it names a directory that is not there.
-    """
-    if is_checkpoint(path):
-        return path
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        found = [str(p) for p in iterations(path)]
-        raise UnreadableCheckpoint(
-            f"`{path}` has no tracker file `{TRACKER}`",
-            items=found,
-            hint=f"name the directory of one iteration: `{found[-1]}`" if found else "is this a Megatron checkpoint?",
-        )
-    said = tracker.read_text(errors="replace").strip()
-    if said != "release" and not (said.isdecimal() and len(said) <= MAX_DIGITS):
-        raise UnreadableCheckpoint(f"`{tracker}` says `{said[:40]}`, which is neither an iteration nor `release`")
-    chosen = path / (said if said == "release" else f"iter_{int(said):07d}")
-    if not is_checkpoint(chosen):
-        raise UnreadableCheckpoint(f"`{tracker}` names `{chosen.name}`, which has no `{content}`")
-    return chosen
+    try:
+        return str(read_json(path / BACKEND_FILE).get("sharded_backend", TORCH_DIST))
+    except UnreadableCheckpoint:
+        return TORCH_DIST
 
 
 @dataclass(frozen=True)
-class Common:
-    """What a checkpoint stores beside tensors: the run's arguments, its iteration, and the rest as it stands."""
-
-    args: Mapping[str, Any] | None
-    iteration: int | None
-    state: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class TorchDistCheckpoint:
+class TorchDistCheckpoint(Checkpoint):
     """An open or a reserved directory. `keys` maps the names of this module's dialects to the keys on disk."""
 
-    path: Path
     directory: dcp.Directory
     keys: Mapping[str, str]
     prefix: str
     reserved: Mapping[str, list[Slot]] | None = None
-    format: str = "torch_dist"
+    format: str = TORCH_DIST
+    side: Side = Side.MEGATRON
 
     @cached_property
     def weights(self) -> StateKeys:
@@ -189,41 +150,52 @@ class TorchDistCheckpoint:
         )
 
     @property
-    def embedding_rows(self) -> int:
-        """Rows of the word embedding, padding included."""
-        embedding = self.tensors.get(ANCHORS[0])
-        if embedding is None or not embedding.shape:
-            raise UnreadableCheckpoint(f"`{self.path}` has no `{ANCHORS[0]}`")
-        return embedding.shape[0]
-
-    @property
     def optimizer_keys(self) -> list[str]:
         """The keys of the optimizer's tensors and objects."""
         every = [*self.directory.tensors, *self.directory.objects]
         return [key for key in every if re.match(r"(chained_\d+\.)?optimizer\.", key.removeprefix(self.prefix))]
 
     @property
-    def carried(self) -> Path | None:
-        """The folder of a Hugging Face model's other files, where the checkpoint was converted from one."""
-        folder = self.path / CARRIED
-        return folder if folder.is_dir() else None
+    def companions(self) -> Path | None:
+        return carried_in(self.path)
+
+    def check_whole(self) -> None:
+        """Prove that every file is there and that the chunks of every weight tile it.
+
+        Raises:
+            UnreadableCheckpoint: as `dcp.Directory.check`.
+        """
+        self.directory.check(self.keys.values())
+
+    def storage(self) -> Storage:
+        chunks = (chunk for chunks in self.directory.chunks.values() for chunk in chunks)
+        files = {chunk.place.file for chunk in chunks} | {place.file for place in self.directory.objects.values()}
+        return Storage(
+            len(files),
+            written_by(self.common, self.path),
+            self.dialect,
+            optimizer_form(self.common, self.optimizer_keys),
+        )
 
 
-def open_torch_dist(path: Path) -> TorchDistCheckpoint:
+def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchDistCheckpoint:
     """Open a directory: `.metadata` and nothing else. Its weights are proven whole by `check_whole`.
+
+    Args:
+        args: Megatron arguments that take the place of stored ones, or of those that are not stored.
 
     Raises:
         UnreadableCheckpoint: no tracker file, damaged metadata, a zarr checkpoint, or no model in it.
     """
-    path = resolve(path)
-    if (path / "metadata.json").is_file():
-        backend = read_json(path / "metadata.json").get("sharded_backend", "torch_dist")
-        if backend != "torch_dist":
+    path = resolve(path, dcp.exists, dcp.METADATA)
+    if (path / BACKEND_FILE).is_file():
+        backend = read_json(path / BACKEND_FILE).get("sharded_backend", TORCH_DIST)
+        if backend != TORCH_DIST:
             raise UnreadableCheckpoint(f"`{path}` is in Megatron's `{backend}` format, which is not read yet")
     if (path / "modelopt_state").exists():
         raise UnreadableCheckpoint(f"`{path}` holds a quantised or pruned model (`modelopt_state`)")
     directory = dcp.read(path)
-    prefix = _prefix(path, directory)
+    prefix = prefix_of(path, directory)
     keys = {}
     for on_disk in directory.tensors:
         key = on_disk.removeprefix(prefix)
@@ -232,16 +204,7 @@ def open_torch_dist(path: Path) -> TorchDistCheckpoint:
     return TorchDistCheckpoint(path, directory, with_expert_norms(keys), prefix)
 
 
-def check_whole(checkpoint: TorchDistCheckpoint) -> None:
-    """Prove that every file is there and that the chunks of every weight tile it.
-
-    Raises:
-        UnreadableCheckpoint: as `dcp.Directory.check`.
-    """
-    checkpoint.directory.check(checkpoint.keys.values())
-
-
-def _prefix(path: Path, directory: dcp.Directory) -> str:
+def prefix_of(path: Path, directory: dcp.Directory) -> str:
     """What a wrapper put before every key: `module.`, `model.`, `language_model.`; mostly nothing."""
     found = {
         key.removesuffix(anchor)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import pickle
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, fold
-from mcore_convert.formats.base import Reservation, Training
+from mcore_convert.formats.base import Request, Reservation, Training
 from mcore_convert.formats.files import torch_archive as torch_file
-from mcore_convert.formats.megatron.modules import LOCAL
+from mcore_convert.formats.megatron.modules import EXTRA_STATE, LOCAL
+from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.torch_dist import dcp
-from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, TRACKER, TorchDistCheckpoint
+from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, TorchDistCheckpoint
 from mcore_convert.formats.torch_dist.keys import DENSE_NORM, EXPERT_NORM
 from mcore_convert.formats.torch_dist.training import common_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
-from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View
 
 # A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
@@ -35,10 +35,6 @@ MAX_CHUNK = 2**30
 MAX_FILE = 2**31  # several files of this size are read in parallel
 ALIGNMENT = 64
 STATE_PREFIX = "optimizer.state."
-
-# What a module without FP8 state saves, in the one form that Transformer Engine 1.x to 2.x, Megatron's grouped linears
-# and its local modules all accept: a byte tensor of pickle.dumps(None).
-EXTRA_STATE = pickle.dumps(None, protocol=4)
 
 METADATA_JSON = {
     "sharded_backend": "torch_dist",
@@ -79,30 +75,15 @@ class _Content:
     objects: dict[str, dcp.Place] = field(default_factory=dict)
 
 
-def reserve(
-    path: Path,
-    dims: Dims,
-    dtype_of: Mapping[Item, str],
-    *,
-    tp: int,
-    iteration: int | None,
-    common: Mapping[str, Any],
-    run_config: str | None,
-    training: Training | None = None,
-) -> tuple[TorchDistCheckpoint, Reservation]:
+def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     """Lay out a checkpoint directory with its tracker file.
 
-    Args:
-        path: the directory that `--load` will name.
-        dtype_of: the dtype of every weight that the model has, and of its states where the optimizer goes along.
-        tp: how many chunks a layer's tensor is cut into; any TP can load them.
-        iteration: number of the `iter_*` directory; None for `release`, which needs no flags to load.
-        common: the common state; its `args` are a dict.
-        run_config: content of Megatron-Bridge's `run_config.yaml`; None for none.
-        training: what stands beside the optimizer's states; there are none without it.
+    The layout says how many chunks a layer's tensor is cut into; any tensor parallelism can load them. A `release`
+    needs no flags to load.
     """
-    name = "release" if iteration is None else f"iter_{iteration:07d}"
-    folder = path / name
+    path, dims, dtype_of, tp = request.path, request.dims, request.dtype_of, request.layout.tp
+    common, training = request.common, request.training
+    folder = path / name_of(request.iteration)
     reservation = Reservation(path)
     files = _Files(folder, reservation)
     content = _Content()
@@ -117,10 +98,10 @@ def reserve(
     content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, listed=True))
     reservation.texts = {
         folder / COMMON: _common_state(common, training, dtype_of, listed=False).literals[0][1],
-        **({} if run_config is None else {folder / "run_config.yaml": run_config.encode()}),
+        **({} if request.run_config is None else {folder / "run_config.yaml": request.run_config.encode()}),
         folder / "metadata.json": json.dumps(METADATA_JSON).encode(),
         folder / dcp.METADATA: _metadata(content, common["args"]),
-        path / TRACKER: (name if iteration is None else str(iteration)).encode(),
+        path / TRACKER: tracker_bytes(request.iteration),
     }
     directory = dcp.Directory(folder, content.tensors, content.chunks, content.objects)
     keys = {key: key for key in content.tensors if not key.startswith(STATE_PREFIX)}
@@ -178,7 +159,7 @@ def _reserve_weight(item: Item, prefix: str, dtype: str, dims: Dims, tp: int, fi
     lead = tuple(leading[axis] for axis in axes)
     place = tuple(getattr(at, axis) for axis in axes)
     key = prefix + spell(drop(weight.mcore, *axes), at)
-    shape = padded_shape(weight, dims)
+    shape = dims.padded_shape(weight.shape, vocab=weight.vocab)
     content.tensors.setdefault(key, TensorMeta((*lead, *shape), dtype))
     chunks = content.chunks.setdefault(key, [])
     slots = content.slots.setdefault(key, [])
@@ -189,12 +170,6 @@ def _reserve_weight(item: Item, prefix: str, dtype: str, dims: Dims, tp: int, fi
         where = files.place(archive)
         chunks.append(dcp.Chunk(chunk, where))
         slots.append(Slot(View.of(files.folder / where.file, where.offset + archive.holes[0], meta), chunk))
-
-
-def padded_shape(weight: Weight, dims: Dims) -> Shape:
-    """The shape of the global tensor as Megatron holds it, its vocabulary padded."""
-    shape = dims.shape(weight.shape)
-    return (dims.padded_vocab_size, *shape[1:]) if weight.vocab else shape
 
 
 def _bounded(box: Box, dtype: str) -> list[Box]:

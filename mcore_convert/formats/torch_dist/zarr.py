@@ -15,17 +15,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
+from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.pickles import are_counts
-from mcore_convert.formats.hf.checkpoint import read_json
-from mcore_convert.formats.torch_dist import checkpoint as torch_dist
+from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.torch_dist import dcp
-from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint
+from mcore_convert.formats.torch_dist.checkpoint import (
+    BACKEND_FILE,
+    NO_WEIGHT,
+    ZARR,
+    TorchDistCheckpoint,
+    backend_of,
+    prefix_of,
+)
 from mcore_convert.formats.torch_dist.keys import with_expert_norms
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View, contiguous_strides, open_error
 
-BACKEND, CONFIG, ARRAY = "zarr", "metadata.json", ".zarray"
-ITERATION = "iter_[0-9]*"
+ARRAY = ".zarray"
 
 # As zarr spells a type. It has no word for bfloat16: two bytes that nobody knows, which Megatron writes over.
 DTYPES = {
@@ -85,49 +91,29 @@ class ZarrDirectory(dcp.Directory):
         return View(self.path / chunk.place.file, chunk.place.offset, chunk.box.sizes, strides, dtype)
 
 
-def exists(path: Path) -> bool:
-    """Whether a directory is one of these."""
-    try:
-        return (path / CONFIG).is_file() and read_json(path / CONFIG).get("sharded_backend") == BACKEND
-    except UnreadableCheckpoint:
-        return False
-
-
 def detect(path: Path) -> bool:
-    """Whether a directory is one of these, or holds one: that of its tracker file, or any where it has none."""
-    has_tracker = (path / torch_dist.TRACKER).is_file()
-    return _chosen(path) is not None or (not has_tracker and any(map(exists, path.glob(ITERATION))))
+    """Whether the `metadata.json` of a directory names this storage."""
+    return (path / BACKEND_FILE).is_file() and backend_of(path) == ZARR
 
 
-def _chosen(path: Path) -> Path | None:
-    """`path`, or the directory that its tracker file names, where that is a zarr checkpoint."""
-    tracker = path / torch_dist.TRACKER
-    chosen = path
-    if not exists(path) and tracker.is_file():
-        said = tracker.read_text(errors="replace").strip()
-        is_number = said.isdecimal() and len(said) <= torch_dist.MAX_DIGITS
-        chosen = path / (f"iter_{int(said):07d}" if is_number else "release")
-    return chosen if exists(chosen) else None
-
-
-def open_zarr(path: Path) -> TorchDistCheckpoint:
+def open_zarr(path: Path, args: Mapping[str, Any] | None = None) -> TorchDistCheckpoint:
     """Open a directory: its `.zarray` files and nothing else. Its weights are proven whole by `check_whole`.
+
+    Args:
+        args: Megatron arguments that take the place of stored ones, or of those that are not stored.
 
     Raises:
         UnreadableCheckpoint: no tracker file, a tensor that is not stored plainly, or no model in it.
     """
-    chosen = _chosen(path)
-    if chosen is None:
-        torch_dist.resolve(path)  # says what is wrong with the tracker file
-        raise UnreadableCheckpoint(f"`{path}` is no zarr checkpoint")
-    directory = read(chosen)
-    prefix = torch_dist._prefix(chosen, directory)
+    path = resolve(path, detect, ARRAY)
+    directory = read(path)
+    prefix = prefix_of(path, directory)
     keys = {}
     for on_disk in directory.tensors:
         key = on_disk.removeprefix(prefix)
-        if not torch_dist.NO_WEIGHT.match(key) and not torch_dist.NO_WEIGHT.match(on_disk):
+        if not NO_WEIGHT.match(key) and not NO_WEIGHT.match(on_disk):
             keys[key] = on_disk
-    return TorchDistCheckpoint(chosen, directory, with_expert_norms(keys), prefix, format=BACKEND)
+    return TorchDistCheckpoint(path, directory, with_expert_norms(keys), prefix, format=ZARR)
 
 
 def read(path: Path) -> ZarrDirectory:

@@ -13,8 +13,7 @@ from typing import Any
 from mcore_convert.checkpoints.contents import family_of
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.errors import ConvertError, LayoutError
-from mcore_convert.formats.base import Findings
-from mcore_convert.formats.hf.checkpoint import HfCheckpoint
+from mcore_convert.formats.base import Findings, Side
 from mcore_convert.inspection.describe import dims_at, dtype_of, saved_layout
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
@@ -44,7 +43,7 @@ def layout_data(model: Model, planned: Layout | None) -> Data | None:
     except ConvertError:
         return None
     saved = saved_layout(model)
-    if saved is None and not isinstance(model.checkpoint, HfCheckpoint):
+    if saved is None and model.checkpoint.side is Side.MEGATRON:
         return None
     start = saved or Layout()
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_convert.checkpoints.identify import Opened
 from mcore_convert.comparison.change import in_words
-from mcore_convert.comparison.distance import Comparison, Side
+from mcore_convert.comparison.distance import Compared, Comparison
 from mcore_convert.errors import fold
 from mcore_convert.inspection.describe import Inspection
 from mcore_convert.inspection.page.curve import curve_data, find_metrics, read_metrics
@@ -203,7 +203,7 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(f"{size:,}" for size in shape)
 
 
-def _side(letter: str, side: Side) -> Data:
+def _side(letter: str, side: Compared) -> Data:
     path = Path(side.path)
     about = [side.format, side.family or "", "" if side.iteration is None else f"iteration {side.iteration:,}"]
     return {"letter": letter, "name": _name(path), "path": side.path, "about": ", ".join(filter(None, about))}

@@ -69,7 +69,7 @@ def command(
         done = convert(
             source,
             destination,
-            to=to.value if to else None,
+            to=to,
             tp=tp,
             pp=pp,
             vpp=vpp,
@@ -101,6 +101,8 @@ def command(
 
 def report(done: Conversion) -> None:
     """What was done, or would be, in a few lines."""
+    from mcore_convert.formats.base import Side
+
     facts = done.as_dict()
     source, target = facts["source"], facts["target"]
     dims = done.plan.dims
@@ -112,7 +114,7 @@ def report(done: Conversion) -> None:
             "to",
             target["format"],
             target["path"],
-            f"{target['tensors']} {'tensors' if target['format'] == 'hf' else 'keys'}",
+            f"{target['tensors']} {'keys' if done.plan.target.side is Side.MEGATRON else 'tensors'}",
             f"{in_bytes(target['nbytes'])} in {len(target['files'])} file{'s' * (len(target['files']) != 1)}",
         ),
     ]

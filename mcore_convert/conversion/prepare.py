@@ -73,11 +73,14 @@ def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> P
     rows = min(padded, model.dims.padded_vocab_size)
     held = replace(model.dims, vocab_size=rows)
     dims = replace(held, padded_vocab_size=padded)
-    states = source.states if target.optimizer else (PARAM,)
+    keeps = target_named(target.format).holds_optimizer
+    states = source.states if target.optimizer and keeps else (PARAM,)
     if len(states) > 1 and target.iteration is None and source.training is not None:
         target = replace(target, iteration=source.training.iteration)
     if not target.optimizer and source.training is not None:
         notes.append("optimizer state is left behind, as --no-optimizer says")
+    elif not keeps and source.training is not None:
+        notes.append(f"optimizer state is left behind: the format `{target.format}` has no place for it")
     sources = find_weights(family, held, source, states, allow_drift=target.allow_drift)
     checkpoint, reservation = lay_out_megatron(model, family, dims, target, sources, notes)
     moves = moves_between(family, dims, sources, checkpoint)

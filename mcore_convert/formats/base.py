@@ -260,7 +260,7 @@ class Format:
     `detect` claims a directory by what only this format has in it; `open` reads its headers, with Megatron arguments
     that take the place of stored ones; `reserve` lays out a new one, and is None for a format that is only read.
     `options` is a dataclass of what a user may choose for a target, `file_names` are what a reader would recognise a
-    checkpoint by.
+    checkpoint by. `holds_optimizer`: it has a place for optimizer state, too.
     """
 
     name: str
@@ -270,3 +270,4 @@ class Format:
     reserve: Callable[[Request], tuple[Checkpoint, Reservation]] | None = None
     options: type[Any] = NoOptions
     file_names: str = ""
+    holds_optimizer: bool = False

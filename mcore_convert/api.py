@@ -17,6 +17,7 @@ from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
 from mcore_convert.hub import local_path
 from mcore_convert.identify import identify, in_one_family, open_checkpoint
 from mcore_convert.look import diff, inspect
+from mcore_convert.phases import phase
 from mcore_convert.plan import Plan
 from mcore_convert.spec.layout import Layout
 from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
@@ -129,7 +130,8 @@ def convert(
         revision: branch, tag or commit of a Hub id.
         overwrite: replace a destination that exists.
         dry_run: plan and prove, write nothing.
-        progress: called with the bytes copied so far and their total, by one thread at a time.
+        progress: called with the bytes copied so far and their total, by one thread at a time. Where it has a method
+            `phase`, that is called with the name of what is done next (`planning`, `copying`), and None after it.
 
     Raises:
         ConvertError: the conversion is refused; nothing is left behind. See `mcore_convert.errors` for the kinds.
@@ -137,14 +139,15 @@ def convert(
     final = Path(destination)
     check_free(final, overwrite=overwrite or dry_run)
     path = local_path(str(source), revision)
-    model = identify(
-        path,
-        family=family,
-        hf_config=_path(hf_config),
-        vocab_size=vocab_size,
-        given=given,
-        ignore_keys=ignore_keys,
-    )
+    with phase(progress, "opening"):
+        model = identify(
+            path,
+            family=family,
+            hf_config=_path(hf_config),
+            vocab_size=vocab_size,
+            given=given,
+            ignore_keys=ignore_keys,
+        )
     chosen = to or ("torch_dist" if model.checkpoint.format == "hf" else "hf")
     layout = Layout(
         tp=tp,
@@ -164,7 +167,8 @@ def convert(
     if Path(source).exists():
         _refuse_idle("a directory", {"revision": revision})
     target = Target(final, chosen, layout, iteration, max_shard_size, tokenizer, implementation, optimizer, allow_drift)
-    plan = plan_conversion(model, target)
+    with phase(progress, "planning"):
+        plan = plan_conversion(model, target)
     if not dry_run:
         execute(plan, overwrite=overwrite, progress=progress)
     return Conversion(plan, dry_run)
@@ -212,18 +216,17 @@ def verify(
         ConvertError: one of them cannot be read, or they are models of different sizes.
     """
     config = _path(hf_config)
-    first, second = in_one_family(
-        *(
-            identify(local_path(str(source)), hf_config=config, vocab_size=vocab_size, ignore_keys=ignore_keys)
-            for source in (a, b)
+    paths = [local_path(str(source)) for source in (a, b)]
+    with phase(progress, "opening"):
+        first, second = in_one_family(
+            *(identify(path, hf_config=config, vocab_size=vocab_size, ignore_keys=ignore_keys) for path in paths)
         )
-    )
     found = compare(first, second, progress=progress)
     if not logits:
         return found
     from mcore_convert.logits import TOLERANCE, compare_logits
 
-    report = compare_logits(first, second, tolerance=TOLERANCE if tolerance is None else tolerance)
+    report = compare_logits(first, second, tolerance=TOLERANCE if tolerance is None else tolerance, progress=progress)
     return dataclasses.replace(found, logits=report)
 
 

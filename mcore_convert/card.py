@@ -152,7 +152,7 @@ def _training(card: Card) -> Iterator[tuple[str, str]]:
     if history.batch:
         yield "batch", f"{history.batch[0]:,} x {history.batch[1]:,} tokens"
     for name, loss in (card.run.loss_at(history.iteration) if card.run else {}).items():
-        yield ("loss" if name == "train" else f"loss, {name}"), f"{loss:.4g}"
+        yield ("loss" if name == "train" else f"loss, {name}"), f"{loss:.4f}"
     if history.data:
         names = [name if weight is None else f"{name} ({weight:g})" for name, weight in history.data]
         yield "data", ", ".join(f"`{name}`" for name in names)

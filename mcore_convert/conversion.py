@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
+from mcore_convert.amounts import in_bytes
 from mcore_convert.errors import ConvertError
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
@@ -12,6 +14,8 @@ from mcore_convert.plan import Plan, find_weights, moves_between
 from mcore_convert.spec import arguments, gpt
 from mcore_convert.spec.names import PARAM
 from mcore_convert.targets import FORMATS, Target, lay_out_hf, lay_out_megatron
+
+logger = logging.getLogger(__name__)
 
 
 def plan_conversion(model: Model, target: Target) -> Plan:
@@ -27,9 +31,12 @@ def plan_conversion(model: Model, target: Target) -> Plan:
     notes = list(model.notes)
     if isinstance(source, TorchDistCheckpoint):
         check_whole(source)
-    if isinstance(source, HfCheckpoint) or target.format == "hf":
-        return _plan_with_family(model, target, notes)
-    return _plan_between_megatrons(model, target, notes)
+    with_family = isinstance(source, HfCheckpoint) or target.format == "hf"
+    plan = (_plan_with_family if with_family else _plan_between_megatrons)(model, target, notes)
+    copies = sum(len(move.copies) for move in plan.moves)
+    num_files = len(plan.reservation.sizes)
+    logger.info("planned %d copies of %s into %d files", copies, in_bytes(plan.nbytes), num_files)
+    return plan
 
 
 def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:

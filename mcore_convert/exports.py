@@ -19,6 +19,7 @@ from mcore_convert.formats import hf
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.hf_tensors import HfTensor, hf_tensors
 from mcore_convert.identify import Model, identify
+from mcore_convert.phases import Part, phase
 from mcore_convert.plan import Plan, find_weights
 from mcore_convert.readback import read_back
 from mcore_convert.runs import PICTURE, History, Run, find_run, history_of, iteration_of, run_around
@@ -157,11 +158,12 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
 
     def proven(partial: Path) -> Mapping[Path, bytes]:
         views = {name: view._replace(path=partial / view.path.name) for name, view in written.views.items()}
-        told = None if progress is None else lambda done, _: progress(plan.nbytes + done, total)
-        found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
+        told = None if progress is None else Part(progress, plan.nbytes, total)
+        with phase(progress, "reading again", nbytes):
+            found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
         return {prepared.path / hf.CARD: render(prepared.card, found[0])}
 
-    copied = None if progress is None else lambda done, _: progress(done, total)
+    copied = None if progress is None else Part(progress, 0, total)
     execute(plan, overwrite=overwrite, progress=copied, conclude=proven)
     return found[0]
 

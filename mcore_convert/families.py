@@ -19,6 +19,7 @@ from mcore_convert.spec.family import Family
 
 GROUP = "mcore_convert.families"
 ADD = "`mcore-convert families` lists those that are installed; docs/add-a-family.md says how to add one"
+UNREPRESENTED = "mcore_convert.unrepresented"
 
 
 @lru_cache(maxsize=1)
@@ -31,6 +32,13 @@ def families() -> dict[str, Family]:
     if not found:
         raise ConfigError("no family is installed", hint="install the package: `pip install mcore-convert`")
     return dict(sorted(found.items()))
+
+
+@lru_cache(maxsize=1)
+def unrepresented() -> dict[str, str]:
+    """Architectures that no family can bring to Megatron Core, and why; packages add theirs through the entry point."""
+    reasons = {name: why for point in entry_points(group=UNREPRESENTED) for name, why in point.load().items()}
+    return dict(sorted(reasons.items()))
 
 
 def named(name: str) -> Family:
@@ -54,6 +62,9 @@ def of_config(config: Mapping[str, Any]) -> Family:
     if family is not None:
         return family
     architectures, kind = architectures_of(config), config.get("model_type")
+    reasons = [f"`{name}`: {unrepresented()[name]}" for name in architectures if name in unrepresented()]
+    if reasons:
+        raise ConfigError("Megatron Core has no such model", items=reasons)
     shown = f"`architectures` = {architectures}" if architectures else f"`model_type` = {kind!r}"
     raise ConfigError(f"no family reads a model with {shown}", hint=ADD)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from mcore_convert.spec.config import shown
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.shard import Box
+
+logger = logging.getLogger(__name__)
 
 MegatronCheckpoint = TorchDistCheckpoint | MpRankCheckpoint
 
@@ -103,6 +106,12 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfChe
     Raises:
         UnreadableCheckpoint: it is missing, is in no known format, or is damaged.
     """
+    checkpoint = _opened(path, given)
+    logger.info("opened `%s`: %s, %d tensors", checkpoint.path, checkpoint.format, len(checkpoint.tensors))
+    return checkpoint
+
+
+def _opened(path: Path, given: Mapping[str, Any] | None) -> HfCheckpoint | MegatronCheckpoint:
     if not path.exists():
         raise UnreadableCheckpoint(f"`{path}` does not exist")
     if not path.is_dir():
@@ -117,7 +126,7 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfChe
         return torch_dist.open_torch_dist(path)
     run = find_run(path)
     if run is not None and run.checkpoints != path:
-        return open_checkpoint(run.checkpoints, given)
+        return _opened(run.checkpoints, given)
     if (path / hf.CONFIG).is_file():
         raise UnreadableCheckpoint(f"`{path}` has a `{hf.CONFIG}` but no weights")
     raise UnreadableCheckpoint(

@@ -13,6 +13,7 @@ from mcore_convert.elements import Progress
 from mcore_convert.errors import ConvertError, HubError, UnreadableCheckpoint
 from mcore_convert.exports import Options, Prepared, prepare, write
 from mcore_convert.formats import hf
+from mcore_convert.phases import phase
 from mcore_convert.plan import Plan
 from mcore_convert.tensors import file_errors
 from mcore_convert.tokenizer_files import Tokenizer
@@ -149,9 +150,9 @@ def hand_over(
     """What `export` does, with its arguments put together. `target` is a destination on the Hub that was checked."""
     if destination is None and target is not None:
         with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
-            prepared = _prepared(source, _in(folder, source), options, target)
+            prepared = _prepared(source, _in(folder, source), options, target, progress)
             return _run(prepared, target, overwrite=False, dry_run=dry_run, progress=progress, bars=bars, kept=False)
-    prepared = _prepared(source, destination, options, target)
+    prepared = _prepared(source, destination, options, target, progress)
     check_free(prepared.path, overwrite=overwrite or dry_run)
     return _run(prepared, target, overwrite=overwrite, dry_run=dry_run, progress=progress, bars=bars, kept=True)
 
@@ -161,11 +162,18 @@ def _in(folder: str, source: Path) -> Path:
     return Path(folder, source.absolute().name or "model")
 
 
-def _prepared(source: Path, destination: Path | None, options: Options, target: Destination | None) -> Prepared:
-    if target is None:
-        return prepare(source, destination, options)
-    revision = None if target.branch == MAIN else target.branch
-    return prepare(source, destination, options, repo=target.repo, revision=revision)
+def _prepared(
+    source: Path,
+    destination: Path | None,
+    options: Options,
+    target: Destination | None,
+    progress: Progress | None,
+) -> Prepared:
+    with phase(progress, "planning"):
+        if target is None:
+            return prepare(source, destination, options)
+        revision = None if target.branch == MAIN else target.branch
+        return prepare(source, destination, options, repo=target.repo, revision=revision)
 
 
 def _run(
@@ -186,7 +194,7 @@ def _run(
     sent = None
     if target is not None:
         try:
-            sent = upload(prepared.path, target, bars=bars)
+            sent = upload(prepared.path, target, progress=progress, bars=bars)
         except HubError as error:
             if kept:
                 hint = f"the export is in `{path}`: go on with `mcore-convert push {path} {target.repo}`"
@@ -235,14 +243,14 @@ def push(
     path, target = Path(source), Destination(repo, private, branch, tag, commit_message)
     if hf.detect(path):
         hf.open_hf(path)  # whole, as far as headers and the index tell
-        return upload(path, target, dry_run=dry_run, bars=bars)
+        return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
     if not path.exists():
         raise UnreadableCheckpoint(f"`{path}` does not exist")
     target = checked(target, writable=not dry_run)
     with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
-        prepared = _prepared(path, _in(folder, path), Options(ignore_keys=ignore_keys), target)
+        prepared = _prepared(path, _in(folder, path), Options(ignore_keys=ignore_keys), target, progress)
         write(prepared, progress=progress)
-        return upload(prepared.path, target, dry_run=dry_run, bars=bars)
+        return upload(prepared.path, target, dry_run=dry_run, progress=progress, bars=bars)
 
 
 __all__ = ["Export", "export", "push"]

@@ -20,15 +20,20 @@ if TYPE_CHECKING:
 
 def command(
     source: Annotated[Path, typer.Argument(help="Hugging Face directory; any other checkpoint is exported first")],
-    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub, or NAME for yourself; made where it lacks")],
+    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub, or NAME for yourself; created if missing")],
     private: options.Private = False,
     branch: options.Branch = "main",
     tag: options.Tag = None,
     commit_message: options.CommitMessage = None,
     ignore_key: options.IgnoreKey = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", rich_help_panel=options.OUTPUT, help="Say what would be sent, and send nothing"),
+    ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
     """Send a model to the Hub. What is there already is not sent again; run it again if it was interrupted.
 

@@ -23,9 +23,7 @@ def command(
     first_stage_layers: options.FirstStage = None,
     last_stage_layers: options.LastStage = None,
     pipeline_layout: options.PipelineLayout = None,
-    to: Annotated[
-        options.MegatronFormat | None, typer.Option(help="Format to write; that of the source unless given")
-    ] = None,
+    to: options.ToMegatron = None,
     no_optimizer: options.NoOptimizer = False,
     allow_drift: options.AllowDrift = False,
     implementation: options.Names = None,
@@ -37,6 +35,8 @@ def command(
     dry_run: options.DryRun = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
     """Bring a Megatron checkpoint to another layout, its optimizer state with it.
 

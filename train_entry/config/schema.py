@@ -32,6 +32,7 @@ class Model(Group):
     kv_channels: PositiveInt | None = Field(None, description="size of a head; hidden_size / heads unless given")
     max_position_embeddings: PositiveInt | None = None
     vocab_size: PositiveInt | None = Field(None, description="without padding; the tokenizer's unless given")
+    default_vocab_size: PositiveInt | None = Field(None, description="where no tokenizer says it, as with made-up data")
     make_vocab_size_divisible_by: PositiveInt = Field(128, description="times tp: embedding rows are padded to this")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = None
     rotary_base: PositiveFloat | None = None

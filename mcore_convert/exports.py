@@ -18,7 +18,7 @@ from mcore_convert.execute import execute
 from mcore_convert.formats import hf
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.hf_tensors import HfTensor, hf_tensors
-from mcore_convert.identify import Model, identify
+from mcore_convert.identify import Model, directory_of, identify
 from mcore_convert.phases import Part, phase
 from mcore_convert.plan import Plan, find_weights
 from mcore_convert.readback import read_back
@@ -96,6 +96,7 @@ def prepare(
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype `{options.dtype}` of weights", hint=f"known are {', '.join(DTYPES)}")
     model = _identified(source, options)
+    source = directory_of(source)
     run = find_run(source) or run_around(source)
     if isinstance(model.checkpoint, HfCheckpoint):
         _refuse_idle(options)
@@ -179,7 +180,7 @@ def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path
     place = source if source.name not in ("", "..") else source.resolve()
     if not place.name:
         raise UnwritableTarget(f"there is no place beside `{source}`", hint="name a destination")
-    return place.with_name(f"{place.name}-hf")
+    return place.with_name(f"{place.stem if place.is_file() else place.name}-hf")
 
 
 def _identified(path: Path, options: Options, *, vocab_size: int | None = None) -> Model:

@@ -97,8 +97,23 @@ def open_any(
     return Opened(model.checkpoint, model)
 
 
+def directory_of(path: Path) -> Path:
+    """The directory of a checkpoint that is named by one of its files, or by a rank's folder; others are themselves.
+
+    Raises:
+        UnreadableCheckpoint: its directory is read from other files.
+    """
+    if path.is_file() and path.suffix in (".safetensors", ".bin"):
+        return hf.directory_of(path)
+    if path.is_file() and torch_dist.detect(path.parent):
+        return path.parent
+    return mp_rank.directory_of(path)
+
+
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfCheckpoint | MegatronCheckpoint:
     """Open a directory in whatever format it has, headers only; of a training run its newest checkpoint.
+
+    One of its files stands for it, and so does the folder of one rank.
 
     Args:
         given: Megatron arguments that a checkpoint without stored ones needs.
@@ -114,8 +129,10 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfChe
 def _opened(path: Path, given: Mapping[str, Any] | None) -> HfCheckpoint | MegatronCheckpoint:
     if not path.exists():
         raise UnreadableCheckpoint(f"`{path}` does not exist")
-    if not path.is_dir():
-        raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory that holds the checkpoint")
+    path = directory_of(path)
+    if not path.is_dir() and not mp_rank.detect(path):
+        hint = "name the directory that holds the checkpoint"
+        raise UnreadableCheckpoint(f"`{path}` is not a directory, and no file of a checkpoint", hint=hint)
     if hf.detect(path):
         return hf.open_hf(path)
     if mp_rank.detect(path):

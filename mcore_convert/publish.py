@@ -13,6 +13,7 @@ from mcore_convert.elements import Progress
 from mcore_convert.errors import ConvertError, HubError, UnreadableCheckpoint
 from mcore_convert.exports import Options, Prepared, prepare, write
 from mcore_convert.formats import hf
+from mcore_convert.identify import directory_of
 from mcore_convert.phases import phase
 from mcore_convert.plan import Plan
 from mcore_convert.tensors import file_errors
@@ -240,7 +241,7 @@ def push(
         HubError: the Hub refuses, or cannot be reached; the same call goes on where this one ended.
         ConvertError: the source is no whole model, or cannot be exported.
     """
-    path, target = Path(source), Destination(repo, private, branch, tag, commit_message)
+    path, target = directory_of(Path(source)), Destination(repo, private, branch, tag, commit_message)
     if hf.detect(path):
         hf.open_hf(path)  # whole, as far as headers and the index tell
         return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)

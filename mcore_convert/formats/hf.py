@@ -52,6 +52,20 @@ def detect(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in WEIGHT_FILES)
 
 
+def directory_of(file: Path) -> Path:
+    """The directory of a file of weights that a user names.
+
+    Raises:
+        UnreadableCheckpoint: the directory is read from other files.
+    """
+    folder = file.parent
+    chosen = next((name for name in WEIGHT_FILES if (folder / name).is_file()), file.name)
+    weight_map = read_json(folder / chosen).get("weight_map") if chosen.endswith(".json") else None
+    if file.name != chosen and not (isinstance(weight_map, dict) and file.name in weight_map.values()):
+        raise UnreadableCheckpoint(f"`{file}` is not what a model in its directory is read from: that is `{chosen}`")
+    return folder
+
+
 @dataclass(frozen=True)
 class HfCheckpoint:
     """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's)."""

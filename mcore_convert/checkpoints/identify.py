@@ -16,7 +16,7 @@ from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, resolve
-from mcore_convert.formats.registry import format_of
+from mcore_convert.formats.registry import directory_of, format_of
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.config.mapping import shown
@@ -100,6 +100,8 @@ def open_any(
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open a directory in whatever format it has, headers only; of a training run its newest checkpoint.
 
+    One of its files stands for it, and so does the folder of one rank.
+
     Args:
         given: Megatron arguments that a checkpoint without stored ones needs.
 
@@ -114,11 +116,13 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> Check
 def _opened(path: Path, given: Mapping[str, Any] | None) -> Checkpoint:
     if not path.exists():
         raise UnreadableCheckpoint(f"`{path}` does not exist")
-    if not path.is_dir():
-        raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory that holds the checkpoint")
+    path = directory_of(path)
     kind = format_of(path)
     if kind is not None:
         return kind.open(path, given or {})
+    if not path.is_dir():
+        hint = "name the directory that holds the checkpoint"
+        raise UnreadableCheckpoint(f"`{path}` is not a directory, and no file of a checkpoint", hint=hint)
     saved = iterations(path)
     if (path / TRACKER).is_file() or saved:
         names = dict.fromkeys(each.file_names for each in map(format_of, saved) if each is not None)

@@ -253,6 +253,10 @@ class NoOptions:
     """The options of a format that has none."""
 
 
+def _no_directory(path: Path) -> None:
+    """What a format says of a path where only the directory itself stands for a checkpoint."""
+
+
 @dataclass(frozen=True)
 class Format:
     """An on-disk format, as the registry has it.
@@ -260,7 +264,8 @@ class Format:
     `detect` claims a directory by what only this format has in it; `open` reads its headers, with Megatron arguments
     that take the place of stored ones; `reserve` lays out a new one, and is None for a format that is only read.
     `options` is a dataclass of what a user may choose for a target, `file_names` are what a reader would recognise a
-    checkpoint by. `holds_optimizer`: it has a place for optimizer state, too.
+    checkpoint by. `holds_optimizer`: it has a place for optimizer state, too. `directory_of` finds the checkpoint that
+    one of its files, or a folder in it, belongs to; None for any other path.
     """
 
     name: str
@@ -271,3 +276,4 @@ class Format:
     options: type[Any] = NoOptions
     file_names: str = ""
     holds_optimizer: bool = False
+    directory_of: Callable[[Path], Path | None] = _no_directory

@@ -56,6 +56,16 @@ def default_target(side: Side) -> str:
     return targets(side)[0]
 
 
+def directory_of(path: Path) -> Path:
+    """Return the directory of a checkpoint that is named by one of its files or folders; others are themselves.
+
+    Raises:
+        UnreadableCheckpoint: its directory is read from other files.
+    """
+    directories = (each.directory_of(path) for each in formats().values())
+    return next((directory for directory in directories if directory is not None), path)
+
+
 def format_of(path: Path) -> Format | None:
     """Return the format of a checkpoint's own directory; None where no format claims it.
 

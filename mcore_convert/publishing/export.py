@@ -21,7 +21,7 @@ from mcore_convert.formats.base import Side
 from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, carried_files
 from mcore_convert.formats.megatron.run_directory import iteration_of
-from mcore_convert.formats.registry import default_target
+from mcore_convert.formats.registry import default_target, directory_of
 from mcore_convert.publishing import companions
 from mcore_convert.publishing.card import Card, render
 from mcore_convert.publishing.hf_tensors import HfTensor, hf_tensors
@@ -100,6 +100,7 @@ def prepare(
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype `{options.dtype}` of weights", hint=f"known are {', '.join(DTYPES)}")
     model = _identified(source, options)
+    source = directory_of(source)
     run = find_run(source) or run_around(source)
     if model.checkpoint.side is Side.HUGGING_FACE:
         _refuse_idle(options)
@@ -180,7 +181,7 @@ def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path
     place = source if source.name not in ("", "..") else source.resolve()
     if not place.name:
         raise UnwritableTarget(f"there is no place beside `{source}`", hint="name a destination")
-    return place.with_name(f"{place.name}-hf")
+    return place.with_name(f"{place.stem if place.is_file() else place.name}-hf")
 
 
 def _identified(path: Path, options: Options, *, vocab_size: int | None = None) -> Model:

@@ -12,7 +12,7 @@ from mcore_convert.checkpoints.identify import open_checkpoint
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.errors import ConvertError, HubError, UnreadableCheckpoint
 from mcore_convert.formats.base import Side
-from mcore_convert.formats.registry import format_of
+from mcore_convert.formats.registry import directory_of, format_of
 from mcore_convert.publishing.export import Options, Prepared, prepare, write
 from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.publishing.upload import MAIN, Destination, Upload, checked, upload
@@ -242,7 +242,7 @@ def push(
         HubError: the Hub refuses, or cannot be reached; the same call goes on where this one ended.
         ConvertError: the source is no whole model, or cannot be exported.
     """
-    path, target = Path(source), Destination(repo, private, branch, tag, commit_message)
+    path, target = directory_of(Path(source)), Destination(repo, private, branch, tag, commit_message)
     if path.is_dir() and _is_hugging_face(path):
         open_checkpoint(path)  # whole, as far as headers and the index tell
         return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)

@@ -29,6 +29,22 @@ def detect(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in WEIGHT_FILES)
 
 
+def directory_of(file: Path) -> Path | None:
+    """Return the directory of a file of weights; None for any other path.
+
+    Raises:
+        UnreadableCheckpoint: the directory is read from other files.
+    """
+    if file.suffix not in (".safetensors", ".bin") or not file.is_file():
+        return None
+    folder = file.parent
+    chosen = next((name for name in WEIGHT_FILES if (folder / name).is_file()), file.name)
+    weight_map = read_json(folder / chosen).get("weight_map") if chosen.endswith(".json") else None
+    if file.name != chosen and not (isinstance(weight_map, dict) and file.name in weight_map.values()):
+        raise UnreadableCheckpoint(f"`{file}` is not what a model in its directory is read from: that is `{chosen}`")
+    return folder
+
+
 @dataclass(frozen=True)
 class HfOptions:
     """What a user may choose for a target: `max_shard_size` is the largest size of a file, in bytes.

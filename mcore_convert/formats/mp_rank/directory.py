@@ -36,8 +36,31 @@ __all__ = ["MpRankCheckpoint", "detect", "open_mp_rank"]
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory has folders of ranks."""
-    return bool(_ranks_in(path))
+    """Whether a directory has folders of ranks, or is that of one rank, or a file is that of one."""
+    return _stands_alone(path) or bool(_ranks_in(path))
+
+
+def directory_of(path: Path) -> Path | None:
+    """Return the directory of rank files that one rank's folder or its file belongs to; None for any other path.
+
+    A folder or a file of another name stands alone: a checkpoint of one rank, as one is passed on.
+    """
+    folder = path.parent if path.name == MODEL_FILE and path.is_file() else path
+    rank = folder if folder.name else folder.resolve()
+    if mp_rank_layout.RANK_NAME.fullmatch(rank.name) is None:
+        return None if folder == path else folder
+    return rank.parent if rank.parent.name else rank.absolute().parent
+
+
+def _stands_alone(path: Path) -> bool:
+    return (path / MODEL_FILE).is_file() or (path.suffix == ".pt" and path.is_file())
+
+
+def _files_of(path: Path) -> dict[str, Path]:
+    """The file of each rank by the name of its folder; one that stands alone is the first rank's."""
+    if _stands_alone(path):
+        return {mp_rank_layout.rank_name(Rank(), Layout()): path / MODEL_FILE if path.is_dir() else path}
+    return {folder.name: _file_in(folder) for folder in _ranks_in(path)}
 
 
 def _ranks_in(path: Path) -> list[Path]:
@@ -54,19 +77,20 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
         UnreadableCheckpoint: a rank is missing or damaged, ranks are of different runs or iterations, their number
             fits no layout, or the run's arguments are not stored and not given.
     """
-    path = resolve(path, _ranks_in, "mp_rank_*")
+    path = path if _stands_alone(path) else resolve(path, _ranks_in, "mp_rank_*")
     where = f"`{path}`"
-    folders = _ranks_in(path)
-    trees = {folder.name: read_tree(_file_in(folder)) for folder in folders}
+    paths = _files_of(path)
+    first = next(iter(paths))
+    trees = {name: read_tree(file) for name, file in paths.items()}
     stored = {name: args_of(tree) for name, tree in trees.items()}
     mp_rank_layout.check_agreement({name: each or {} for name, each in stored.items()}, where)
     given = {name: value for name, value in (args or {}).items() if value is not None}
-    merged = {**(stored[folders[0].name] or {}), **given}
+    merged = {**(stored[first] or {}), **given}
     layout = mp_rank_layout.layout_of(merged)
-    if stored[folders[0].name] is None and layout == Layout() and len(folders) > 1:
+    if stored[first] is None and layout == Layout() and len(paths) > 1:
         raise UnreadableCheckpoint(
-            f"{where} has {len(folders)} ranks and does not store the arguments of its run",
-            items=[folder.name for folder in folders],
+            f"{where} has {len(paths)} ranks and does not store the arguments of its run",
+            items=[*paths],
             hint="give the layout that it was saved at as options, and the sizes of its model that shapes do not tell",
         )
     mp_rank_layout.check_names(layout, trees, where)
@@ -74,7 +98,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
     files = {}
     for rank in layout.ranks():
         name = mp_rank_layout.rank_name(rank, layout)
-        file = path / name / MODEL_FILE
+        file = paths[name]
         chunks = chunks_of(trees[name], merged, f"`{file}`")
         rest = {key: value for key, value in trees[name].items() if not re.fullmatch(r"model\d*", key)}
         files[rank] = RankFile(name, file, rest, chunks)

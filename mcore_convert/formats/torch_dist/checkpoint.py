@@ -43,6 +43,11 @@ def detect(path: Path) -> bool:
     return dcp.exists(path) and backend_of(path) != ZARR
 
 
+def directory_of(path: Path) -> Path | None:
+    """Return the directory that one of its files lies in; None for any other path."""
+    return path.parent if path.is_file() and detect(path.parent) else None
+
+
 def backend_of(path: Path) -> str:
     """Return the storage that `metadata.json` names; `torch_dist` where it cannot be read.
 

@@ -14,6 +14,7 @@ from mcore_convert.formats import hf, mp_rank, torch_dist, zarr
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.mp_rank import MpRankCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint
+from mcore_convert.paths import absent
 from mcore_convert.runs import find_run
 from mcore_convert.spec import arguments, gpt
 from mcore_convert.spec.dims import Dims
@@ -99,7 +100,7 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfChe
 
 def _opened(path: Path, given: Mapping[str, Any] | None) -> HfCheckpoint | MegatronCheckpoint:
     if not path.exists():
-        raise UnreadableCheckpoint(f"`{path}` does not exist")
+        raise absent(path)
     if not path.is_dir():
         raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory that holds the checkpoint")
     if hf.detect(path):

@@ -10,9 +10,10 @@ from typing import Any
 
 from mcore_convert.destination import check_free
 from mcore_convert.elements import Progress
-from mcore_convert.errors import ConvertError, HubError, UnreadableCheckpoint
+from mcore_convert.errors import ConvertError, HubError
 from mcore_convert.exports import Options, Prepared, prepare, write
 from mcore_convert.formats import hf
+from mcore_convert.paths import absent
 from mcore_convert.phases import phase
 from mcore_convert.plan import Plan
 from mcore_convert.tensors import file_errors
@@ -241,7 +242,7 @@ def push(
         hf.open_hf(path)  # whole, as far as headers and the index tell
         return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
     if not path.exists():
-        raise UnreadableCheckpoint(f"`{path}` does not exist")
+        raise absent(path)
     target = checked(target, writable=not dry_run)
     with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
         prepared = _prepared(path, _in(folder, path), Options(), target, progress)

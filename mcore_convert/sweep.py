@@ -17,6 +17,7 @@ from mcore_convert.errors import ConvertError, HubError, MappingError, Unreadabl
 from mcore_convert.exports import Options
 from mcore_convert.formats import hf
 from mcore_convert.identify import open_checkpoint
+from mcore_convert.paths import absent
 from mcore_convert.phases import phase
 from mcore_convert.publish import Export, PathLike, hand_over
 from mcore_convert.runs import Run, find_run, history_of
@@ -99,6 +100,8 @@ def export_all(
             answer from the Hub.
     """
     path = Path(run)
+    if not path.exists():
+        raise absent(path)
     if not path.is_dir():
         raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory of a training run")
     target = None if push_to_hub is None else checked(Destination(push_to_hub, private))

@@ -33,7 +33,7 @@ converters
 spec.gpt
 tensors
 ranks
-elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
+elements  paths  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
 phases  spans
 values
 formats.module_buffers  formats.old_names  formats.pickle_writer

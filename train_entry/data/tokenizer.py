@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_convert.errors import DataError
+from mcore_convert.hub import unreachable
+from mcore_convert.paths import near_miss
 
 if TYPE_CHECKING:
     from mcore_convert.identify import Model
@@ -72,11 +74,18 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     path = Path(name)
     if path.is_dir() and not any((path / file).is_file() for file in TOKENIZER_FILES):
         raise DataError(f"`{name}` has no tokenizer", hint="one of its files would be tokenizer.json")
-    if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise DataError(f"`{name}` does not exist", hint="name the directory of a tokenizer, or a Hub id")
+    meant = near_miss(path) if revision is None and not path.exists() else None
+    if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1 or meant):
+        hint = f"did you mean `{meant}`?" if meant else "name the directory of a tokenizer, or a Hub id"
+        raise DataError(f"`{name}` does not exist", hint=hint)
+    silent = None if path.exists() else unreachable()
     try:
-        hf = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+        hf = AutoTokenizer.from_pretrained(name, revision=revision or "main", local_files_only=silent is not None)
     except Exception as error:  # transformers lets through what its many readers raise
+        if silent is not None:
+            raise DataError(
+                f"`{name}` is no directory, was not downloaded before, and the Hub cannot be reached: {silent}"
+            ) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"`{name}` is no tokenizer that transformers can read: {reason}") from error
     vocabulary: Mapping[str, int] = hf.get_vocab()

@@ -77,7 +77,7 @@ def _path_of(source: str, revision: str | None, patterns: Callable[[list[str]], 
     if path.exists():
         return path
     if not REPO_ID.fullmatch(source) or source.startswith(".") or (revision is None and near_miss(path)):
-        raise absent(path)
+        raise absent(source)
     return _download(source, revision, patterns)
 
 
@@ -91,11 +91,16 @@ def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], l
     """Download the files that match the patterns that are made of all their names."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
 
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise absent(repo) from error
     reason = unreachable()
     if reason is not None:
         if constants.HF_HUB_OFFLINE:  # as the client itself does then: what was downloaded before
-            with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
+            with contextlib.suppress(LocalEntryNotFoundError):
                 return Path(snapshot_download(repo, revision=revision, local_files_only=True))
         hint = f"download it where there is a network: `hf download {repo}`, then set HF_HUB_OFFLINE=1"
         raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {reason}", hint=hint)
@@ -109,8 +114,6 @@ def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], l
             f"`{repo}` is neither a directory nor a model on the Hub",
             hint="a gated or private model needs a token: `hf auth login`",
         ) from error
-    except HFValidationError as error:
-        raise UnreadableCheckpoint(f"`{repo}` does not exist") from error
     except Exception as error:  # the client lets through what its HTTP library raises, and has changed that library
         if isinstance(error, OSError) and error.errno is not None:  # of a file, and not of the network
             raise UnwritableTarget(

@@ -29,10 +29,10 @@ def near_miss(path: Path) -> Path | None:
     return None
 
 
-def absent(path: Path) -> UnreadableCheckpoint:
-    """The error for a path that does not exist."""
-    meant = near_miss(path)
-    return UnreadableCheckpoint(f"`{path}` does not exist", hint=f"did you mean `{meant}`?" if meant else None)
+def absent(source: str | Path) -> UnreadableCheckpoint:
+    """The error for a path that does not exist, as the user writes it."""
+    meant = near_miss(Path(source))
+    return UnreadableCheckpoint(f"`{source}` does not exist", hint=f"did you mean `{meant}`?" if meant else None)
 
 
 def _numbers(name: str) -> list[str]:

@@ -20,9 +20,10 @@ from tests.refusals import run
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """No test knows of another's Hub."""
-    sources._no_sign_of.cache_clear()
+    asked = sources._no_sign_of
+    asked.cache_clear()
     yield
-    sources._no_sign_of.cache_clear()
+    asked.cache_clear()
 
 
 @pytest.fixture
@@ -66,7 +67,8 @@ def test_what_was_meant(here: Path) -> None:
     ids=lambda words: " ".join(words[:3]),
 )
 def test_a_slip_is_pointed_out(words: list[str], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "unreachable", lambda: pytest.fail("the Hub is asked"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sources, "_no_sign_of", lambda endpoint: pytest.fail("the Hub is asked"))
     ended = run(*words)
     assert ended.code in (1, 2)
     assert ended.err.splitlines()[-2:] == [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.test_cli import run
 GROUP: Any = get_command(cli.app)
 COMMANDS: dict[str, Any] = {**GROUP.commands, "data prepare": GROUP.commands["data"].commands["prepare"]}
 COMMANDS.pop("data")
+ROOT = Path(__file__).parents[1]
 ERROR = {"kind", "message", "items", "hint"}
 
 
@@ -255,3 +258,11 @@ def test_levels_of_the_log(capsys: pytest.CaptureFixture[str], hf_checkpoint: Hf
     assert re.sub(r"\d+\.\d+|\d\d:", "", files).count("INFO") == phases.count("INFO")
     assert logged("--log-level", "warning") == ""
     assert logging.getLogger("mcore_convert").handlers == []  # one command does not log for the next
+
+
+def test_the_command_is_called_as_the_package_is() -> None:
+    """`uvx NAME` and `pipx run NAME` run the script of the package's own name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"][project["name"]].partition(":")
+    assert getattr(importlib.import_module(module), name) is cli.main
+    assert project["version"] == VERSION

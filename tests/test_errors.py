@@ -452,7 +452,7 @@ def test_the_hub_out_of_reach_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     ended = run("convert", "no-such/model", tmp_path / "DST")
     assert (ended.code, ended.out) == (1, "")
     assert ended.err.startswith("error: `no-such/model` is no directory, and the Hub cannot be reached: ")
-    assert ended.err.count("\n") == 1
+    assert ended.err.count("\n") == 2  # and a hint
 
 
 WEIRD: tuple[Any, ...] = (None, "x", -1, True, [], {}, 1.5, float("nan"), 1e999, 10**400, 2**63, [[1]], {"a": 1})

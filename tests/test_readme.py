@@ -1,4 +1,7 @@
-"""What README.md and docs/ show is run: every console block with its output, every Python block, and the demo."""
+"""What README.md and docs/ show is run: every console block with its output, every Python block, and the demo.
+
+The README's run in what the demo leaves, as it says.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,15 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from fixtures import demo
+from fixtures.examples import make_before_and_after, make_old_run
 from fixtures.hf import make_hf
 from fixtures.hub import Hub, Token, running_hub
 from fixtures.run import make_run
 from fixtures.tokenizer import END, stories
-
-if TYPE_CHECKING:
-    import torch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,6 +40,10 @@ NOT_RUN = (
     "make ",
     "cd demo_output ",
     "pip install ",
+    "uvx ",
+    "mcore-convert --install-completion",
+    "mcore-convert --show-completion",
+    "mcore-convert convert tiny-llama mcore --tp 2 --quiet -v",
     "torchrun ",
     "mcore-convert data prepare ",
     "transformers serve ",
@@ -88,10 +93,13 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.Fix
         make_run(tmp_path / "run", [1000, 2000], name="llama-gqa")
         make_hf("llama-gqa", tmp_path / "tiny-llama", fill="normal")
     if page.name == "README.md":
-        make_what_the_readme_finds(tmp_path)
-    if page.name in ("README.md", "reshard.md"):
-        make_runs_of_ranks(tmp_path)
-    if page.name in ("README.md", "look.md"):
+        tmp_path = demo_output(tmp_path)
+    if page.name == "command-line.md":
+        make_hf("llama-gqa", tmp_path / "tiny-llama", fill="normal")
+    if page.name == "reshard.md":
+        make_old_run(tmp_path)
+        make_345m(tmp_path)
+    if page.name == "look.md":
         make_before_and_after(tmp_path)
     if page.name == "train.md":
         make_texts(tmp_path)
@@ -114,60 +122,32 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.Fix
             run(f"python - <<'END'\n{block.body}\nEND", ["..."], tmp_path)
 
 
-def make_what_the_readme_finds(folder: Path) -> None:
-    """The model that `make demo` leaves, a checkpoint that Megatron saved, and a model that is refused."""
-    import json
-
-    from fixtures.megatron import save_torch_dist
-    from mcore_convert.checkpoints.identify import identify
-    from mcore_convert.comparison.logits import tensors_of
-
-    source = make_hf("llama-gqa", folder / "tiny-llama", fill="normal", shards=2)
-    padded = make_hf("llama-gqa", folder / "padded", fill="normal", config={"vocab_size": 512}, tokenizer=False)
-    model = identify(padded)
-    weights = {name: tensor.clone() for name, tensor in tensors_of(model)}
-    args = {**model.args, "vocab_size": None, "padded_vocab_size": 512, "tokenizer_type": "HuggingFaceTokenizer"}
-    save_torch_dist(args, weights, folder / "run", common="common_state", iteration=5000)
-    yarn = make_hf("llama-gqa", folder / "yarn-llama", tokenizer=False)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("rope_parameters")
-    config |= {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "mlp_bias": True}
-    (yarn / "config.json").write_text(json.dumps(config))
-
-
-def make_before_and_after(folder: Path) -> None:
-    """A model, a run that went on from it, its deeper layers further, and a run in which something is wrong."""
-    import math
-
-    import torch
-    from safetensors.torch import load_file
-
-    from mcore_convert import convert
-
-    before = make_hf("llama-gqa", folder / "before", fill="normal", config={"num_hidden_layers": 8}, tokenizer=False)
-    tensors = load_file(before / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in tensors.items():
-        layer = int(name.split(".")[2]) if ".layers." in name else 0
-        tensor += torch.randn(tensor.shape, generator=generator) * 1e-3 * 1.5**layer
-    save_model(before, folder / "after-hf", tensors)
-    convert(folder / "after-hf", folder / "after/checkpoints", to="torch_dist", tp=2, pp=2, iteration=5000)
-    lines = [f'{{"iteration": {n}, "loss": {2 + 8 * 0.999**n:.5f}}}' for n in range(1, 5001)]
-    (folder / "after/metrics.jsonl").write_text("\n".join(lines) + "\n")
-    tensors["model.layers.3.mlp.down_proj.weight"][5, 7] = math.nan
-    tensors["model.layers.6.mlp.up_proj.weight"] *= 8
-    tensors["model.layers.2.self_attn.v_proj.weight"][4:8] = 0
-    save_model(before, folder / "broken", tensors)
-
-
-def save_model(like: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """A directory with the configuration of another, and these weights."""
-    import shutil
-
-    from safetensors.torch import save_file
-
-    shutil.copytree(like, folder)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+def demo_output(folder: Path) -> Path:
+    """What `make demo` leaves, with a model that has not learned much: where what the README shows is run."""
+    left = folder / "demo_output"
+    done = subprocess.run(
+        [sys.executable, "-m", "fixtures.demo", left, "12"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("$ mcore-convert ") == 6
+    assert done.stdout.count("$ torchrun ") == 1
+    assert done.stdout.count("\nequal\n") == 2
+    assert "step 12/12" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+    assert demo.PROMPT in done.stdout
+    listed = done.stdout.partition("Left in")[2]
+    for name in sorted(path.name for path in left.iterdir()):
+        known = name.startswith(("stories", "tokenizer")) or f"{name}/" in listed
+        assert known, f"the demo leaves `{name}` and says nothing of it"
+    assert (left / "stories-run" / "loss.png").stat().st_size > 10_000
+    return left
 
 
 def make_texts(folder: Path) -> None:
@@ -180,25 +160,11 @@ def make_texts(folder: Path) -> None:
     make_tokenizer(folder / "tokenizer", 512, max_length=256)
 
 
-def make_runs_of_ranks(folder: Path) -> None:
-    """What Megatron saved in the format `torch` at TP2 x PP2, and a model in the form of `megatron_lm_345m`."""
-    import torch
-
-    from fixtures.mp_rank import save_mp_rank
+def make_345m(folder: Path) -> None:
+    """A model in the form of `megatron_lm_345m`."""
     from fixtures.old_classes import save_345m
-    from fixtures.optimizer import random_state
-    from mcore_convert.checkpoints.identify import identify
-    from tests.ranks import run_ranks
     from tests.test_old_classes import GPT, gpt2
 
-    args = {**identify(make_hf("llama-gqa", folder / "model", tokenizer=False)).args, "padded_vocab_size": 512}
-    state = random_state(args)
-
-    def save() -> None:
-        options = {"tp": 2, "pp": 2, "dtype": torch.bfloat16, "iteration": 5000}
-        save_mp_rank(args, state, folder / "old-run", optimizer="distributed", **options)  # type: ignore[arg-type]
-
-    run_ranks(4, save)
     save_345m(folder / "megatron_lm_345m", gpt2().state_dict(), GPT)
 
 
@@ -310,23 +276,3 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
 def shown_whole(shown: set[str]) -> set[str]:
     """Folders that the tree shows as one line."""
     return {path for path in shown if not any(other.startswith(f"{path}/") for other in shown)}
-
-
-def test_the_demo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """`make demo`, with a model that has not learned much."""
-    from fixtures import demo
-
-    monkeypatch.setattr(demo, "STEPS", 12)
-    folder = tmp_path / "demo_output"
-    assert demo.main(folder) == 0
-    shown, said = capfd.readouterr()
-    assert shown.count("$ mcore-convert ") == 6
-    assert shown.count("$ torchrun ") == 1
-    assert shown.count("\nequal\n") == 2
-    assert "step 12/12" in said
-    assert "Traceback" not in said
-    assert "Warning" not in said
-    assert demo.PROMPT in shown
-    left = {path.name for path in folder.iterdir()}
-    assert left >= {"stories.yaml", "stories-run", "one-rank", "story-gpt2", "tiny-llama"}
-    assert (folder / "stories-run" / "loss.png").stat().st_size > 10_000

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from mcore_convert.errors import UnreadableCheckpoint, UnwritableTarget
 from mcore_convert.formats.files.model_folder import CARRIED_FILES, CONFIG, INDEX, TOKENIZER_FILES
+from mcore_convert.storage.paths import absent, near_miss
 
-TIMEOUT = 10.0  # seconds
+TIMEOUT = 10.0  # seconds for an answer of a Hub that is there
+PATIENCE = 4.0  # seconds for its first sign, unless HF_HUB_ETAG_TIMEOUT says otherwise
 REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -21,28 +27,58 @@ def local_path(source: str, revision: str | None = None) -> Path:
         revision: branch, tag or commit on the Hub.
 
     Raises:
-        UnreadableCheckpoint: neither a directory nor a model on the Hub.
+        UnreadableCheckpoint: neither a directory nor a model on the Hub, or a slip in the name of a path.
     """
-    path = Path(source)
-    if path.exists():
-        return path
-    if not REPO_ID.fullmatch(source) or source.startswith("."):
-        raise UnreadableCheckpoint(f"`{source}` does not exist")
-    return _download(source, revision, _files_of_model)
+    return _path_of(source, revision, _files_of_model)
 
 
 def tokenizer_path(source: str) -> Path:
     """The directory of a tokenizer: itself where it exists, else that of the Hub's model of that name, downloaded.
 
     Raises:
-        UnreadableCheckpoint: neither a directory nor a model on the Hub.
+        UnreadableCheckpoint: neither a directory nor a model on the Hub, or a slip in the name of a path.
     """
+    return _path_of(source, None, lambda files: [*TOKENIZER_FILES])
+
+
+def unreachable() -> str | None:
+    """Why the Hub cannot be asked; None where it answers.
+
+    The Hub's client repeats what fails for most of a minute, and waits for a name server without a limit, so it is not
+    begun without a sign of the Hub.
+    """
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _no_sign_of(constants.ENDPOINT)
+
+
+@cache
+def _no_sign_of(endpoint: str) -> str | None:
+    from huggingface_hub.utils import get_session
+
+    patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE)
+    reasons: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            get_session().head(endpoint, timeout=patience)
+            reasons.append(None)  # whatever it answers
+        except Exception as error:  # what the client's HTTP library raises, which it has changed
+            reasons.append(first_line(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(patience)
+    return reasons[0] if reasons else f"no answer in {patience:g} s"
+
+
+def _path_of(source: str, revision: str | None, patterns: Callable[[list[str]], list[str]]) -> Path:
     path = Path(source)
     if path.exists():
         return path
-    if not REPO_ID.fullmatch(source) or source.startswith("."):
-        raise UnreadableCheckpoint(f"`{source}` does not exist")
-    return _download(source, None, lambda files: [*TOKENIZER_FILES])
+    if not REPO_ID.fullmatch(source) or source.startswith(".") or (revision is None and near_miss(path)):
+        raise absent(source)
+    return _download(source, revision, patterns)
 
 
 def _files_of_model(files: list[str]) -> list[str]:
@@ -53,9 +89,21 @@ def _files_of_model(files: list[str]) -> list[str]:
 
 def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], list[str]]) -> Path:
     """Download the files that match the patterns that are made of all their names."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
 
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise absent(repo) from error
+    reason = unreachable()
+    if reason is not None:
+        if constants.HF_HUB_OFFLINE:  # as the client itself does then: what was downloaded before
+            with contextlib.suppress(LocalEntryNotFoundError):
+                return Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        hint = f"download it where there is a network: `hf download {repo}`, then set HF_HUB_OFFLINE=1"
+        raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {reason}", hint=hint)
     try:
         # One request with a limit: the call that lists files repeats it for half a minute where there is no network.
         found = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
@@ -66,8 +114,6 @@ def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], l
             f"`{repo}` is neither a directory nor a model on the Hub",
             hint="a gated or private model needs a token: `hf auth login`",
         ) from error
-    except HFValidationError as error:
-        raise UnreadableCheckpoint(f"`{repo}` does not exist") from error
     except Exception as error:  # the client lets through what its HTTP library raises, and has changed that library
         if isinstance(error, OSError) and error.errno is not None:  # of a file, and not of the network
             raise UnwritableTarget(

@@ -23,6 +23,7 @@ from mcore_convert.spec.config.mapping import shown
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.shard import Box
+from mcore_convert.storage.paths import absent
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> Check
 
 def _opened(path: Path, given: Mapping[str, Any] | None) -> Checkpoint:
     if not path.exists():
-        raise UnreadableCheckpoint(f"`{path}` does not exist")
+        raise absent(path)
     path = directory_of(path)
     kind = format_of(path)
     if kind is not None:

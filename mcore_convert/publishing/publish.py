@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_convert.checkpoints.identify import open_checkpoint
 from mcore_convert.conversion.plan import Plan
-from mcore_convert.errors import ConvertError, HubError, UnreadableCheckpoint
+from mcore_convert.errors import ConvertError, HubError
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.registry import directory_of, format_of
 from mcore_convert.publishing.export import Options, Prepared, prepare, write
@@ -18,6 +18,7 @@ from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.publishing.upload import MAIN, Destination, Upload, checked, upload
 from mcore_convert.storage.destination import check_free
 from mcore_convert.storage.elements import Progress
+from mcore_convert.storage.paths import absent
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.views import file_errors
 
@@ -247,7 +248,7 @@ def push(
         open_checkpoint(path)  # whole, as far as headers and the index tell
         return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
     if not path.exists():
-        raise UnreadableCheckpoint(f"`{path}` does not exist")
+        raise absent(path)
     target = checked(target, writable=not dry_run)
     with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
         prepared = _prepared(path, _in(folder, path), Options(ignore_keys=ignore_keys), target, progress)

@@ -19,6 +19,7 @@ from mcore_convert.publishing.export import Options
 from mcore_convert.publishing.publish import Export, PathLike, hand_over
 from mcore_convert.publishing.upload import Destination, Upload, checked, has_model, upload
 from mcore_convert.storage.elements import Progress
+from mcore_convert.storage.paths import absent
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.views import file_errors
 
@@ -98,6 +99,8 @@ def export_all(
             answer from the Hub.
     """
     path = Path(run)
+    if not path.exists():
+        raise absent(path)
     if not path.is_dir():
         raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory of a training run")
     target = None if push_to_hub is None else checked(Destination(push_to_hub, private))

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.storage.paths import near_miss
 from train_entry.config.nearest import groups, nearest
 
 CONFIGS = Path(__file__).parents[1] / "configs"  # ready runs, and in a directory for each group its choices
@@ -71,7 +72,8 @@ def locate(source: str) -> Path:
         raise ConfigError(f"`{source}` is not a YAML file", hint=f"its name must end in `{ENDING}`")
     if path.is_file():
         return path
-    near = nearest(source, ready_runs())
+    meant = near_miss(path)
+    near = str(meant) if meant else nearest(source, ready_runs())
     kind = "file" if path.suffix == ENDING or len(path.parts) > 1 else "ready run"
     raise ConfigError(
         f"there is no {kind} `{source}`" + (f"; did you mean `{near}`?" if near else ""),

@@ -9,9 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_convert.checkpoints.download import unreachable
 from mcore_convert.errors import DataError
 from mcore_convert.publishing.companions import FORMS
 from mcore_convert.publishing.tokenizer import folder_of, holds_tokenizer, is_bare_bpe
+from mcore_convert.storage.paths import near_miss
 
 if TYPE_CHECKING:
     from mcore_convert.checkpoints.identify import Model
@@ -75,12 +77,20 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     path = folder_of(Path(name))
     if path.is_dir() and not holds_tokenizer(path):
         raise DataError(f"`{name}` has no tokenizer", hint=FORMS)
-    if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise DataError(f"`{name}` does not exist", hint="name the directory of a tokenizer, or a Hub id")
+    meant = near_miss(path) if revision is None and not path.exists() else None
+    if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1 or meant):
+        hint = f"did you mean `{meant}`?" if meant else "name the directory of a tokenizer, or a Hub id"
+        raise DataError(f"`{name}` does not exist", hint=hint)
     options = {"tokenizer_type": "gpt2"} if path.is_dir() and is_bare_bpe(path) else {}
+    silent = None if path.exists() else unreachable()
     try:
-        hf = AutoTokenizer.from_pretrained(str(path), revision=revision or "main", **options)
+        offline = silent is not None
+        hf = AutoTokenizer.from_pretrained(str(path), revision=revision or "main", local_files_only=offline, **options)
     except Exception as error:  # transformers lets through what its many readers raise
+        if silent is not None:
+            raise DataError(
+                f"`{name}` is no directory, was not downloaded before, and the Hub cannot be reached: {silent}"
+            ) from error
         lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines() if line.strip()]
         raise DataError(
             f"`{name}` is no tokenizer that transformers can read", items=lines, hint=_absent_readers(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mcore_convert.disk import stamped
 from mcore_convert.errors import ConfigError, ConvertError
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
@@ -27,9 +28,9 @@ def plan_conversion(model: Model, target: Target) -> Plan:
     notes = list(model.notes)
     if isinstance(source, TorchDistCheckpoint):
         check_whole(source)
-    if isinstance(source, HfCheckpoint) or target.format == "hf":
-        return _plan_with_family(model, target, notes)
-    return _plan_between_megatrons(model, target, notes)
+    with_family = isinstance(source, HfCheckpoint) or target.format == "hf"
+    plan = (_plan_with_family if with_family else _plan_between_megatrons)(model, target, notes)
+    return replace(plan, stamps=stamped(plan.sources))
 
 
 def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:

@@ -1,24 +1,33 @@
 """Running a plan: reserve the files, fill them from several threads, rename at the end.
 
-Runs of bytes are copied by the kernel; what is transposed or cut across rows goes from one memory map to another, so
-that no tensor is ever held in memory.
+Runs of bytes are copied by the kernel; what is transposed or cut across rows goes through memory a block at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mcore_convert.destination import check_free, claimed, partial_path
-from mcore_convert.disk import copy_file, sync, write_at, write_new
-from mcore_convert.elements import WORKERS, Files, Meter, Progress, blocks_of, copy_view, differing, round_to
-from mcore_convert.errors import ConvertError, UnwritableTarget
+from mcore_convert.disk import Stamp, copy_file, reserve, stamped, sync, write_new
+from mcore_convert.elements import (
+    CAST_BLOCK,
+    WORKERS,
+    Files,
+    Meter,
+    Progress,
+    blocks_of,
+    copy_view,
+    differing,
+    round_to,
+)
+from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableTarget
 from mcore_convert.plan import Check, Plan
+from mcore_convert.reopening import check_reopened
 from mcore_convert.tensors import open_error
 
 # Two threads and their blocks need next to nothing: what is anonymous is the interpreter and the plan itself.
@@ -53,16 +62,20 @@ def execute(
     """
     final = plan.reservation.path
     check_free(final, overwrite=overwrite)
-    sources = {copy.source.path for move in plan.moves for copy in move.copies} | {*plan.reservation.carried.values()}
+    sources = plan.sources | {*plan.reservation.carried.values()}
     for place in (final, partial_path(final)):
         _refuse_overlap(place, plan.source.path, sources)
+    stamps = {**stamped(sources), **plan.stamps}
     prove(plan.checks)
+    _check_unchanged(stamps)
     partial = partial_path(final)
     with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite) as claim:
         with Files() as files:
             _reserve(plan, partial)
             _fill(plan, files, Meter(plan.nbytes, progress))
         _finish(plan, partial, conclude(partial) if conclude else {})
+        check_reopened(plan, partial)
+        _check_unchanged(stamps)
         claim.publish()
 
 
@@ -76,6 +89,18 @@ def _as_errors(final: Path, sources: Set[Path]) -> Iterator[None]:
         if error.filename is not None and Path(error.filename) in sources:
             raise open_error(Path(error.filename), error) from error
         raise UnwritableTarget(f"cannot write `{error.filename or final}`: {error.strerror}") from error
+
+
+def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
+    """Prove that the files of the source are still those that were planned with."""
+    now = stamped(stamps)
+    changed = [str(path) for path, stamp in stamps.items() if now[path] != stamp]
+    if changed:
+        raise UnreadableCheckpoint(
+            "the source has changed since it was opened",
+            items=changed,
+            hint="is another process writing it? wait for it, and run this again",
+        )
 
 
 def _refuse_overlap(final: Path, source: Path, files: Set[Path]) -> None:
@@ -98,10 +123,7 @@ def _reserve(plan: Plan, partial: Path) -> None:
     for path, size in reservation.sizes.items():
         here = _here(path, reservation.path, partial)
         here.parent.mkdir(parents=True, exist_ok=True)
-        with here.open("wb") as file:
-            os.truncate(file.fileno(), size)
-            for at, content in literals[path]:
-                write_at(file.fileno(), content, at)
+        reserve(here, size, literals[path])
 
 
 def _here(path: Path, final: Path, partial: Path) -> Path:
@@ -155,14 +177,16 @@ def prove(checks: Iterable[Check]) -> None:
 
 def _check(check: Check, files: Files) -> None:
     if check.other is not None and check.rounded:
-        exact, rounded = files.array(check.view), files.array(check.other)
-        blocks = blocks_of(check.view.shape, check.view.itemsize)
-        failed = any(bool((round_to(exact[block], check.other.dtype) != rounded[block]).any()) for block in blocks)
+        exact, rounded = check.view, check.other
+        failed = any(
+            bool((round_to(files.read(exact.block(block)), rounded.dtype) != files.read(rounded.block(block))).any())
+            for block in blocks_of(exact.shape, exact.itemsize, CAST_BLOCK)
+        )
     elif check.other is not None:
         failed = next(differing(files, check.view, check.other), None) is not None
     else:
-        array = files.array(check.view)
-        failed = any(bool(array[block].any()) for block in blocks_of(check.view.shape, check.view.itemsize))
+        blocks = blocks_of(check.view.shape, check.view.itemsize, CAST_BLOCK)
+        failed = any(bool(files.read(check.view.block(block)).any()) for block in blocks)
     if failed:
         raise ConvertError(check.failure, hint=check.hint)
 

@@ -15,7 +15,7 @@ from mcore_convert.conversion import plan_conversion
 from mcore_convert.elements import Meter, Progress
 from mcore_convert.errors import ConfigError, ConvertError, UnwritableTarget
 from mcore_convert.execute import execute
-from mcore_convert.formats import hf
+from mcore_convert.formats import hf, safetensors_file
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.hf_tensors import HfTensor, hf_tensors
 from mcore_convert.identify import Model, identify
@@ -155,7 +155,8 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
     found: list[str] = []
 
     def proven(partial: Path) -> Mapping[Path, bytes]:
-        views = {name: view._replace(path=partial / view.path.name) for name, view in written.views.items()}
+        files = dict.fromkeys(partial / view.path.name for view in written.views.values())
+        views = {name: view for file in files for name, view in safetensors_file.read(file).items()}
         told = None if progress is None else lambda done, _: progress(plan.nbytes + done, total)
         found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
         return {prepared.path / hf.CARD: render(prepared.card, found[0])}

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
+from mcore_convert.disk import Stamp
 from mcore_convert.errors import MappingError, counted, fold
 from mcore_convert.formats.base import Checkpoint, Findings, Reservation
 from mcore_convert.spec.arguments import DTYPES
@@ -62,7 +64,7 @@ class Move(NamedTuple):
 class Plan:
     """What a conversion will do: the files it reserves, and every copy. Nothing has been written.
 
-    `num_parameters` leaves out padding, and counts a tied head once.
+    `num_parameters` leaves out padding, and counts a tied head once. `stamps` tell whether a source file has changed.
     """
 
     family: Family
@@ -74,6 +76,12 @@ class Plan:
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = field(default=())
     num_parameters: int = 0
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> set[Path]:
+        """The files that tensors are copied from."""
+        return {copy.source.path for move in self.moves for copy in move.copies}
 
     @property
     def nbytes(self) -> int:

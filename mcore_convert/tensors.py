@@ -95,6 +95,14 @@ class View(NamedTuple):
         offset = self.offset + sum(start * stride for start, stride in zip(box.offsets, self.strides, strict=True))
         return View(self.path, offset, box.sizes, self.strides, self.dtype)
 
+    def block(self, where: tuple[slice, ...]) -> View:
+        """The view of slices of the first dimensions, each with its start and stop."""
+        offset, shape = self.offset, list(self.shape)
+        for axis, part in enumerate(where):
+            offset += part.start * self.strides[axis]
+            shape[axis] = part.stop - part.start
+        return View(self.path, offset, tuple(shape), self.strides, self.dtype)
+
     def select(self, index: int) -> View:
         """The view of one index of the first dimension, which goes away."""
         offset = self.offset + index * self.strides[0]

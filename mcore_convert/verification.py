@@ -156,7 +156,7 @@ def _compare(item: Item, mine: list[Slot], theirs: list[Slot], files: Files, met
     dtypes = (_dtype(mine, theirs), _dtype(theirs, mine))
     if not mine or not theirs:
         for slot in mine or theirs:
-            values = as_float(files.array(slot.view), slot.view.dtype)
+            values = as_float(files.read(slot.view), slot.view.dtype)
             count += int(np.count_nonzero(values))
             largest = max(largest, float(np.abs(values).max(initial=0.0)))
         return Difference(str(item), count, largest, dtypes) if count else None
@@ -164,9 +164,7 @@ def _compare(item: Item, mine: list[Slot], theirs: list[Slot], files: Files, met
         for part in cut(theirs, slot.box):
             view = slot.view.narrow(part.box.relative_to(slot.box.offsets))
             if view.dtype != part.view.dtype:
-                gap = np.abs(
-                    as_float(files.array(view), view.dtype) - as_float(files.array(part.view), part.view.dtype)
-                )
+                gap = np.abs(as_float(files.read(view), view.dtype) - as_float(files.read(part.view), part.view.dtype))
                 count += int(np.count_nonzero(gap))
                 largest = float(np.maximum(largest, gap.max(initial=0.0)))
             else:

@@ -35,6 +35,7 @@ converters
 spec.gpt
 tensors
 ranks
+gather
 elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
 spans
 values
@@ -57,7 +58,7 @@ identify  readback
 contents  targets
 changes
 conversion
-destination
+destination  reopening
 execute
 megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights

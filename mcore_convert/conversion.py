@@ -7,7 +7,7 @@ from dataclasses import replace
 from mcore_convert.disk import stamped
 from mcore_convert.errors import ConfigError, ConvertError
 from mcore_convert.formats.hf import HfCheckpoint
-from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
+from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole, notes_of
 from mcore_convert.identify import Model
 from mcore_convert.plan import Plan, find_weights, moves_between
 from mcore_convert.spec import arguments, gpt
@@ -28,6 +28,7 @@ def plan_conversion(model: Model, target: Target) -> Plan:
     notes = list(model.notes)
     if isinstance(source, TorchDistCheckpoint):
         check_whole(source)
+        notes += notes_of(source)
     with_family = isinstance(source, HfCheckpoint) or target.format == "hf"
     plan = (_plan_with_family if with_family else _plan_between_megatrons)(model, target, notes)
     return replace(plan, stamps=stamped(plan.sources))

@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore_convert import companions
 from mcore_convert.card import Card, render
+from mcore_convert.checksums import check_sums
 from mcore_convert.conversion import plan_conversion
 from mcore_convert.elements import Meter, Progress
 from mcore_convert.errors import ConfigError, ConvertError, UnwritableTarget
@@ -161,6 +162,7 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
         found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
         return {prepared.path / hf.CARD: render(prepared.card, found[0])}
 
+    check_sums(plan.source)
     copied = None if progress is None else lambda done, _: progress(done, total)
     execute(plan, overwrite=overwrite, progress=copied, conclude=proven)
     return found[0]

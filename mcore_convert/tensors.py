@@ -81,6 +81,12 @@ class View(NamedTuple):
         return Box.whole(self.shape).numel * self.itemsize
 
     @property
+    def end(self) -> int:
+        """The first byte of the file behind the last element."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.offset + last + self.itemsize
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the elements are one run of bytes in row-major order."""
         step = self.itemsize

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from mcore_convert.checksums import check_sums
 from mcore_convert.elements import WORKERS, Files, Meter, Progress, as_float, differing
 from mcore_convert.errors import VerificationError
 from mcore_convert.execute import prove
 from mcore_convert.formats.hf import HfCheckpoint
-from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
+from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole, notes_of
 from mcore_convert.identify import Model
 from mcore_convert.plan import Sources, find_weights
 from mcore_convert.spec import gpt
@@ -102,8 +103,12 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         nbytes,
         tuple(config_differences(a, b)),
         tuple(result for result in results if result is not None),
-        tuple(dict.fromkeys([*a.notes, *b.notes, *notes])),
+        tuple(dict.fromkeys([*a.notes, *b.notes, *notes, *_notes_of(a), *_notes_of(b)])),
     )
+
+
+def _notes_of(model: Model) -> list[str]:
+    return notes_of(model.checkpoint) if isinstance(model.checkpoint, TorchDistCheckpoint) else []
 
 
 def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[str]]:
@@ -144,6 +149,7 @@ def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
     if isinstance(model.checkpoint, TorchDistCheckpoint):
         check_whole(model.checkpoint)
     found = find_weights(family, model.dims, model.checkpoint, states)
+    check_sums(model.checkpoint)
     prove(check for check in found.checks if check.other is not None)
     return found
 

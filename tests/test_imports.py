@@ -39,7 +39,7 @@ gather
 elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
 spans
 values
-formats.module_buffers  formats.old_names  formats.pickle_writer
+formats.module_buffers  formats.old_names  formats.pickle_writer  formats.zip_records
 formats.old_classes  formats.torch_file
 formats.dcp  formats.hf  formats.torch_tree
 formats.torch_dist_keys  formats.torch_dist_training
@@ -58,7 +58,7 @@ identify  readback
 contents  targets
 changes
 conversion
-destination  reopening
+destination  reopening  checksums
 execute
 megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights

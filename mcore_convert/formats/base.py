@@ -81,6 +81,10 @@ class Checkpoint(Protocol):
     def found_by_order(self) -> bool:
         """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
 
+    @property
+    def archives(self) -> Iterable[tuple[Path, int, int | None]]:
+        """File, offset and length of all that `torch.save` has written, which may have stored checksums."""
+
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """The boxes of one global tensor. What is missing or misshapen is noted in `findings`.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -78,6 +79,13 @@ class HfCheckpoint:
     def found_by_order(self) -> bool:
         return False
 
+    @property
+    def archives(self) -> Iterator[tuple[Path, int, int | None]]:
+        """The files that `torch.save` has written; safetensors has no checksums."""
+        for path in sorted({view.path for view in self.views.values()}):
+            if path.suffix != ".safetensors":
+                yield path, 0, None
+
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
         return ()
 
@@ -148,7 +156,20 @@ def _file_views(path: Path) -> dict[str, View]:
     tree = TorchFile(path).tree
     if not isinstance(tree, dict):
         raise UnreadableCheckpoint(f"`{path}` does not hold a state dict")
-    return {str(name): view for name, view in tree.items() if isinstance(view, View)}
+    views = {str(name): view for name, view in tree.items() if isinstance(view, View)}
+    _refuse_shared(path, views)
+    return views
+
+
+def _refuse_shared(path: Path, views: Mapping[str, View]) -> None:
+    """Tensors of one storage are the same, as tied ones are, or lie apart; safetensors files are tiled by theirs."""
+    held = sorted(((view.offset, view.end, name) for name, view in views.items() if view.nbytes), key=lambda each: each)
+    shared = []
+    for (start, end, name), (following, _, other) in itertools.pairwise(held):
+        if following < end and views[name] != views[other]:
+            shared.append(f"{name} and {other}, at byte {start:,}")
+    if shared:
+        raise UnreadableCheckpoint(f"`{path}` has different tensors at one place", items=fold(shared))
 
 
 def read_json(path: Path) -> dict[str, Any]:

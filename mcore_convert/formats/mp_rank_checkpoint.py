@@ -90,6 +90,12 @@ class MpRankCheckpoint:
         return folder if folder.is_dir() else None
 
     @property
+    def archives(self) -> Iterator[tuple[Path, int, int | None]]:
+        """The files of all ranks."""
+        for file in self.files.values():
+            yield from ((path, 0, None) for path in sorted(file.path.parent.glob("*.pt")))
+
+    @property
     def embedding_rows(self) -> int:
         """Rows of the embedding with its padding.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -203,6 +203,10 @@ class TorchDistCheckpoint:
         return [key for key in every if re.match(r"(chained_\d+\.)?optimizer\.", key.removeprefix(self.prefix))]
 
     @property
+    def archives(self) -> Iterator[dcp.Archive]:
+        return self.directory.archives
+
+    @property
     def carried(self) -> Path | None:
         """The folder of a Hugging Face model's other files, where the checkpoint was converted from one."""
         folder = self.path / CARRIED
@@ -239,6 +243,15 @@ def check_whole(checkpoint: TorchDistCheckpoint) -> None:
         UnreadableCheckpoint: as `dcp.Directory.check`.
     """
     checkpoint.directory.check(checkpoint.keys.values())
+
+
+def notes_of(checkpoint: TorchDistCheckpoint) -> list[str]:
+    """What a user should know of a directory that is whole."""
+    idle = checkpoint.directory.unreferenced
+    if not idle:
+        return []
+    named = ", ".join(f"`{name}`" for name in idle[:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
+    return [f"`{dcp.METADATA}` refers to nothing in {named}: is a rank's part missing there, or left from another run?"]
 
 
 def _prefix(path: Path, directory: dcp.Directory) -> str:

@@ -80,7 +80,7 @@ def test_real_checkpoints_are_read_and_proven(name: str) -> None:
         proofs = list(found.proofs())
         assert len(proofs) >= len(found.tensors) - layout.tp * layout.pp
         for proof in proofs:
-            assert (round_to(files.array(proof.master), proof.param.dtype) == files.array(proof.param)).all(), proof
+            assert (round_to(files.read(proof.master), proof.param.dtype) == files.read(proof.param)).all(), proof
 
 
 @pytest.mark.parametrize("name", REAL)

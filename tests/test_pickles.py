@@ -378,7 +378,7 @@ def test_every_lost_end_is_seen(kind: str, tmp_path: Path) -> None:
 def content_of(view: View) -> torch.Tensor:
     """The bytes of a view, row by row."""
     with Files() as files:
-        return torch.from_numpy(np.array(files.array(view)).reshape(-1).view(np.uint8))
+        return torch.from_numpy(np.array(files.read(view)).reshape(-1).view(np.uint8))
 
 
 def assert_read_as_saved(tensors: dict[str, torch.Tensor], tree: dict[str, View]) -> None:

@@ -116,10 +116,10 @@ def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
 def holds(check: Check, files: Files) -> bool:
     """Whether two views are equal, the first one rounded where that is what the check asks."""
     assert check.other is not None
-    values = files.array(check.view)
+    values = files.read(check.view)
     if check.rounded:
         values = round_to(values, check.other.dtype)
-    return bool((values == files.array(check.other)).all())
+    return bool((values == files.read(check.other)).all())
 
 
 def assert_is(found: dict[tuple[str, str], Tensor], state: State, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mcore_convert.errors import ConvertError
-from mcore_convert.storage.elements import WORKERS, Files, blocks_of, differing, round_to
+from mcore_convert.storage.elements import CAST_BLOCK, WORKERS, Files, blocks_of, differing, round_to
 from mcore_convert.storage.views import View
 
 
@@ -38,13 +38,15 @@ def prove(checks: Iterable[Check]) -> None:
 
 def _check(check: Check, files: Files) -> None:
     if check.other is not None and check.rounded:
-        exact, rounded = files.array(check.view), files.array(check.other)
-        blocks = blocks_of(check.view.shape, check.view.itemsize)
-        failed = any(bool((round_to(exact[block], check.other.dtype) != rounded[block]).any()) for block in blocks)
+        exact, rounded = check.view, check.other
+        failed = any(
+            bool((round_to(files.read(exact.block(block)), rounded.dtype) != files.read(rounded.block(block))).any())
+            for block in blocks_of(exact.shape, exact.itemsize, CAST_BLOCK)
+        )
     elif check.other is not None:
         failed = next(differing(files, check.view, check.other), None) is not None
     else:
-        array = files.array(check.view)
-        failed = any(bool(array[block].any()) for block in blocks_of(check.view.shape, check.view.itemsize))
+        blocks = blocks_of(check.view.shape, check.view.itemsize, CAST_BLOCK)
+        failed = any(bool(files.read(check.view.block(block)).any()) for block in blocks)
     if failed:
         raise ConvertError(check.failure, hint=check.hint)

@@ -7,29 +7,49 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from mcore_convert.storage import destination
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
     """A signal that asks the command to stop. Not a KeyboardInterrupt: typer ends on that without a word.
 
-    `remains` says what the command has left.
+    `remains` says what the command has left: what a command knows of itself, or what the disk tells at that moment.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, since: tuple[int, int] = (0, 0)) -> None:
         self.number = number
-        self.remains = "nothing was left behind"
+        self._since = since
+        self._remains: str | None = None
+
+    @property
+    def remains(self) -> str:
+        if self._remains is not None:
+            return self._remains
+        finished = [f"`{path}` was finished, and stands" for path in destination.finished(self._since[0])]
+        left = [f"`{path}` is left, which the next run clears" for path in destination.left(self._since[1])]
+        return "; ".join([*finished, *left]) or "nothing was left behind"
+
+    @remains.setter
+    def remains(self, what: str) -> None:
+        self._remains = what
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Ctrl-C, a polite kill and a closed terminal all clean up. A signal that the caller ignores (nohup) stays so."""
-    with _handled_by(_stop):
+    since = destination.counts()
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if not stopped:  # one is enough: the next would stop the cleaning up
+            stopped = True
+            raise Interrupted(number, since)
+
+    with _handled_by(stop):
         yield
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)
 
 
 @contextlib.contextmanager

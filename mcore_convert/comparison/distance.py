@@ -147,4 +147,4 @@ def _side(contents: Contents) -> Compared:
 
 def _has_value(tensor: Tensor, files: Files) -> bool:
     """Whether a tensor that must be zero is not."""
-    return any(bool(np.any(as_float(files.array(slot.view), slot.view.dtype))) for slot in tensor.slots)
+    return any(bool(np.any(as_float(files.read(slot.view), slot.view.dtype))) for slot in tensor.slots)

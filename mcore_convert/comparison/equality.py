@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mcore_convert.checkpoints.checks import prove
+from mcore_convert.checkpoints.checksums import check_sums
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.weights import Sources, find_weights
 from mcore_convert.errors import VerificationError
@@ -103,7 +104,7 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         nbytes,
         tuple(config_differences(a, b)),
         tuple(result for result in results if result is not None),
-        tuple(dict.fromkeys([*a.notes, *b.notes, *notes])),
+        tuple(dict.fromkeys([*a.notes, *b.notes, *notes, *a.checkpoint.remarks(), *b.checkpoint.remarks()])),
     )
 
 
@@ -144,6 +145,7 @@ def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
     """The weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
     model.checkpoint.check_whole()
     found = find_weights(family, model.dims, model.checkpoint, states)
+    check_sums(model.checkpoint)
     prove(check for check in found.checks if check.other is not None)
     return found
 
@@ -156,7 +158,7 @@ def _compare(item: Item, mine: list[Slot], theirs: list[Slot], files: Files, met
     dtypes = (_dtype(mine, theirs), _dtype(theirs, mine))
     if not mine or not theirs:
         for slot in mine or theirs:
-            values = as_float(files.array(slot.view), slot.view.dtype)
+            values = as_float(files.read(slot.view), slot.view.dtype)
             count += int(np.count_nonzero(values))
             largest = max(largest, float(np.abs(values).max(initial=0.0)))
         return Difference(str(item), count, largest, dtypes) if count else None
@@ -164,9 +166,7 @@ def _compare(item: Item, mine: list[Slot], theirs: list[Slot], files: Files, met
         for part in cut(theirs, slot.box):
             view = slot.view.narrow(part.box.relative_to(slot.box.offsets))
             if view.dtype != part.view.dtype:
-                gap = np.abs(
-                    as_float(files.array(view), view.dtype) - as_float(files.array(part.view), part.view.dtype)
-                )
+                gap = np.abs(as_float(files.read(view), view.dtype) - as_float(files.read(part.view), part.view.dtype))
                 count += int(np.count_nonzero(gap))
                 largest = float(np.maximum(largest, gap.max(initial=0.0)))
             else:

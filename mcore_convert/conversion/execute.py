@@ -1,14 +1,12 @@
 """Running a plan: reserve the files, fill them from several threads, rename at the end.
 
-Runs of bytes are copied by the kernel; what is transposed or cut across rows goes from one memory map to another, so
-that no tensor is ever held in memory.
+Runs of bytes are copied by the kernel; what is transposed or cut across rows goes through memory a block at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +14,10 @@ from pathlib import Path
 
 from mcore_convert.checkpoints.checks import prove
 from mcore_convert.conversion.plan import Plan
-from mcore_convert.errors import ConvertError, UnwritableTarget
+from mcore_convert.conversion.reopening import check_reopened
+from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableTarget
 from mcore_convert.storage.destination import check_free, claimed, partial_path
-from mcore_convert.storage.disk import copy_file, sync, write_at, write_new
+from mcore_convert.storage.disk import Stamp, copy_file, reserve, stamped, sync, write_new
 from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress, copy_view
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.views import open_error
@@ -55,11 +54,13 @@ def execute(
     """
     final = plan.reservation.path
     check_free(final, overwrite=overwrite)
-    sources = {copy.source.path for move in plan.moves for copy in move.copies} | {*plan.reservation.carried.values()}
+    sources = plan.sources | {*plan.reservation.carried.values()}
     for place in (final, partial_path(final)):
         _refuse_overlap(place, plan.source.path, sources)
+    stamps = {**stamped(sources), **plan.stamps}
     with phase(progress, "checking"):
         prove(plan.checks)
+        _check_unchanged(stamps)
     partial = partial_path(final)
     with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite) as claim:
         with phase(progress, "copying", plan.nbytes), Files() as files:
@@ -68,6 +69,8 @@ def execute(
         further = conclude(partial) if conclude else {}
         with phase(progress, "finishing"):
             _finish(plan, partial, further)
+            check_reopened(plan, partial)
+            _check_unchanged(stamps)
             claim.publish()
 
 
@@ -81,6 +84,18 @@ def _as_errors(final: Path, sources: Set[Path]) -> Iterator[None]:
         if error.filename is not None and Path(error.filename) in sources:
             raise open_error(Path(error.filename), error) from error
         raise UnwritableTarget(f"cannot write `{error.filename or final}`: {error.strerror}") from error
+
+
+def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
+    """Prove that the files of the source are still those that were planned with."""
+    now = stamped(stamps)
+    changed = [str(path) for path, stamp in stamps.items() if now[path] != stamp]
+    if changed:
+        raise UnreadableCheckpoint(
+            "the source has changed since it was opened",
+            items=changed,
+            hint="is another process writing it? wait for it, and run this again",
+        )
 
 
 def _refuse_overlap(final: Path, source: Path, files: Set[Path]) -> None:
@@ -103,10 +118,7 @@ def _reserve(plan: Plan, partial: Path) -> None:
     for path, size in reservation.sizes.items():
         here = _here(path, reservation.path, partial)
         here.parent.mkdir(parents=True, exist_ok=True)
-        with here.open("wb") as file:
-            os.truncate(file.fileno(), size)
-            for at, content in literals[path]:
-                write_at(file.fileno(), content, at)
+        reserve(here, size, literals[path])
 
 
 def _here(path: Path, final: Path, partial: Path) -> Path:

@@ -6,7 +6,9 @@ of two boxes: there is one path for every pair of formats and layouts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from mcore_convert.checkpoints.checks import Check
@@ -16,6 +18,7 @@ from mcore_convert.formats.base import Checkpoint, Findings, Reservation
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.shard import Box
+from mcore_convert.storage.disk import Stamp
 from mcore_convert.storage.views import Slot, View, cut, untiled
 
 
@@ -41,7 +44,7 @@ class Move(NamedTuple):
 class Plan:
     """What a conversion will do: the files it reserves, and every copy. Nothing has been written.
 
-    `num_parameters` leaves out padding, and counts a tied head once.
+    `num_parameters` leaves out padding, and counts a tied head once. `stamps` tell whether a source file has changed.
     """
 
     family: Family
@@ -53,6 +56,12 @@ class Plan:
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = field(default=())
     num_parameters: int = 0
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> set[Path]:
+        """The files that tensors are copied from."""
+        return {copy.source.path for move in self.moves for copy in move.copies}
 
     @property
     def nbytes(self) -> int:

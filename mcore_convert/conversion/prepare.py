@@ -14,6 +14,7 @@ from mcore_convert.formats.registry import target_named
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.names import PARAM
+from mcore_convert.storage.disk import stamped
 from mcore_convert.text.quantities import in_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,13 @@ def plan_conversion(model: Model, target: Target) -> Plan:
     source = model.checkpoint
     notes = list(model.notes)
     source.check_whole()
+    notes += source.remarks()
     with_family = Side.HUGGING_FACE in (source.side, written.side)
     plan = (_plan_with_family if with_family else _plan_between_megatrons)(model, target, notes)
     copies = sum(len(move.copies) for move in plan.moves)
     num_files = len(plan.reservation.sizes)
     logger.info("planned %d copies of %s into %d files", copies, in_bytes(plan.nbytes), num_files)
-    return plan
+    return replace(plan, stamps=stamped(plan.sources))
 
 
 def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:

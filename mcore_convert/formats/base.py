@@ -93,6 +93,10 @@ class Storage:
     optimizer: str | None = None
 
 
+# A file, where in it an archive of `torch.save` begins, and how long that is; None for the rest of the file.
+Archive = tuple[Path, int, int | None]
+
+
 @dataclass(frozen=True)
 class Checkpoint(ABC):
     """A checkpoint in some format, open for reading or reserved for writing.
@@ -178,6 +182,15 @@ class Checkpoint(ABC):
     def layer_spec(self) -> LayerSpec | None:
         """Whose modules the names are of; None where names are the same for all."""
         return None
+
+    def remarks(self) -> list[str]:
+        """Return what a user should know of a checkpoint that is whole, a line each."""
+        return []
+
+    @property
+    def archives(self) -> Iterable[Archive]:
+        """All that `torch.save` has written, which may have stored checksums."""
+        return ()
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -220,10 +220,9 @@ def _dead_rows(tensor: Tensor, zeros: int, files: Files) -> tuple[range, ...]:
         return (range(shape[0]),)
     alive = np.zeros(shape[0], bool)
     for slot in tensor.slots:
-        array = files.array(slot.view)
         first = slot.box.offsets[0]
         for block in blocks_of(slot.view.shape, slot.view.itemsize):
-            part = _has_value(array[block], slot.view.dtype)
+            part = _has_value(files.read(slot.view.block(block)), slot.view.dtype)
             start = first + (block[0].start if block else 0)
             alive[start : start + len(part)] |= part.reshape(len(part), -1).any(axis=1)
     return tuple(_ranges(np.flatnonzero(~alive)))

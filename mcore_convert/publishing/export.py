@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.checkpoints.checksums import check_sums
 from mcore_convert.checkpoints.identify import Model, identify
 from mcore_convert.checkpoints.runs import PICTURE, History, Run, find_run, history_of, run_around
 from mcore_convert.checkpoints.weights import find_weights
@@ -18,6 +19,7 @@ from mcore_convert.conversion.prepare import plan_conversion
 from mcore_convert.conversion.target import Target
 from mcore_convert.errors import ConfigError, ConvertError, UnwritableTarget
 from mcore_convert.formats.base import Side
+from mcore_convert.formats.files import safetensors
 from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, carried_files
 from mcore_convert.formats.megatron.run_directory import iteration_of
@@ -159,12 +161,14 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
     found: list[str] = []
 
     def proven(partial: Path) -> Mapping[Path, bytes]:
-        views = {name: view._replace(path=partial / view.path.name) for name, view in written.whole_views.items()}
+        files = dict.fromkeys(partial / view.path.name for view in written.whole_views.values())
+        views = {name: view for file in files for name, view in safetensors.read(file).items()}
         told = None if progress is None else Part(progress, plan.nbytes, total)
         with phase(progress, "reading again", nbytes):
             found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
         return {prepared.path / CARD: render(prepared.card, found[0])}
 
+    check_sums(plan.source)
     copied = None if progress is None else Part(progress, 0, total)
     execute(plan, overwrite=overwrite, progress=copied, conclude=proven)
     return found[0]

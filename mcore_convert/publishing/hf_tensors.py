@@ -40,12 +40,12 @@ class HfTensor:
         wanted = box or Box.whole(self.meta.shape)
         found = cut(list(self.parts), wanted)
         if len(found) == 1 and found[0].box == wanted:
-            return np.ascontiguousarray(files.array(found[0].view))
+            return np.ascontiguousarray(files.read(found[0].view))
         whole: Bytes = np.zeros(wanted.sizes, f"u{self.itemsize}")
         for part in found:
             at = part.box.relative_to(wanted.offsets)
             place = tuple(slice(start, start + size) for start, size in zip(at.offsets, at.sizes, strict=True))
-            whole[place] = files.array(part.view)
+            whole[place] = files.read(part.view)
         return whole
 
     def blocks(self, limit: int) -> Iterator[Box]:

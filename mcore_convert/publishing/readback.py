@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from mcore_convert.conversion.reopening import FAULTY_HINT
 from mcore_convert.errors import UnwritableTarget
 from mcore_convert.publishing.hf_tensors import HfTensor
 from mcore_convert.storage.elements import WORKERS, Files, Meter, cast
@@ -32,16 +33,18 @@ def read_back(tensors: Sequence[HfTensor], written: Mapping[str, View], meter: M
 
     def line_of(tensor: HfTensor) -> str:
         digest = hashlib.sha256()
-        view = written[tensor.name]
+        view = written.get(tensor.name)
+        if view is None or view.shape != tensor.meta.shape:
+            raise UnwritableTarget(f"`{tensor.name}` is not what was written", hint=FAULTY_HINT)
         for box in tensor.blocks(BLOCK):
             if stop.is_set():
                 break
             block = tensor.read(files, box)
             digest.update(block.data)
-            if not np.array_equal(cast(block, tensor.meta.dtype, view.dtype), files.array(view.narrow(box))):
+            if not np.array_equal(cast(block, tensor.meta.dtype, view.dtype), files.read(view.narrow(box))):
                 raise UnwritableTarget(
                     f"`{tensor.name}` in `{view.path.name}` is not what was written",
-                    hint="is the disk or the memory faulty? nothing was left behind",
+                    hint=FAULTY_HINT,
                 )
             meter.add(block.nbytes)
         return f"{tensor.name} {tensor.meta.dtype} {list(tensor.meta.shape)} {digest.hexdigest()}\n"

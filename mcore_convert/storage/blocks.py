@@ -7,7 +7,6 @@ halves of each 32-bit word where elements are bfloat16. What is added up over th
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.storage.elements import WORKERS, Bytes, Files, Meter, as_float
 from mcore_convert.storage.spans import Block, Part, Span, parts_of
 from mcore_convert.storage.views import View
@@ -101,20 +99,11 @@ def read(files: Files, view: View, block: Block, scratch: Scratch, name: str) ->
     padded = scratch.array(name, f"u{view.itemsize}", -(-count // step) * step)
     padded[count:] = 0
     if len(view.shape) == 1 and view.strides[0] == view.itemsize:
-        _read_bytes(files, view, view.offset + block.start * view.itemsize, padded[:count].data.cast("B"))
+        files.read_run(view.path, view.offset + block.start * view.itemsize, padded[:count].view(np.uint8).data)
     else:
-        part = files.array(view)[block.where]
+        part = files.read(view.block(block.where))
         np.copyto(padded[:count].reshape(part.shape), part)
     return Bits(padded, count, view.dtype)
-
-
-def _read_bytes(files: Files, view: View, at: int, into: memoryview) -> None:
-    fd = files.fd(view.path)
-    while into:
-        done = os.preadv(fd, [into], at)
-        if done == 0:
-            raise UnreadableCheckpoint(f"`{view.path}` is shorter than its header says")
-        into, at = into[done:], at + done
 
 
 def magnitudes(bits: Bits, scratch: Scratch) -> Bytes:

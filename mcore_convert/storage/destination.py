@@ -27,6 +27,7 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 # What this process has given its name, or is about to: the path, and the directory's own numbers.
 _published: list[tuple[Path, tuple[int, int]]] = []
+_began: list[Path] = []  # the partial directories that it made
 
 
 def partial_path(final: Path) -> Path:
@@ -38,9 +39,19 @@ def finished(since: int = 0) -> list[Path]:
     """The destinations that this process has finished and that stand, told from the disk and so true at any moment.
 
     Args:
-        since: leave out the first of them, as many as `len(finished())` was.
+        since: leave out what was finished before, as many as `counts` said.
     """
     return [path for path, identity in _published[since:] if _identity(path) == identity]
+
+
+def left(since: int = 0) -> list[Path]:
+    """The partial directories that this process has made and not been able to remove; `since` as for `finished`."""
+    return [path for path in _began[since:] if mark_of(path) is not None]
+
+
+def counts() -> tuple[int, int]:
+    """How many there are of `finished` and of `left`."""
+    return len(_published), len(_began)
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
@@ -90,14 +101,18 @@ class Claim:
         self.lock.record(publishes=identity)  # from here on the directory is ours without its marker
         unmark(partial)
         sync(partial)
-        _published.append((final.absolute(), identity))
+        _published.append((final, identity))
         try:
             if self.overwrite and os.path.lexists(final):
                 final.rename(old)
             partial.rename(final)
         finally:
             _settle(final, old)
-        sync(final.parent)
+        try:
+            sync(final.parent)
+        except OSError as error:
+            message = f"`{final}` is complete, but its name may not be on the disk yet: {error.strerror}"
+            raise UnwritableTarget(message) from error
 
 
 @contextlib.contextmanager
@@ -119,6 +134,7 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[Claim]:
             if free < nbytes:
                 raise UnwritableTarget(f"`{final.parent}` has {free:,} bytes free, {nbytes:,} are needed")
             lock.record()
+            _began.append(partial)
             partial.mkdir()
             try:
                 mark(partial, lock.identity)
@@ -179,7 +195,7 @@ def _left_unmarked(partial: Path, earlier: dict[str, Any] | None) -> bool:
     if earlier is None or partial.is_symlink() or not partial.is_dir():
         return False
     if earlier.get("publishes") is not None:
-        return earlier["publishes"] == list(_identity(partial) or ())
+        return list(_identity(partial) or ()) == earlier["publishes"]
     return all(entry.name == MARKER for entry in partial.iterdir())  # killed before the marker was whole
 
 
@@ -212,11 +228,14 @@ def locked(file: Path, partial: Path) -> Iterator[Lock]:
             if os.path.samestat(os.fstat(fd), file.stat()):
                 break
         os.close(fd)  # its last holder has removed it between our two calls
-    content = os.pread(fd, LARGEST, 0)
-    earlier = record_of(content)
-    if content and earlier is None:
+    try:
+        content = os.pread(fd, LARGEST, 0) if os.fstat(fd).st_size else b""
+        earlier = record_of(content)
+        if content and earlier is None:
+            raise in_the_way(file)
+    except BaseException:
         os.close(fd)
-        raise in_the_way(file)
+        raise
     lock = Lock(fd, earlier)
     try:
         yield lock

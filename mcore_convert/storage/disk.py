@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from mcore_convert.storage.marker import MARKER, new_id, record_bytes, unfinished, unfinished_ones
@@ -19,11 +20,25 @@ STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the 
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
 
+Stamp = tuple[int, ...]  # what tells that a file was written: size, time, and which file it is
+
+
 class Shrunk(OSError):
     """A file that ends before what was to be read of it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EIO, "it became shorter while it was read", str(path))
+
+
+def stamped(paths: Iterable[Path]) -> dict[Path, Stamp]:
+    """The stamp of each file; an empty one for what is not there."""
+    stamps: dict[Path, Stamp] = {}
+    for path in paths:
+        stamps[path] = ()
+        with contextlib.suppress(FileNotFoundError):
+            state = path.stat()
+            stamps[path] = (state.st_size, state.st_mtime_ns, state.st_dev, state.st_ino)
+    return stamps
 
 
 def write_at(fd: int, content: bytes | memoryview, at: int) -> None:
@@ -40,6 +55,23 @@ def write_at(fd: int, content: bytes | memoryview, at: int) -> None:
             if count <= 0:
                 raise OSError(errno.EIO, "a write wrote nothing")
             done += count
+
+
+def reserve(path: Path, size: int, literals: Iterable[tuple[int, bytes]]) -> None:
+    """Make a file of its final size, with the bytes that are known already.
+
+    Raises:
+        OSError: the file system refuses, or the file does not have that size then.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        os.ftruncate(fd, size)
+        for at, content in literals:
+            write_at(fd, content, at)
+        if os.fstat(fd).st_size != size:
+            raise OSError(errno.EIO, "it has another size than what was written", str(path))
+    finally:
+        os.close(fd)
 
 
 def read_at(fd: int, into: memoryview, at: int, path: Path) -> None:

@@ -1,7 +1,7 @@
 """The elements that views describe: reading, copying and comparing them, a block at a time and from several threads.
 
-Runs of bytes are copied by the kernel; what is transposed or cut across rows goes from one memory map to another, so
-that no tensor is ever held in memory.
+Runs of bytes are copied by the kernel; what is transposed or cut across rows is read a block at a time, and goes to a
+memory map of what is written, so that no tensor is ever held in memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.spec.shard import Shape
+from mcore_convert.storage.disk import Shrunk, copy_range, read_at
+from mcore_convert.storage.gather import gathered
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, View
 
 logger = logging.getLogger(__name__)
@@ -51,13 +53,13 @@ class Meter:
 
 
 class Files:
-    """Open files and their memory maps, shared by all threads."""
+    """Open files, and memory maps of those that are written, shared by all threads."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._fds: dict[tuple[Path, bool], int] = {}
-        self._maps: dict[tuple[Path, bool], mmap.mmap] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
 
     def __enter__(self) -> Files:
         return self
@@ -75,23 +77,43 @@ class Files:
                 logger.debug("opened %s to %s", path, "write" if write else "read")
             return self._fds[path, write]
 
-    def map(self, path: Path, *, write: bool = False) -> mmap.mmap:
-        """A memory map of the whole file."""
-        fd = self.fd(path, write=write)
-        with self._lock:
-            if (path, write) not in self._maps:
-                size = os.fstat(fd).st_size
-                if write:
-                    os.posix_fallocate(fd, 0, size)  # a full disk must be an error here, not a signal while writing
-                access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-                self._maps[path, write] = mmap.mmap(fd, size, prot=access)
-            return self._maps[path, write]
+    def read(self, view: View) -> Bytes:
+        """The elements of a view in memory, as unsigned integers of their size: they are moved, never computed with.
 
-    def array(self, view: View, *, write: bool = False) -> Bytes:
-        """The elements of a view, as unsigned integers of their size: they are moved, never computed with."""
-        mapped = self.map(view.path, write=write)
-        kind = np.dtype(f"u{view.itemsize}")
-        return np.ndarray(view.shape, kind, mapped, view.offset, view.strides)
+        Raises:
+            UnreadableCheckpoint: the file ends before them.
+        """
+        with _as_unreadable():
+            return gathered(self.fd(view.path), view)
+
+    def read_run(self, path: Path, at: int, into: memoryview) -> None:
+        """Fill `into` with bytes that lie together.
+
+        Raises:
+            UnreadableCheckpoint: the file ends before them.
+        """
+        with _as_unreadable():
+            read_at(self.fd(path), into, at, path)
+
+    def target(self, view: View) -> Bytes:
+        """The elements of a view of a file that is written, to be set."""
+        fd = self.fd(view.path, write=True)
+        with self._lock:
+            if view.path not in self._maps:
+                size = os.fstat(fd).st_size
+                os.posix_fallocate(fd, 0, size)  # a full disk must be an error here, not a signal while writing
+                self._maps[view.path] = mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return np.ndarray(view.shape, f"u{view.itemsize}", self._maps[view.path], view.offset, view.strides)
+
+
+@contextlib.contextmanager
+def _as_unreadable() -> Iterator[None]:
+    try:
+        yield
+    except Shrunk as error:
+        raise UnreadableCheckpoint(
+            f"`{error.filename}` became shorter while it was read", hint="is another process writing it?"
+        ) from error
 
 
 def _opened(path: Path, flags: int) -> int:
@@ -124,35 +146,31 @@ def copy_view(files: Files, source: View, target: View) -> Iterator[int]:
             start = source.offset + lead * source_strides[0]
             yield from _copy_run(files, source.path, start, target.path, target.offset + lead * target_strides[0], run)
         return
-    from_array, to_array = files.array(source), files.array(target, write=True)
-    for block in blocks_of(source.shape, source.itemsize):
-        to_array[block] = from_array[block]
-        yield int(to_array[block].nbytes)
+    to_array = files.target(target)
+    # a block of columns has short runs, all the shorter the fewer they are
+    limit = CAST_BLOCK if source.strides[-1] == source.itemsize else BLOCK
+    for block in blocks_of(source.shape, source.itemsize, limit):
+        part = files.read(source.block(block))
+        to_array[block] = part
+        yield int(part.nbytes)
 
 
 def _cast_view(files: Files, source: View, target: View) -> Iterator[int]:
-    from_array, to_array = files.array(source), files.array(target, write=True)
+    to_array = files.target(target)
     for block in blocks_of(source.shape, source.itemsize, CAST_BLOCK):
-        part = from_array[block]
+        part = files.read(source.block(block))
         to_array[block] = cast(part, source.dtype, target.dtype)
         yield int(part.nbytes)
 
 
 def _copy_run(files: Files, source: Path, start: int, target: Path, at: int, count: int) -> Iterator[int]:
-    """Copy bytes inside the kernel where it can, else from a memory map."""
+    """Copy bytes that lie together."""
     reading, writing = files.fd(source), files.fd(target, write=True)
-    while count:
-        step = min(count, BLOCK)
-        try:
-            done = os.copy_file_range(reading, writing, step, start, at)
-        except OSError as error:  # another file system, or one that cannot
-            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            done = os.pwrite(writing, memoryview(files.map(source))[start : start + step], at)
-        if done == 0:
-            raise UnreadableCheckpoint(f"`{source}` became shorter while it was read")
-        start, at, count = start + done, at + done, count - done
-        yield done
+    for done in range(0, count, BLOCK):
+        step = min(count - done, BLOCK)
+        with _as_unreadable():
+            copy_range(reading, source, start + done, writing, at + done, step)
+        yield step
 
 
 def _joined(source: View, target: View) -> tuple[Shape, Shape, Shape]:
@@ -192,11 +210,11 @@ def blocks_of(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple
 
 def differing(files: Files, a: View, b: View) -> Iterator[tuple[Bytes, Bytes, Bytes]]:
     """The blocks in which two views of equal shape and dtype differ: where, and what either holds."""
-    first, second = files.array(a), files.array(b)
-    for block in blocks_of(a.shape, a.itemsize):
-        unequal = first[block] != second[block]
+    for block in blocks_of(a.shape, a.itemsize, CAST_BLOCK):
+        first, second = files.read(a.block(block)), files.read(b.block(block))
+        unequal = first != second
         if unequal.any():
-            yield unequal, first[block], second[block]
+            yield unequal, first, second
 
 
 def global_tensor(files: Files, slots: list[Slot], shape: Shape) -> Bytes:
@@ -204,7 +222,7 @@ def global_tensor(files: Files, slots: list[Slot], shape: Shape) -> Bytes:
     whole = np.empty(shape, f"u{slots[0].view.itemsize}")
     for slot in slots:
         place = tuple(slice(at, at + size) for at, size in zip(slot.box.offsets, slot.box.sizes, strict=True))
-        whole[place] = files.array(slot.view)
+        whole[place] = files.read(slot.view)
     return whole
 
 

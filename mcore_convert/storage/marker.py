@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ HINT = "if it is nobody's work, remove it: a version from before there were mark
 
 def new_id() -> str:
     """An id that no other process has."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def record_bytes(identity: str, **facts: Any) -> bytes:

@@ -81,6 +81,12 @@ class View(NamedTuple):
         return Box.whole(self.shape).numel * self.itemsize
 
     @property
+    def end(self) -> int:
+        """The first byte of the file behind the last element."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.offset + last + self.itemsize
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the elements are one run of bytes in row-major order."""
         step = self.itemsize
@@ -94,6 +100,14 @@ class View(NamedTuple):
         """The view of a box."""
         offset = self.offset + sum(start * stride for start, stride in zip(box.offsets, self.strides, strict=True))
         return View(self.path, offset, box.sizes, self.strides, self.dtype)
+
+    def block(self, where: tuple[slice, ...]) -> View:
+        """The view of slices of the first dimensions, each with its start and stop."""
+        offset, shape = self.offset, list(self.shape)
+        for axis, part in enumerate(where):
+            offset += part.start * self.strides[axis]
+            shape[axis] = part.stop - part.start
+        return View(self.path, offset, tuple(shape), self.strides, self.dtype)
 
     def select(self, index: int) -> View:
         """The view of one index of the first dimension, which goes away."""

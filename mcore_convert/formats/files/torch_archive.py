@@ -11,7 +11,7 @@ import io
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,22 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files import pickle_writer, pickles
 from mcore_convert.formats.files.pickles import StorageRef, TensorRef
+from mcore_convert.formats.files.zip_records import MAX_RECORDS, MAX_ZIP, Record, read_records
 from mcore_convert.storage.views import DTYPE_SIZES, TensorMeta, View, contiguous_strides, open_error
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 ALIGNMENT = 64  # torch aligns every record to this, so that it can be mapped
-TAIL = 4096  # bytes read from the end at first: they hold the whole directory of a single tensor's archive
-MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # what is as large or larger has its place in fields of zip64
 
 
 @dataclass(frozen=True)
-class Record:
-    """One entry of an archive."""
+class Sum:
+    """The CRC-32 that an archive stores of some bytes of its file."""
 
-    header: int
+    path: Path
+    record: str
+    start: int
     size: int
+    checksum: int
 
 
 class TorchFile:
@@ -45,12 +47,13 @@ class TorchFile:
 
     def __init__(self, path: Path, offset: int = 0, length: int | None = None) -> None:
         self.path, self.start = path, offset
+        self._records: dict[str, Record] = {}
         try:
             with path.open("rb") as file:
                 self._fd = file.fileno()
                 self._length = os.fstat(self._fd).st_size - offset if length is None else length
                 if self._bytes(0, 4) == b"PK\x03\x04":
-                    self._records = self._directory()
+                    self._records = read_records(self._bytes, self._length)
                     self.tree = self._read_zip()
                 else:
                     file.seek(offset)
@@ -67,37 +70,6 @@ class TorchFile:
         if len(found) != count:
             raise EOFError(f"it ends at byte {self.start + start + len(found)}")
         return found
-
-    def _directory(self) -> dict[str, Record]:
-        """The central directory, read from the end; names without the archive's own folder."""
-        tail_start = max(0, self._length - TAIL)
-        tail = self._bytes(tail_start, self._length - tail_start)
-        end = tail.rfind(b"PK\x05\x06")
-        if end < 0:
-            raise ValueError("its end is missing")
-        count, size, start = struct.unpack_from("<HLL", tail, end + 10)
-        if MAX_ZIP in (size, start) or count == MAX_RECORDS:
-            (locator,) = struct.unpack_from("<Q", tail, end - 20 + 8)
-            count, size, start = struct.unpack_from("<QQQ", self._bytes(locator, 56), 32)
-        if start >= tail_start:
-            raw = tail[start - tail_start : start - tail_start + size]
-        else:
-            raw = self._bytes(start, size)
-        records = {}
-        at = 0
-        for _ in range(count):
-            method, stored, full, name_size, extra_size, note_size, header = struct.unpack_from(
-                "<10xH8xLLHHH8xL", raw, at
-            )
-            name = raw[at + 46 : at + 46 + name_size].decode()
-            extra = raw[at + 46 + name_size : at + 46 + name_size + extra_size]
-            if MAX_ZIP in (full, stored, header):
-                full, header = _zip64(extra, full, stored, header)
-            if method != 0:
-                raise ValueError(f"`{name}` is compressed")
-            records[name.partition("/")[2]] = Record(header, full)
-            at += 46 + name_size + extra_size + note_size
-        return records
 
     def _data_start(self, record: Record) -> int:
         """Where a record's bytes begin: after its own header, whose padding only the header knows."""
@@ -132,7 +104,19 @@ class TorchFile:
 
     def _content(self, name: str) -> bytes:
         record = self._record(name)
-        return self._bytes(self._data_start(record), record.size)
+        content = self._bytes(self._data_start(record), record.size)
+        if record.checksum and zlib.crc32(content) != record.checksum:
+            raise ValueError(f"`{name}` does not have the checksum that is stored with it")
+        return content
+
+    @property
+    def sums(self) -> Iterator[Sum]:
+        """The checksums of tensors that the writer has stored."""
+        with self.path.open("rb") as file:
+            self._fd = file.fileno()
+            for name, record in self._records.items():
+                if name.startswith("data/") and record.checksum and record.size:
+                    yield Sum(self.path, name, self.start + self._data_start(record), record.size, record.checksum)
 
     def _read_legacy(self, file: io.BufferedReader) -> Any:
         where = f"`{self.path}`"
@@ -155,20 +139,6 @@ class TorchFile:
         if at - self.start > self._length:
             raise EOFError(f"it should have {at} bytes")
         return with_views(tree, lambda ref: _view(self.path, starts[ref.storage.key], ref))
-
-
-def _zip64(extra: bytes, full: int, stored: int, header: int) -> tuple[int, int]:
-    at = 0
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            values = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
-            full = values.pop(0) if full == MAX_ZIP else full
-            if stored == MAX_ZIP:
-                values.pop(0)
-            return full, values.pop(0) if header == MAX_ZIP else header
-        at += 4 + size
-    raise ValueError("a large record has no size")
 
 
 def _view(path: Path, start: int, ref: TensorRef) -> View:

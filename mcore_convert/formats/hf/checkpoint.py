@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
-from mcore_convert.formats.base import Checkpoint, Findings, Request, Reservation, Side, Storage
+from mcore_convert.formats.base import Archive, Checkpoint, Findings, Request, Reservation, Side, Storage
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
@@ -80,6 +81,13 @@ class HfCheckpoint(Checkpoint):
     @property
     def whole_views(self) -> Mapping[str, View]:
         return self.views
+
+    @property
+    def archives(self) -> Iterator[Archive]:
+        """The files that `torch.save` has written; safetensors has no checksums."""
+        for path in sorted({view.path for view in self.views.values()}):
+            if path.suffix != ".safetensors":
+                yield path, 0, None
 
     def storage(self) -> Storage:
         return Storage(len({view.path for view in self.views.values()}))
@@ -157,7 +165,20 @@ def _file_views(path: Path) -> dict[str, View]:
     tree = TorchFile(path).tree
     if not isinstance(tree, dict):
         raise UnreadableCheckpoint(f"`{path}` does not hold a state dict")
-    return {str(name): view for name, view in tree.items() if isinstance(view, View)}
+    views = {str(name): view for name, view in tree.items() if isinstance(view, View)}
+    _refuse_shared(path, views)
+    return views
+
+
+def _refuse_shared(path: Path, views: Mapping[str, View]) -> None:
+    """Tensors of one storage are the same, as tied ones are, or lie apart; safetensors files are tiled by theirs."""
+    held = sorted(((view.offset, view.end, name) for name, view in views.items() if view.nbytes), key=lambda each: each)
+    shared = []
+    for (start, end, name), (following, _, other) in itertools.pairwise(held):
+        if following < end and views[name] != views[other]:
+            shared.append(f"{name} and {other}, at byte {start:,}")
+    if shared:
+        raise UnreadableCheckpoint(f"`{path}` has different tensors at one place", items=fold(shared))
 
 
 def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:

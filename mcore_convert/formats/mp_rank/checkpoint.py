@@ -96,6 +96,12 @@ class MpRankCheckpoint(Checkpoint):
         return Storage(len(self.files), optimizer=kind)
 
     @property
+    def archives(self) -> Iterator[tuple[Path, int, int | None]]:
+        """The files of all ranks."""
+        for file in self.files.values():
+            yield from ((path, 0, None) for path in sorted(file.path.parent.glob("*.pt")))
+
+    @property
     def embedding_rows(self) -> int:
         """Rows of the embedding with its padding.
 

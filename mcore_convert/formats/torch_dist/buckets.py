@@ -179,7 +179,7 @@ class BucketState:
 def _rounds_to(files: Files, master: Slot, weight: Slot) -> bool:
     """Whether a master copy, rounded to the weight's dtype, is the weight, which lies within its box."""
     view = master.view.narrow(weight.box.relative_to(master.box.offsets))
-    values, wanted = files.array(view), files.array(weight.view)
+    values, wanted = files.read(view), files.read(weight.view)
     if view.dtype != weight.view.dtype:
         values = round_to(values, weight.view.dtype)
     return bool((values == wanted).all())

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Storage, Training
+from mcore_convert.formats.base import Archive, Checkpoint, Common, Findings, Side, Storage, Training
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
@@ -161,6 +161,10 @@ class TorchDistCheckpoint(Checkpoint):
         return [key for key in every if re.match(r"(chained_\d+\.)?optimizer\.", key.removeprefix(self.prefix))]
 
     @property
+    def archives(self) -> Iterator[Archive]:
+        return self.directory.archives
+
+    @property
     def companions(self) -> Path | None:
         return carried_in(self.path)
 
@@ -171,6 +175,15 @@ class TorchDistCheckpoint(Checkpoint):
             UnreadableCheckpoint: as `dcp.Directory.check`.
         """
         self.directory.check(self.keys.values())
+
+    def remarks(self) -> list[str]:
+        idle = self.directory.unreferenced
+        if not idle:
+            return []
+        named = ", ".join(f"`{name}`" for name in idle[:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
+        return [
+            f"`{dcp.METADATA}` refers to nothing in {named}: is a rank's part missing there, or left from another run?"
+        ]
 
     def storage(self) -> Storage:
         chunks = (chunk for chunks in self.directory.chunks.values() for chunk in chunks)

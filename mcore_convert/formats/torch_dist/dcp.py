@@ -31,6 +31,9 @@ SIZE = Global("torch", "Size")
 STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
+Archive = tuple[Path, int, int | None]  # file, offset and length of what `torch.save` has written
+
+
 class Place(NamedTuple):
     """Where one archive lies."""
 
@@ -89,6 +92,20 @@ class Directory:
                 problems.append(f"{key} {list(self.tensors[key].shape)}: {reason}")
         if problems:
             raise UnreadableCheckpoint(f"the chunks in `{self.path}` do not make whole tensors", items=problems)
+
+    @property
+    def unreferenced(self) -> list[str]:
+        """The files of tensors that nothing refers to."""
+        named = {chunk.place.file for chunks in self.chunks.values() for chunk in chunks}
+        named |= {place.file for place in self.objects.values()}
+        return sorted(file.name for file in self.path.glob("*.distcp") if file.name not in named)
+
+    @property
+    def archives(self) -> Iterator[Archive]:
+        """Where the archives of all tensors lie."""
+        for chunks in self.chunks.values():
+            for chunk in chunks:
+                yield self.path / chunk.place.file, chunk.place.offset, chunk.place.length
 
     def slots(self, key: str) -> list[Slot]:
         """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers."""
@@ -182,7 +199,31 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
             lost.append(key)
     if lost:
         raise UnreadableCheckpoint(f"`{path / METADATA}` does not say where these lie", items=fold(lost))
+    _refuse_shared(path, chunks, objects)
     return Directory(path, tensors, chunks, objects, _unflattened(metadata, tensors))
+
+
+def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mapping[str, Place]) -> None:
+    """No byte may belong to two archives: each is written on its own, and one would be read in the other's place."""
+    held = [(chunk.place, key, number) for key, parts in chunks.items() for number, chunk in enumerate(parts)]
+    held += [(place, key, -1) for key, place in objects.items()]
+    held.sort()
+    shared: dict[str, None] = {}
+    last = None
+    for each in held:
+        place = each[0]
+        if last is not None and place.file == last[0].file and place.offset < last[0].offset + last[0].length:
+            for (file, offset, _), key, number in (last, each):
+                box = f" at {list(chunks[key][number].box.offsets)}" if number >= 0 else ""
+                shared[f"{key}{box}: byte {offset:,} of {file}"] = None
+        if last is None or last[0].file != place.file or place.offset + place.length > last[0].offset + last[0].length:
+            last = each
+    if shared:
+        raise UnreadableCheckpoint(
+            f"`{path / METADATA}` has several parts at one place",
+            items=shared,
+            hint="one of its names or offsets is wrong: copy the checkpoint again",
+        )
 
 
 def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> dict[str, Shape]:

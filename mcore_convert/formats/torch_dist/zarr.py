@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -81,6 +81,15 @@ class ZarrDirectory(dcp.Directory):
                     problems.append(f"{chunk.place.file} has {size} of {chunk.place.length} bytes")
         if problems:
             raise UnreadableCheckpoint(f"`{self.path}` is not whole", items=problems, hint=LOST)
+
+    @property
+    def unreferenced(self) -> list[str]:
+        return []
+
+    @property
+    def archives(self) -> Iterator[dcp.Archive]:
+        """None: its files are bare bytes."""
+        return iter(())
 
     def slots(self, key: str) -> list[Slot]:
         return [Slot(self.view(key, chunk), chunk.box) for chunk in self.chunks[key]]

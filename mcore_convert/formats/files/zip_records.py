@@ -1,0 +1,85 @@
+"""The directory of a zip archive whose records are stored as they are, as torch writes it."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+TAIL = 4096  # bytes read from the end at first: they hold the whole directory of a single tensor's archive
+MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # what is as large or larger has its place in fields of zip64
+
+
+@dataclass(frozen=True)
+class Record:
+    """One entry of an archive; a `checksum` of 0 is none, as writers leave it that spare themselves the reading."""
+
+    header: int
+    size: int
+    checksum: int = 0
+
+
+def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str, Record]:
+    """The central directory, read from the end; names without the archive's own folder.
+
+    Args:
+        bytes_at: so many bytes from a place in the archive, which has `length`.
+
+    Raises:
+        ValueError, EOFError, struct.error: it is damaged, or not what torch writes.
+    """
+    tail_start = max(0, length - TAIL)
+    tail = bytes_at(tail_start, length - tail_start)
+    end = tail.rfind(b"PK\x05\x06")
+    if end < 0:
+        raise ValueError("its end is missing")
+    count, size, start = struct.unpack_from("<HLL", tail, end + 10)
+    if MAX_ZIP in (size, start) or count == MAX_RECORDS:
+        (locator,) = struct.unpack_from("<Q", tail, end - 20 + 8)
+        count, size, start = struct.unpack_from("<QQQ", bytes_at(locator, 56), 32)
+    if start >= tail_start:
+        raw = tail[start - tail_start : start - tail_start + size]
+    else:
+        raw = bytes_at(start, size)
+    records = {}
+    at = 0
+    for _ in range(count):
+        method, checksum, stored, full, name_size, extra_size, note_size, header = struct.unpack_from(
+            "<10xH4xLLLHHH8xL", raw, at
+        )
+        name = raw[at + 46 : at + 46 + name_size].decode()
+        extra = raw[at + 46 + name_size : at + 46 + name_size + extra_size]
+        if MAX_ZIP in (full, stored, header):
+            full, header = _zip64(extra, full, stored, header)
+        if method != 0:
+            raise ValueError(f"`{name}` is compressed")
+        short = name.partition("/")[2]
+        if short in records:
+            raise ValueError(f"it has `{name}` twice")
+        records[short] = Record(header, full, checksum)
+        at += 46 + name_size + extra_size + note_size
+    _refuse_shared(records)
+    return records
+
+
+def _refuse_shared(records: Mapping[str, Record]) -> None:
+    """No byte may belong to two records: one of them would be read in the other's place."""
+    in_order = sorted(records.items(), key=lambda item: item[1].header)
+    for (name, record), (following, after) in itertools.pairwise(in_order):
+        if record.header + record.size > after.header or record.header == after.header:
+            raise ValueError(f"`{name}` and `{following}` lie in one another")
+
+
+def _zip64(extra: bytes, full: int, stored: int, header: int) -> tuple[int, int]:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            values = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+            full = values.pop(0) if full == MAX_ZIP else full
+            if stored == MAX_ZIP:
+                values.pop(0)
+            return full, values.pop(0) if header == MAX_ZIP else header
+        at += 4 + size
+    raise ValueError("a large record has no size")

@@ -1,7 +1,6 @@
 """Every installed family, by its tiny configurations: through every format and layout, to the same bytes and logits.
 
-A family is tested by its entry point and a file in fixtures/configs; nothing here names one, but for those few that go
-through all layouts in place of all families.
+A family is tested by its entry point and a file in fixtures/configs; fixtures/families.py has what goes where.
 """
 
 from __future__ import annotations
@@ -13,49 +12,51 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
+from fixtures.families import FAMILY_OF, MATRIX, ONE_OF_EACH, RANKS, Layout
 from fixtures.hf import CONFIGS, VARIANTS
 from mcore_convert import convert, verify
 from mcore_convert.families import families, of_config
 from mcore_convert.identify import identify
 from mcore_convert.spec.arguments import normalise
 from mcore_convert.spec.command_line import caveats, command_line
+from mcore_convert.spec.config import REQUIRED, ConfigMapping, Refused
 from mcore_convert.spec.dims import Dims
 from tests.conftest import HfMaker
 from tests.tensors import assert_same_tensors, hf_tensors
 from tests.test_megatron_load import check_logits
 
-Layout = dict[str, int]
-
-FAMILY_OF = {name: of_config(json.loads((CONFIGS / f"{name}.json").read_text())).name for name in VARIANTS}
-ONE_OF_EACH = {family: name for name, family in sorted(FAMILY_OF.items(), reverse=True)}
-
-TP2: Layout = {"tp": 2}
-PP2: Layout = {"pp": 2}
-TP2PP2: Layout = {"tp": 2, "pp": 2}
-THIN = [("torch", TP2PP2)]
-FULL = [
-    ("torch", {"tp": 1}),
-    ("torch", {"tp": 4}),
-    ("torch", PP2),
-    ("torch", {"pp": 2, "vpp": 2}),
-    ("torch", {"tp": 2, "pp": 2, "vpp": 2}),
-    ("torch_dist", {"tp": 4}),
-    ("torch_dist", PP2),
-    ("torch_dist", TP2PP2),
-    ("torch_dist", {"pp": 2, "vpp": 2}),
-]
-THOROUGH = "qwen3"
-MATRIX = [
-    *((name, to, layout) for name in ONE_OF_EACH.values() for to, layout in THIN),
-    *((THOROUGH, to, layout) for to, layout in FULL),
-]
-# where a rank's part of the model shows: norms of heads that all ranks hold, layers that are not alike
-RANKS = [(THOROUGH, 2, 1), ("smollm3", 1, 2)]
-
 
 def test_every_family_has_a_tiny_configuration() -> None:
     assert sorted(set(FAMILY_OF.values())) == sorted(families())
+
+
+def mappings() -> list[ConfigMapping]:
+    return [mapping for family in families().values() for mapping in (family.config, *family.config.dialects)]
+
+
+@pytest.mark.parametrize("mapping", mappings(), ids=lambda mapping: mapping.model_type)
+def test_what_an_absent_key_means_is_the_class_default_of_transformers(mapping: ConfigMapping) -> None:
+    theirs = AutoConfig.for_model(mapping.model_type).to_dict()
+    for field in mapping.fields:
+        for key, default in field.hf.items():
+            if default is not REQUIRED and default is not None and key in theirs:
+                assert default == theirs[key] or theirs[key] is None, key
+    whole = {key: value for key, value in theirs.items() if key != "architectures"}
+    assert meaning(mapping, {}) == meaning(mapping, whole)
+
+
+def meaning(mapping: ConfigMapping, config: dict[str, Any]) -> list[Any]:
+    """What each field makes of a configuration with the defaults of the mapping, or why it refuses it."""
+    absent = {key: value for field in mapping.fields for key, value in field.hf.items() if value is not REQUIRED}
+    found: list[Any] = []
+    for field in mapping.fields:
+        try:
+            found.append(field.to_megatron({**absent, **config}))
+        except Refused as refused:
+            found.append(refused.lines)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class _Rope:
         if wrong:
             raise Refused(*wrong)
         said = {name: dict(config[name]) for name in DICTS if config[name]}
-        args = {"rotary_base": self._base(config, said)}
+        args: dict[str, Any] = {"rotary_base": self._base(config, said)}
         if self.percent is not None:
             args |= {"rotary_percent": self._share(config, said)}
         return {**args, **self._scaling(config, said)}

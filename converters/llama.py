@@ -15,13 +15,11 @@ from mcore_convert.spec import (
     vary,
     vocab,
 )
-from mcore_convert.spec.config import Field, Refused, Values, shown
-from mcore_convert.spec.fields import (
+from mcore_convert.spec.config.fields import (
     blank,
     constant,
     dtype,
     head_dim,
-    inert,
     negated,
     only,
     query_groups,
@@ -31,7 +29,8 @@ from mcore_convert.spec.fields import (
     vocabulary,
     written,
 )
-from mcore_convert.spec.rope import rope
+from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
+from mcore_convert.spec.config.rope import rope
 
 SHARED: tuple[Field, ...] = (
     vocabulary(default=32000),
@@ -56,7 +55,6 @@ SHARED: tuple[Field, ...] = (
 OWN: tuple[Field, ...] = (
     same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # the bias on o must be zero, see below
     only("mlp_bias", False),
-    inert(pretraining_tp=1),  # how a product is split, not what it is
     *SHARED,
 )
 IQUEST = ConfigMapping(

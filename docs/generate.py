@@ -15,9 +15,9 @@ from typing import Any
 
 from fixtures.families import BY_TP, FAMILY_OF, MATRIX, RANKS
 from fixtures.refused import REFUSED
+from mcore_convert.checkpoints.families import GROUP, families, unrepresented
 from mcore_convert.cli.families import row
-from mcore_convert.families import GROUP, families, unrepresented
-from mcore_convert.spec.config import NONSENSE, REQUIRED, ConfigMapping, Field, Refused, shown
+from mcore_convert.spec.config.mapping import NONSENSE, REQUIRED, ConfigMapping, Field, Refused, shown
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Weight
 from mcore_convert.spec.pack import Same

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from converters import gpt2, llama, mistral
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.arguments import normalise
-from mcore_convert.spec.neutral import NEUTRAL
+from mcore_convert.spec.config.arguments import normalise
+from mcore_convert.spec.config.neutral import NEUTRAL
 
 Config = dict[str, Any]
 
@@ -112,8 +112,12 @@ REFUSED: list[tuple[Config, str]] = [
     ({**TINY_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor` = 0.5"),
     ({**TINY_LLAMA, "mlp_bias": True}, "`mlp_bias` = true"),
     ({**TINY_LLAMA, "hidden_act": "gelu"}, '`hidden_act` = "gelu"'),
-    ({**TINY_LLAMA, "quantization_config": {"bits": 4}}, '`quantization_config` = {"bits": 4} is not known'),
-    ({**TINY_LLAMA, "sliding_window": 4096}, "`sliding_window` = 4096 is not known"),
+    (
+        {**TINY_LLAMA, "quantization_config": {"bits": 4}},
+        '`quantization_config` = {"bits": 4}: its weights are quantised',
+    ),
+    ({**TINY_LLAMA, "sliding_window": 4096}, "`sliding_window` = 4096"),
+    ({**TINY_LLAMA, "nonsense": 4096}, "unknown key `nonsense` = 4096"),
     ({**TINY_LLAMA, "vocab_size": "64"}, '`vocab_size` = "64" is not an int'),
     ({**TINY_LLAMA, "tie_word_embeddings": 1}, "`tie_word_embeddings` = 1 is not a bool"),
     ({**TINY_LLAMA, "num_attention_heads": 3}, "`hidden_size` = 64 is not a multiple of `num_attention_heads` = 3"),

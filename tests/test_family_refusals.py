@@ -9,8 +9,8 @@ import pytest
 
 from fixtures.hf import CONFIGS
 from fixtures.refused import REFUSED
+from mcore_convert.checkpoints.families import families, of_config, unrepresented
 from mcore_convert.errors import ConfigError
-from mcore_convert.families import families, of_config, unrepresented
 
 
 def config_of(name: str, change: dict[str, Any]) -> dict[str, Any]:

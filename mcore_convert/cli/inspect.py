@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_convert.amounts import in_bytes, in_digits, in_parameters, in_percent, in_range
 from mcore_convert.cli import options
 from mcore_convert.cli.text import progress, say, show, table
 from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.errors import MAX_ITEMS
-from mcore_convert.folding import folded
 from mcore_convert.spec.layout import Rank
+from mcore_convert.text.grouping import folded
+from mcore_convert.text.quantities import in_bytes, in_digits, in_parameters, in_percent, in_range
 
 if TYPE_CHECKING:
-    from mcore_convert.inspection import Inspection
-    from mcore_convert.ranks import RankPart
-    from mcore_convert.statistics import WeightStatistics
-
-Planned = Annotated[int | None, typer.Option(min=1, help="Size in a layout to look at, beside that of the checkpoint")]
+    from mcore_convert.inspection.describe import Inspection
+    from mcore_convert.inspection.ranks import RankPart
+    from mcore_convert.inspection.statistics import WeightStatistics
 
 
 def command(
@@ -31,16 +29,19 @@ def command(
         typer.Option("--stats/--no-stats", help="Read every weight and say what its values are like; a page does"),
     ] = None,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With statistics of the optimizer's state")] = False,
-    tp: Planned = None,
-    pp: Planned = None,
+    tp: options.Planned = None,
+    pp: options.Planned = None,
     vpp: options.Vpp = None,
-    ep: Planned = None,
+    ep: options.Planned = None,
     first_stage_layers: options.FirstStage = None,
     last_stage_layers: options.LastStage = None,
     pipeline_layout: options.PipelineLayout = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON")] = False,
+    ignore_key: options.IgnoreKey = None,
+    json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
     """Say what a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers only.
 
@@ -67,7 +68,15 @@ def command(
             pipeline_layout=pipeline_layout,
         )
     with progress(quiet=quiet) as update:
-        found = inspect(path, stats=stats, optimizer=optimizer, planned=planned, html=html, progress=update)
+        found = inspect(
+            path,
+            stats=stats,
+            optimizer=optimizer,
+            planned=planned,
+            ignore_keys=ignore_key or (),
+            html=html,
+            progress=update,
+        )
     if json:
         show(jsonlib.dumps(found.as_dict(), indent=2, default=str))
     elif not quiet:
@@ -162,7 +171,7 @@ def report_weights(found: Inspection) -> None:
 
 def report_statistics(found: Inspection) -> None:
     """A line for the values of each weight, then what stands out."""
-    from mcore_convert.statistics import total_rms
+    from mcore_convert.inspection.statistics import total_rms
 
     bad = any(weight.num_nan or weight.num_inf for weight in found.statistics)
 

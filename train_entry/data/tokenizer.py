@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_convert.errors import DataError
 
 if TYPE_CHECKING:
-    from mcore_convert.identify import Model
+    from mcore_convert.checkpoints.identify import Model
     from train_entry.config.schema import Config
 
 # One of these is in every directory that has a tokenizer.

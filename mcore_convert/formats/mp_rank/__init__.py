@@ -1,0 +1,7 @@
+"""The format `torch`: Megatron-LM's older checkpoints, a file for each rank."""
+
+from mcore_convert.formats.base import Format, Side
+from mcore_convert.formats.mp_rank.directory import detect, open_mp_rank
+from mcore_convert.formats.mp_rank.writer import MpRankOptions, reserve
+
+FORMAT = Format("torch", Side.MEGATRON, detect, open_mp_rank, reserve, MpRankOptions, file_names="mp_rank_*")

@@ -1,4 +1,4 @@
-"""Architectures of transformers that Megatron-LM has no arguments for, and why: what a refusal says and the docs list.
+"""Architectures that are not converted, mostly since Megatron-LM has no arguments for them: what a refusal says.
 
 Facts are from the modeling code of transformers 5.23, and from `TransformerConfig` and `arguments.py` of Megatron-LM
 0.16.1.

@@ -176,3 +176,16 @@ def test_the_run_config_is_yaml_that_says_the_same(architecture: dict[str, Any],
     assert model["rope_scaling"] == (family == "llama")
     assert model["params_dtype"] == {"_target_": "torch.bfloat16", "_call_": False}
     assert config["checkpoint"] == {"save_optim": False, "save_rng": False, "fully_parallel_save": False}
+
+
+def test_the_run_config_says_what_the_model_computes() -> None:
+    plain = complete(LLAMA, dtype="float32", tp=1, pp=1, vocab_size=500)
+    model = yaml.safe_load(run_config(plain, "llama"))["model"]
+    assert not {"window_size", "no_rope_freq"} & model.keys()
+    other = {"swiglu": False, "squared_relu": True, "qk_layernorm": True, "window_size": [7, 0], "no_rope_freq": 4}
+    model = yaml.safe_load(run_config({**plain, **other}, "other"))["model"]
+    assert model["activation_func"]["_target_"] == "megatron.core.activations.squared_relu"
+    assert model["bias_activation_fusion"] is False  # TransformerConfig refuses it beside a squared ReLU
+    assert {name: model[name] for name in ("qk_layernorm", "window_size", "no_rope_freq")} == {
+        name: other[name] for name in ("qk_layernorm", "window_size", "no_rope_freq")
+    }

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig
+from transformers import AutoConfig
 
 from converters import gpt2, llama, mistral
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.arguments import normalise
-from mcore_convert.spec.config.mapping import REQUIRED
 from mcore_convert.spec.config.neutral import NEUTRAL
 
 Config = dict[str, Any]
@@ -21,23 +20,6 @@ TINY_LLAMA: Config = {"model_type": "llama", "hidden_size": 64, "num_attention_h
 TINY_GPT2: Config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA31 = {**LLAMA3, "original_max_position_embeddings": 8192}
-
-CLASSES = [(llama.CONFIG, LlamaConfig), (mistral.CONFIG, MistralConfig), (gpt2.CONFIG, GPT2Config)]
-
-
-@pytest.mark.parametrize(("mapping", "config_class"), CLASSES, ids=["llama", "mistral", "gpt2"])
-def test_what_an_absent_key_means_is_the_class_default_of_transformers(mapping: Any, config_class: Any) -> None:
-    theirs = config_class().to_dict()
-    for field in mapping.fields:
-        for key, default in field.hf.items():
-            if default is not REQUIRED and default is not None and key in theirs:
-                assert default == theirs[key], key
-    whole = {key: value for key, value in theirs.items() if key != "architectures"}
-    bare = {"model_type": mapping.model_type}
-    if mapping is mistral.CONFIG:  # the class default is a window that does not cover the context
-        whole["sliding_window"] = bare["sliding_window"] = None
-    assert mapping.to_megatron(bare) == mapping.to_megatron(whole)
-
 
 VARIANTS: dict[str, Config] = {
     "llama": TINY_LLAMA,

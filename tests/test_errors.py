@@ -207,7 +207,7 @@ HF: dict[str, tuple[dict[str, Any], Damage]] = {
     "a config.json that is not text": (ONE, lambda path: (path / "config.json").write_bytes(b"\xff\xfe\xfa")),
     "a config.json with NaN": (ONE, lambda path: (path / "config.json").write_text('{"rope_theta": NaN}')),
     "a config.json as deep as it is long": (ONE, lambda path: (path / "config.json").write_text("[" * 10**6)),
-    "an unknown architecture": (ONE, hf_config(architectures=["FalconForCausalLM"], model_type="falcon")),
+    "an unknown architecture": (ONE, hf_config(architectures=["UnheardOfForCausalLM"], model_type="falcon")),
     "architectures that are no names": (ONE, hf_config(architectures=[["LlamaForCausalLM"]])),
     "an unknown field": (ONE, hf_config(logit_softcap=30.0)),
     "values of the wrong kind": (ONE, hf_config(hidden_size="64", rope_theta=[], rms_norm_eps=10**400)),

@@ -1,7 +1,6 @@
 """Every installed family, by its tiny configurations: through every format and layout, to the same bytes and logits.
 
-A family is tested by its entry point and a file in fixtures/configs; nothing here names one, but for those few that go
-through all layouts in place of all families.
+A family is tested by its entry point and a file in fixtures/configs; fixtures/families.py has what goes where.
 """
 
 from __future__ import annotations
@@ -9,53 +8,56 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
+from fixtures.families import FAMILY_OF, MATRIX, ONE_OF_EACH, RANKS, Layout
 from fixtures.hf import CONFIGS, VARIANTS
 from mcore_convert import convert, verify
 from mcore_convert.checkpoints.families import families, of_config
 from mcore_convert.checkpoints.identify import identify
 from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.spec.config.command_line import caveats, command_line
+from mcore_convert.spec.config.mapping import REQUIRED, ConfigMapping, Refused
 from mcore_convert.spec.dims import Dims
 from tests.conftest import HfMaker
 from tests.tensors import assert_same_tensors, hf_tensors
 from tests.test_megatron_load import check_logits
 
-Layout = dict[str, int]
-
-FAMILY_OF = {name: of_config(json.loads((CONFIGS / f"{name}.json").read_text())).name for name in VARIANTS}
-ONE_OF_EACH = {family: name for name, family in sorted(FAMILY_OF.items(), reverse=True)}
-
-TP2: Layout = {"tp": 2}
-PP2: Layout = {"pp": 2}
-TP2PP2: Layout = {"tp": 2, "pp": 2}
-THIN = [("torch", TP2PP2)]
-FULL = [
-    ("torch", {"tp": 1}),
-    ("torch", {"tp": 4}),
-    ("torch", PP2),
-    ("torch", {"pp": 2, "vpp": 2}),
-    ("torch", {"tp": 2, "pp": 2, "vpp": 2}),
-    ("torch_dist", {"tp": 4}),
-    ("torch_dist", PP2),
-    ("torch_dist", TP2PP2),
-    ("torch_dist", {"pp": 2, "vpp": 2}),
-]
-THOROUGH = "qwen3"
-MATRIX = [
-    *((name, to, layout) for name in ONE_OF_EACH.values() for to, layout in THIN),
-    *((THOROUGH, to, layout) for to, layout in FULL),
-]
-# where a rank's part of the model shows: norms of heads that all ranks hold, layers that are not alike
-RANKS = [(THOROUGH, 2, 1), ("smollm3", 1, 2)]
-
 
 def test_every_family_has_a_tiny_configuration() -> None:
     assert sorted(set(FAMILY_OF.values())) == sorted(families())
+
+
+def mappings() -> list[ConfigMapping]:
+    return [mapping for family in families().values() for mapping in (family.config, *family.config.dialects)]
+
+
+@pytest.mark.parametrize("mapping", mappings(), ids=lambda mapping: mapping.model_type)
+def test_what_an_absent_key_means_is_the_class_default_of_transformers(mapping: ConfigMapping) -> None:
+    theirs = AutoConfig.for_model(mapping.model_type).to_dict()
+    for field in mapping.fields:
+        for key, default in field.hf.items():
+            if default is not REQUIRED and default is not None and key in theirs:
+                assert default == theirs[key] or theirs[key] is None, key
+    whole = {key: value for key, value in theirs.items() if key != "architectures"}
+    assert meaning(mapping, {}) == meaning(mapping, whole)
+
+
+def meaning(mapping: ConfigMapping, config: dict[str, Any]) -> list[Any]:
+    """What each field makes of a configuration with the defaults of the mapping, or why it refuses it."""
+    absent = {key: value for field in mapping.fields for key, value in field.hf.items() if value is not REQUIRED}
+    found: list[Any] = []
+    for field in mapping.fields:
+        try:
+            found.append(field.to_megatron({**absent, **config}))
+        except Refused as refused:
+            found.append(refused.lines)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -78,9 +80,16 @@ def test_there_and_back_in_any_format(
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_megatron_core_computes_what_transformers_does(name: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    """And the configuration comes back from the arguments alone, as for a checkpoint that Megatron trained on."""
     source = hf_checkpoint(name, fill="normal")
     convert(source, tmp_path / "out")
     check_logits(source, tmp_path / "out", 1, 1)
+    shutil.rmtree(tmp_path / "out/release/hf")
+    convert(tmp_path / "out", tmp_path / "back", family=FAMILY_OF[name])
+    assert_same_tensors(hf_tensors(tmp_path / "back"), hf_tensors(source))
+    found = verify(source, tmp_path / "back")
+    assert found.equal
+    assert not found.config_differences
 
 
 @pytest.mark.parametrize(("name", "tp", "pp"), RANKS)
@@ -159,35 +168,21 @@ def test_the_printed_flags_describe_the_whole_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_families_that_fit_one_model_stand_in_an_order(name: str, hf_checkpoint: HfMaker) -> None:
+def test_families_that_fit_one_model_stand_in_an_order(name: str) -> None:
     """Or nothing would decide which of them a Megatron checkpoint is taken for."""
-    args = identify(hf_checkpoint(name)).args
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    args = normalise(of_config(config).config.to_megatron(config))
     ranks = [family.prevalence for family in families().values() if not family.config.refusals(args)]
     assert ranks
     assert len(set(ranks)) == len(ranks)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_configuration_comes_back_from_the_arguments_alone(
-    name: str, hf_checkpoint: HfMaker, tmp_path: Path
-) -> None:
-    """As for a checkpoint that Megatron trained on: nothing of the original directory is left but what it is."""
-    import shutil
-
-    source = hf_checkpoint(name)
-    convert(source, tmp_path / "dist")
-    shutil.rmtree(tmp_path / "dist/release/hf")
-    convert(tmp_path / "dist", tmp_path / "back", family=FAMILY_OF[name])
-    assert_same_tensors(hf_tensors(tmp_path / "back"), hf_tensors(source))
-    found = verify(source, tmp_path / "back")
-    assert found.equal
-    assert not found.config_differences
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH.values())
-def test_no_two_rows_have_one_name(name: str, hf_checkpoint: HfMaker) -> None:
-    model = identify(hf_checkpoint(name))
-    dims: Dims = model.dims
-    rows = [weight for weight in model.family.weights if weight.when(dims)]
+def test_no_two_rows_have_one_name(name: str) -> None:
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    family = of_config(config)
+    args = normalise(family.config.to_megatron(config))
+    dims = Dims.of(args, vocab_size=args["vocab_size"], padded_vocab_size=args["vocab_size"])
+    rows = [weight for weight in family.weights if weight.when(dims)]
     for names in ([row.name for row in rows], [key for row in rows for key in row.hf]):
         assert len(set(names)) == len(names)

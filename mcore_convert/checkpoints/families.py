@@ -37,7 +37,7 @@ def families() -> dict[str, Family]:
 
 @lru_cache(maxsize=1)
 def unrepresented() -> dict[str, str]:
-    """Architectures that no family can bring to Megatron Core, and why; packages add theirs through the entry point."""
+    """Architectures that are known and not converted, and why; other packages add theirs through the entry point."""
     reasons = {name: why for point in entry_points(group=UNREPRESENTED) for name, why in point.load().items()}
     return dict(sorted(reasons.items()))
 
@@ -65,7 +65,7 @@ def of_config(config: Mapping[str, Any]) -> Family:
     architectures, kind = architectures_of(config), config.get("model_type")
     reasons = [f"`{name}`: {unrepresented()[name]}" for name in architectures if name in unrepresented()]
     if reasons:
-        raise ConfigError("Megatron Core has no such model", items=reasons)
+        raise ConfigError("such a model is not converted", items=reasons)
     shown = f"`architectures` = {architectures}" if architectures else f"`model_type` = {kind!r}"
     raise ConfigError(f"no family reads a model with {shown}", hint=ADD)
 

@@ -47,7 +47,7 @@ class _Rope:
 
     def field(self) -> Field:
         flat = self.keys if self.percent is not None else self.keys[:1]
-        return Field(dict.fromkeys((*flat, *DICTS)), self.arguments(), self.to_megatron, self.to_hf)
+        return Field(dict.fromkeys((*flat, *reversed(DICTS))), self.arguments(), self.to_megatron, self.to_hf)
 
     def arguments(self) -> tuple[str, ...]:
         names = ("rotary_base", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor")
@@ -58,7 +58,7 @@ class _Rope:
         if wrong:
             raise Refused(*wrong)
         said = {name: dict(config[name]) for name in DICTS if config[name]}
-        args = {"rotary_base": self._base(config, said)}
+        args: dict[str, Any] = {"rotary_base": self._base(config, said)}
         if self.percent is not None:
             args |= {"rotary_percent": self._share(config, said)}
         return {**args, **self._scaling(config, said)}

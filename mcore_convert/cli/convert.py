@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    source: Annotated[str, typer.Argument(help="Hugging Face or Megatron directory or file, a training run, or a Hub id")],
+    source: Annotated[
+        str, typer.Argument(help="Hugging Face or Megatron directory or file, a training run, or a Hub id")
+    ],
     destination: Annotated[Path, typer.Argument(help="Directory to make; it appears when it is complete")],
     to: options.To = None,
     tp: options.Tp = 1,

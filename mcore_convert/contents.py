@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mcore_convert.errors import ConfigError, VerificationError
@@ -61,11 +61,12 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a checkpoint. `model` is None where no family knows it."""
+    """The tensors of a checkpoint. `model` is None where no family knows it, and `error` says why."""
 
     checkpoint: HfCheckpoint | MegatronCheckpoint
     model: Model | None
     tensors: tuple[Tensor, ...]
+    error: ConfigError | None = None
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +87,7 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     if model is None:
         if not isinstance(checkpoint, HfCheckpoint):
             raise opened.error or ConfigError(f"the weights in `{checkpoint.path}` are not known")
-        return stored_contents(checkpoint)
+        return replace(stored_contents(checkpoint), error=opened.error)
     if isinstance(checkpoint, TorchDistCheckpoint):
         check_whole(checkpoint)
     family = family_of(model)

@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.checkpoints import BLOCK, LLAMA, random_bfloat16
-from mcore_convert import families
-from mcore_convert.formats import mp_rank_writer
-from mcore_convert.formats.base import Findings, Training
-from mcore_convert.formats.modules import SEQUENTIAL, TRANSFORMER_ENGINE
-from mcore_convert.formats.mp_rank import MpRankCheckpoint
-from mcore_convert.plan import items_of
-from mcore_convert.spec import Dims, Layout, arguments, gpt
+from mcore_convert.checkpoints import families
+from mcore_convert.checkpoints.weights import items_of
+from mcore_convert.conversion.target import layout_arguments
+from mcore_convert.formats.base import Findings, LayerSpec, Request, Training
+from mcore_convert.formats.megatron.modules import SEQUENTIAL, TRANSFORMER_ENGINE
+from mcore_convert.formats.mp_rank import writer as mp_rank_writer
+from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint
+from mcore_convert.formats.mp_rank.writer import MpRankOptions
+from mcore_convert.spec import Dims, Layout, gpt
+from mcore_convert.spec.config import arguments
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import OPTIMIZER_STATES, PARAM
-from mcore_convert.targets import layout_arguments
-from mcore_convert.tensors import Slot
+from mcore_convert.storage.views import Slot
 
 # A quarter of Llama 3.2-1B: a quarter of its layers and of its vocabulary, 0.31 billion parameters.
 QUARTER: dict[str, Any] = LLAMA | {"num_hidden_layers": 4, "vocab_size": 32064}
@@ -49,12 +51,13 @@ def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
         tokenizer_model=None,
         vocab_size=vocab,
     )
-    checkpoint, reservation = mp_rank_writer.reserve(
+    request = Request(
         path,
         family,
         dims,
         {item: "bfloat16" if item.state == PARAM else "float32" for item in items},
-        layout,
+        MpRankOptions(),
+        layout=layout,
         iteration=ITERATION,
         common={
             "args": {**complete, **layout_arguments(layout, dims)},
@@ -66,9 +69,9 @@ def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
             distributed=False,
             groups=({**GROUP, "wd_mult": 1.0, "weight_decay": 0.1}, {**GROUP, "wd_mult": 0.0, "weight_decay": 0.0}),
         ),
-        implementation=TRANSFORMER_ENGINE,
-        experts=SEQUENTIAL,
+        layer_spec=LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL),
     )
+    checkpoint, reservation = mp_rank_writer.reserve(request)
     for file, size in reservation.sizes.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as out:

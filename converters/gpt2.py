@@ -3,8 +3,7 @@
 from typing import Any
 
 from mcore_convert.spec import QKV, ConfigMapping, Family, Fused, Transposed, column, replicated, row, vocab
-from mcore_convert.spec.config import Field, Refused, Values
-from mcore_convert.spec.fields import (
+from mcore_convert.spec.config.fields import (
     blank,
     constant,
     dtype,
@@ -18,6 +17,7 @@ from mcore_convert.spec.fields import (
     vocabulary,
     written,
 )
+from mcore_convert.spec.config.mapping import Field, Refused, Values
 
 
 def heads() -> Field:

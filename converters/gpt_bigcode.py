@@ -4,8 +4,8 @@ from typing import Any
 
 from converters import gpt2
 from mcore_convert.spec import QKV, ConfigMapping, Family, Fused, column, row, vary
-from mcore_convert.spec.config import Field, Refused, Values, shown
-from mcore_convert.spec.fields import gelu, inert
+from mcore_convert.spec.config.fields import gelu, inert
+from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
 
 
 def heads() -> Field:

@@ -2,8 +2,8 @@
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, vary
-from mcore_convert.spec.fields import constant, only, same
-from mcore_convert.spec.rope import rope
+from mcore_convert.spec.config.fields import constant, only, same
+from mcore_convert.spec.config.rope import rope
 
 CONFIG = ConfigMapping(
     "helium",

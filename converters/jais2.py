@@ -2,7 +2,7 @@
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, column, vary
-from mcore_convert.spec.fields import constant, only, same, written
+from mcore_convert.spec.config.fields import constant, only, same, written
 
 CONFIG = ConfigMapping(
     "jais2",

@@ -15,8 +15,7 @@ from mcore_convert.spec import (
     vary,
     vocab,
 )
-from mcore_convert.spec.config import Field, Refused, Values, shown
-from mcore_convert.spec.fields import (
+from mcore_convert.spec.config.fields import (
     blank,
     constant,
     dtype,
@@ -30,7 +29,8 @@ from mcore_convert.spec.fields import (
     vocabulary,
     written,
 )
-from mcore_convert.spec.rope import rope
+from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
+from mcore_convert.spec.config.rope import rope
 
 SHARED: tuple[Field, ...] = (
     vocabulary(default=32000),

@@ -2,8 +2,8 @@
 
 from converters import llama
 from mcore_convert.spec import QKV, ConfigMapping, Family, Fused, column, gated_column, vary
-from mcore_convert.spec.fields import constant, inert, same, sliding_window
-from mcore_convert.spec.rope import rope
+from mcore_convert.spec.config.fields import constant, inert, same, sliding_window
+from mcore_convert.spec.config.rope import rope
 
 CONFIG = ConfigMapping(
     "phi3",

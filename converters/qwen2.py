@@ -2,7 +2,7 @@
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, vary
-from mcore_convert.spec.fields import constant, optional_window
+from mcore_convert.spec.config.fields import constant, optional_window
 
 CONFIG = ConfigMapping(
     "qwen2",

@@ -2,7 +2,7 @@
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, replicated, vary
-from mcore_convert.spec.fields import constant, only, optional_window
+from mcore_convert.spec.config.fields import constant, only, optional_window
 
 CONFIG = ConfigMapping(
     "qwen3",

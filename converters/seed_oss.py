@@ -2,7 +2,7 @@
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, vary
-from mcore_convert.spec.fields import inert, only, same
+from mcore_convert.spec.config.fields import inert, only, same
 
 CONFIG = ConfigMapping(
     "seed_oss",

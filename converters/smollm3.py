@@ -4,9 +4,9 @@ from typing import Any
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, vary
-from mcore_convert.spec.config import Field, Refused, Values, shown
-from mcore_convert.spec.fields import constant, inert, only, optional_window, stated
-from mcore_convert.spec.rope import rope
+from mcore_convert.spec.config.fields import constant, inert, only, optional_window, stated
+from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
+from mcore_convert.spec.config.rope import rope
 
 
 def rotated_layers() -> Field:

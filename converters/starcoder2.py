@@ -2,7 +2,7 @@
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, column, row, vary
-from mcore_convert.spec.fields import constant, gelu, inert, only, same, shared_heads, sliding_window, written
+from mcore_convert.spec.config.fields import constant, gelu, inert, only, same, shared_heads, sliding_window, written
 
 CONFIG = ConfigMapping(
     "starcoder2",

@@ -6,14 +6,14 @@ from mcore_convert.version import VERSION
 
 if TYPE_CHECKING:
     from mcore_convert.api import Conversion, convert, diff, inspect, reshard, verify
-    from mcore_convert.comparison import Comparison
+    from mcore_convert.comparison.distance import Comparison
+    from mcore_convert.comparison.equality import Verification
     from mcore_convert.errors import ConvertError
-    from mcore_convert.inspection import Inspection
-    from mcore_convert.publish import Export, export, push
-    from mcore_convert.streams import iter_hf_weights, load_hf_model
-    from mcore_convert.sweep import Swept, export_all
-    from mcore_convert.uploads import Upload
-    from mcore_convert.verification import Verification
+    from mcore_convert.inspection.describe import Inspection
+    from mcore_convert.publishing.publish import Export, export, push
+    from mcore_convert.publishing.streams import iter_hf_weights, load_hf_model
+    from mcore_convert.publishing.sweep import Swept, export_all
+    from mcore_convert.publishing.upload import Upload
 
 __version__ = VERSION
 __all__ = [
@@ -38,22 +38,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Comparison": "comparison",
+    "Comparison": "comparison.distance",
     "Conversion": "api",
     "ConvertError": "errors",
-    "Export": "publish",
-    "Inspection": "inspection",
-    "Swept": "sweep",
-    "Upload": "uploads",
-    "Verification": "verification",
+    "Export": "publishing.publish",
+    "Inspection": "inspection.describe",
+    "Swept": "publishing.sweep",
+    "Upload": "publishing.upload",
+    "Verification": "comparison.equality",
     "convert": "api",
     "diff": "api",
-    "export": "publish",
-    "export_all": "sweep",
+    "export": "publishing.publish",
+    "export_all": "publishing.sweep",
     "inspect": "api",
-    "iter_hf_weights": "streams",
-    "load_hf_model": "streams",
-    "push": "publish",
+    "iter_hf_weights": "publishing.streams",
+    "load_hf_model": "publishing.streams",
+    "push": "publishing.publish",
     "reshard": "api",
     "verify": "api",
 }

@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.conversion import plan_conversion
-from mcore_convert.destination import check_free
-from mcore_convert.elements import Progress
+from mcore_convert.checkpoints.download import local_path
+from mcore_convert.checkpoints.identify import identify, in_one_family, open_checkpoint
+from mcore_convert.comparison.equality import Verification, compare
+from mcore_convert.conversion.execute import execute, expected_memory
+from mcore_convert.conversion.plan import Plan
+from mcore_convert.conversion.prepare import plan_conversion
+from mcore_convert.conversion.target import COMMAND_FILE, Target
 from mcore_convert.errors import ConvertError
-from mcore_convert.execute import execute, expected_memory
-from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
-from mcore_convert.hub import local_path
-from mcore_convert.identify import identify, in_one_family, open_checkpoint
-from mcore_convert.look import diff, inspect
-from mcore_convert.phases import phase
-from mcore_convert.plan import Plan
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.registry import default_target, options_for, target_named, targets
+from mcore_convert.inspection.report import diff, inspect
 from mcore_convert.spec.layout import Layout
-from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
-from mcore_convert.tensors import file_errors
-from mcore_convert.verification import Verification, compare
+from mcore_convert.storage.destination import check_free
+from mcore_convert.storage.elements import Progress
+from mcore_convert.storage.phases import phase
+from mcore_convert.storage.views import file_errors
 
 PathLike = str | Path
 
@@ -100,7 +101,7 @@ def convert(
     vocab_size: int | None = None,
     given: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
-    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | None = None,
     revision: str | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -126,7 +127,7 @@ def convert(
         vocab_size: true vocabulary of a Megatron checkpoint that does not store it.
         given: Megatron arguments that an old checkpoint does not store.
         tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
-        max_shard_size: largest safetensors file, in bytes.
+        max_shard_size: largest safetensors file, in bytes; 5 GB unless given.
         revision: branch, tag or commit of a Hub id.
         overwrite: replace a destination that exists.
         dry_run: plan and prove, write nothing.
@@ -148,7 +149,11 @@ def convert(
             given=given,
             ignore_keys=ignore_keys,
         )
-    chosen = to or ("torch_dist" if model.checkpoint.format == "hf" else "hf")
+    source_side = model.checkpoint.side
+    other = Side.MEGATRON if source_side is Side.HUGGING_FACE else Side.HUGGING_FACE
+    chosen = target_named(to or default_target(other))
+    own = {"max_shard_size": max_shard_size, "implementation": implementation}
+    options_for(chosen, own)
     layout = Layout(
         tp=tp,
         pp=pp,
@@ -159,14 +164,23 @@ def convert(
         last_stage_layers=last_stage_layers,
         pipeline_layout=pipeline_layout,
     )
-    if chosen == "hf":
-        idle = {"iteration": iteration, "implementation": implementation, "tokenizer": tokenizer}
+    if chosen.side is Side.HUGGING_FACE:
+        idle = {"iteration": iteration, "tokenizer": tokenizer}
         _refuse_idle("a Hugging Face target", {**idle, **_changed(layout)})
-    if model.checkpoint.format == "hf":
+    if source_side is Side.HUGGING_FACE:
         _refuse_idle("a Hugging Face source", {"hf_config": hf_config, "vocab_size": vocab_size, "arg": given or None})
     if Path(source).exists():
         _refuse_idle("a directory", {"revision": revision})
-    target = Target(final, chosen, layout, iteration, max_shard_size, tokenizer, implementation, optimizer, allow_drift)
+    target = Target(
+        final,
+        chosen.name,
+        layout,
+        iteration,
+        tokenizer=tokenizer,
+        optimizer=optimizer,
+        allow_drift=allow_drift,
+        options=own,
+    )
     with phase(progress, "planning"):
         plan = plan_conversion(model, target)
     if not dry_run:
@@ -187,10 +201,15 @@ def reshard(source: PathLike, destination: PathLike, *, to: str | None = None, *
         ConvertError: as `convert`; or the source is not Megatron's.
     """
     with file_errors():
-        found = open_checkpoint(Path(source), options.get("given")).format
-    if found == "hf" or to == "hf":
+        opened = open_checkpoint(Path(source), options.get("given"))
+    if opened.side is Side.HUGGING_FACE or to in targets(Side.HUGGING_FACE):
         raise ConvertError("only Megatron checkpoints have a layout", hint="to or from Hugging Face: `convert`")
-    return convert(source, destination, to=to or (found if found in FORMATS else "torch_dist"), **options)
+    return convert(
+        source,
+        destination,
+        to=to or (opened.format if opened.format in targets() else default_target(Side.MEGATRON)),
+        **options,
+    )
 
 
 @file_errors()
@@ -224,7 +243,7 @@ def verify(
     found = compare(first, second, progress=progress)
     if not logits:
         return found
-    from mcore_convert.logits import TOLERANCE, compare_logits
+    from mcore_convert.comparison.logits import TOLERANCE, compare_logits
 
     report = compare_logits(first, second, tolerance=TOLERANCE if tolerance is None else tolerance, progress=progress)
     return dataclasses.replace(found, logits=report)
@@ -246,4 +265,4 @@ def _path(path: PathLike | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-__all__ = ["FORMATS", "Conversion", "convert", "diff", "inspect", "reshard", "verify"]
+__all__ = ["Conversion", "convert", "diff", "inspect", "reshard", "verify"]

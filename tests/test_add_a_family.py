@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from mcore_convert import convert, families, verify
-from mcore_convert.spec import Dims, Family, fields, pack, vary
+from mcore_convert import convert, verify
+from mcore_convert.checkpoints import families
+from mcore_convert.spec import Dims, Family, pack, vary
+from mcore_convert.spec.config import fields
 from tests.tensors import assert_same_tensors, hf_tensors
 
 ROOT = Path(__file__).parents[1]

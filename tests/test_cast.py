@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mcore_convert.conversion import plan_conversion
-from mcore_convert.elements import Meter, cast
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.checkpoints.weights import find_weights
+from mcore_convert.conversion.execute import execute
+from mcore_convert.conversion.prepare import plan_conversion
+from mcore_convert.conversion.target import Target
 from mcore_convert.errors import ConvertError
-from mcore_convert.execute import execute
-from mcore_convert.hf_tensors import hf_tensors
-from mcore_convert.identify import identify
-from mcore_convert.plan import find_weights
-from mcore_convert.readback import read_back
-from mcore_convert.targets import Target
+from mcore_convert.publishing.hf_tensors import hf_tensors
+from mcore_convert.publishing.readback import read_back
+from mcore_convert.storage.elements import Meter, cast
 from tests.conftest import HfMaker
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -91,7 +91,7 @@ def test_what_was_written_wrongly_is_found(hf_checkpoint: HfMaker, tmp_path: Pat
     plan = plan_conversion(model, Target(tmp_path / "out", "hf", dtype="bfloat16"))
     execute(plan)
     tensors = list(hf_tensors(model.family, model.dims, find_weights(model.family, model.dims, model.checkpoint)))
-    written = identify(tmp_path / "out").checkpoint.views  # type: ignore[union-attr]
+    written = identify(tmp_path / "out").checkpoint.whole_views
     assert read_back(tensors, written, Meter(0, None))
     view = written["model.layers.2.mlp.up_proj.weight"]
     with (tmp_path / "out" / "model.safetensors").open("r+b") as file:

@@ -11,9 +11,9 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from converters import gpt2, llama, mistral
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.arguments import normalise
-from mcore_convert.spec.config import REQUIRED
-from mcore_convert.spec.neutral import NEUTRAL
+from mcore_convert.spec.config.arguments import normalise
+from mcore_convert.spec.config.mapping import REQUIRED
+from mcore_convert.spec.config.neutral import NEUTRAL
 
 Config = dict[str, Any]
 

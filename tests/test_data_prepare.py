@@ -20,8 +20,8 @@ import pytest
 
 from fixtures.tokenizer import END, make_tokenizer, stories
 from mcore_convert.errors import ConvertError, DataError, UnwritableTarget
-from mcore_convert.marker import new_id, unfinished_ones
 from mcore_convert.megatron.cpu import import_megatron
+from mcore_convert.storage.marker import new_id, unfinished_ones
 from tests.refusals import run, tree
 from train_entry.data import encode, sources
 from train_entry.data.bin_idx import PairWriter, check_tokens, dtype_for, open_pair

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fixtures.tokenizer import CHAT_TEMPLATE, END, make_tokenizer, stories
 from mcore_convert import convert
+from mcore_convert.checkpoints.identify import identify
 from mcore_convert.errors import ConvertError, DataError
-from mcore_convert.identify import identify
 from mcore_convert.megatron.cpu import import_megatron
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks

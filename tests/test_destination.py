@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from mcore_convert import convert, verify
-from mcore_convert.destination import claimed, partial_path
 from mcore_convert.errors import UnwritableTarget
+from mcore_convert.storage.destination import claimed, partial_path
 from tests.conftest import HfMaker
 from tests.refusals import refusal, run, tree
 

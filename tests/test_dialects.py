@@ -10,10 +10,10 @@ import torch
 
 from fixtures.megatron import Common, Dialect, random_weights, save_torch_dist
 from mcore_convert import convert, inspect
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.comparison.logits import tensors_of
 from mcore_convert.formats.base import Findings
-from mcore_convert.formats.torch_dist import open_torch_dist
-from mcore_convert.identify import identify
-from mcore_convert.logits import tensors_of
+from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from mcore_convert.spec import Dims, Index, replicated
 from mcore_convert.spec.family import Item
 from tests.conftest import HfMaker

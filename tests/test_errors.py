@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from mcore_convert import convert, inspect, verify
 from mcore_convert.errors import ConfigError, ConvertError, MappingError, UnreadableCheckpoint
-from mcore_convert.formats import torch_file
-from mcore_convert.formats.torch_file import TorchFile
+from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.files.torch_archive import TorchFile
 from tests.conftest import HfMaker
 from tests.refusals import Golden, golden_texts, refusal, run, tree
 

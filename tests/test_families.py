@@ -12,13 +12,14 @@ import pytest
 
 from converters import gpt2, llama
 from fixtures.megatron import save_torch_dist
-from mcore_convert import convert, families, inspect, verify
+from mcore_convert import convert, inspect, verify
+from mcore_convert.checkpoints import families
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.comparison.logits import tensors_of
 from mcore_convert.errors import ConfigError
-from mcore_convert.identify import identify
-from mcore_convert.logits import tensors_of
 from mcore_convert.spec import QKV, Concat, ConfigMapping, Family, Fused
-from mcore_convert.spec.arguments import normalise
-from mcore_convert.spec.fields import constant, query_groups, same
+from mcore_convert.spec.config.arguments import normalise
+from mcore_convert.spec.config.fields import constant, query_groups, same
 from tests.conftest import HfMaker
 
 QKV_BIAS, O_BIAS = "self_attention.linear_qkv.bias", "o_proj.bias"

@@ -16,10 +16,10 @@ import pytest
 
 from fixtures.hf import CONFIGS, VARIANTS
 from mcore_convert import convert, verify
-from mcore_convert.families import families, of_config
-from mcore_convert.identify import identify
-from mcore_convert.spec.arguments import normalise
-from mcore_convert.spec.command_line import caveats, command_line
+from mcore_convert.checkpoints.families import families, of_config
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.spec.config.arguments import normalise
+from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from tests.conftest import HfMaker
 from tests.tensors import assert_same_tensors, hf_tensors

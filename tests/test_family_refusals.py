@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fixtures.hf import CONFIGS
+from mcore_convert.checkpoints.families import families, of_config, unrepresented
 from mcore_convert.errors import ConfigError
-from mcore_convert.families import families, of_config, unrepresented
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_convert.formats.flat import Local, boxes_of_range, local_of, slots_of_flat, starts_of
+from mcore_convert.formats.megatron.flat import Local, boxes_of_range, local_of, slots_of_flat, starts_of
 from mcore_convert.spec import Box, Shard
-from mcore_convert.tensors import TensorMeta, View, untiled
+from mcore_convert.storage.views import TensorMeta, View, untiled
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 

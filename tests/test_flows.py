@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_convert.checkpoints.identify import Model, identify
+from mcore_convert.comparison.logits import tensors_of
 from mcore_convert.errors import ConfigError
-from mcore_convert.identify import Model, identify
-from mcore_convert.logits import tensors_of
 from mcore_convert.megatron.model import build_model
 from mcore_convert.megatron.parallel import single_process
 from mcore_convert.megatron.weights import load_weights

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from fixtures.hf import VARIANTS
 from fixtures.run import make_run
 from mcore_convert import ConvertError, convert, inspect, reshard, verify
-from mcore_convert.identify import identify
-from mcore_convert.plan import find_weights
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.spec.names import drop, placeholders_of, spell
 from tests.conftest import HfMaker
 from tests.tensors import assert_same_tensors, dcp_tensors, hf_tensors
@@ -117,7 +117,7 @@ def test_one_chunk_per_layer_and_rank(hf_checkpoint: HfMaker, tmp_path: Path) ->
     """Boxes that Megatron's ranks own: no rank loads another layer or another rank's rows."""
     convert(hf_checkpoint("llama-gqa"), tmp_path / "dist", tp=2)
     model = identify(tmp_path / "dist")
-    directory = model.checkpoint.directory  # type: ignore[union-attr]
+    directory = model.checkpoint.directory  # type: ignore[attr-defined]
     for weight, at in model.family.instances(model.dims):
         assert weight.mcore is not None
         axes = placeholders_of(weight.mcore)

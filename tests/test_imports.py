@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import mcore_convert
+from mcore_convert.formats.registry import formats
 from tests.conftest import HfMaker
 
 ROOT = Path(__file__).parents[1]
@@ -19,128 +21,31 @@ PACKAGES = ("mcore_convert", "converters", "train_entry")
 HEAVY = ("torch", "transformers", "megatron", "accelerate", "huggingface_hub", "tokenizers")
 LONGEST = 320  # lines of a file: one responsibility
 
-# A module may import those of the lines above its own, and nothing else of the project. Names without a package are
-# those of `mcore_convert`.
-LAYERS = """
-amounts  errors  folding  scale  version
-marker
-disk
-spec.names  spec.neutral  spec.shard  spec.arguments
-spec.config  spec.dims  spec.bridge  spec.command_line
-spec.fields  spec.layout  spec.pack
-spec.rope  spec.family
-spec.vary
+# A module may import those of its own room and of the rooms in the lines above it. A room is a folder, or a file beside
+# the folders; names without a package are those of `mcore_convert`. Within a room no imports close a circle.
+ROOMS = """
+errors  text  version
 spec
-converters
-converters.gpt2  converters.llama
-converters.gpt_bigcode  converters.gpt_neox  converters.jais2  converters.mistral  converters.nemotron
-converters.persimmon  converters.phi3  converters.qwen2  converters.qwen3  converters.smollm3  converters.stablelm
-converters.ernie4_5  converters.glm  converters.helium  converters.seed_oss  converters.starcoder2
-converters.unrepresented
-spec.gpt
-tensors
-ranks
-elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
-phases  spans
-values
-formats.module_buffers  formats.old_names  formats.pickle_writer
-formats.old_classes  formats.torch_file
-formats.dcp  formats.hf  formats.torch_tree
-formats.torch_dist_keys  formats.torch_dist_training
-formats.torch_dist_buckets
-formats.torch_dist_optimizer
-formats.torch_dist
-formats.torch_dist_writer  formats.zarr
-formats.mp_rank_files  formats.mp_rank_layout
-formats.mp_rank_parameters
-formats.mp_rank_optimizer  formats.mp_rank_optimizer_writer
-formats.mp_rank_checkpoint
-formats.mp_rank  formats.mp_rank_writer
-families  plan
-hf_tensors  runs
-identify  readback
-contents  targets
-changes
+converters  storage
+formats
+checkpoints
 conversion
-destination
-execute
-megatron  megatron.cpu  megatron.norm
-megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights
-megatron.model
-verification  statistics  hub  tokenizer_files
-logits  outliers  comparison  companions  card  hub_errors
+megatron
+comparison
 inspection
-page  page.curve  page.heat  page.layouts  page.render
-page.pages
-look
-api  exports  streams  uploads
-publish
-sweep
+publishing
+api
 mcore_convert
-train_entry.config  train_entry.config.schema  train_entry.extra
-train_entry.config.nearest
-train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts  train_entry.config.problems
-train_entry.config.estimate  train_entry.config.overrides  train_entry.config.refusals
-train_entry.config.compose
-train_entry.flows.base
-train_entry.flows.fine_tuning  train_entry.flows.pretraining  train_entry.flows.sequence
-train_entry.flows.proof
-train_entry.flows
-train_entry.data  train_entry.data.bin_idx  train_entry.data.chunks  train_entry.data.ranks  train_entry.data.sidecar
-train_entry.data.microbatches  train_entry.data.mock  train_entry.data.splits  train_entry.data.tokenizer
-train_entry.data.encode  train_entry.data.indexed  train_entry.data.sft_text  train_entry.data.sources
-train_entry.data.prepare  train_entry.data.sft_tokens
-train_entry.data.sft
-train_entry.train_valid_test_datasets_provider
-train_entry.report  train_entry.report.flops  train_entry.report.peak  train_entry.report.phases
-train_entry.report.metrics  train_entry.report.profile
-train_entry.report.rows
-train_entry.report.console  train_entry.report.jsonl  train_entry.report.sink
-train_entry.report.plot  train_entry.report.tensorboard  train_entry.report.wandb
-train_entry.report.report
-train_entry.model  train_entry.model.attention  train_entry.model.compiled  train_entry.model.kernels
-train_entry.model.loss  train_entry.model.operations
-train_entry.model.layers
-train_entry.model.gpt
-train_entry.optimizer.foreach
-train_entry.model.choices
-train_entry.state  train_entry.optimizer  train_entry.optimizer.torch_adam
-train_entry.checkpoints.architecture  train_entry.checkpoints.carried  train_entry.checkpoints.folder
-train_entry.checkpoints.optimizer_state  train_entry.checkpoints.random_state
-train_entry.checkpoints.contents
-train_entry.checkpoints.source
-train_entry.arguments  train_entry.initial_weights  train_entry.initialize  train_entry.model_provider
-train_entry.checked  train_entry.signals
-train_entry.optimizer.build
-train_entry.checkpoints.export  train_entry.checkpoints.ranks
-train_entry.checkpoints.writer
-train_entry.checkpoints.loading
-train_entry.checkpoints.checkpoints
-train_entry.checkpoints
-train_entry.forward_step  train_entry.scopes
-train_entry.schedule
-train_entry.trainer
-train_entry.pretrain
-train_entry.__main__
 train_entry
-cli.completion  cli.interruption  cli.text
-cli.failures  cli.logs  cli.values
-cli.options
-cli.command
-cli.convert  cli.data  cli.diff  cli.families  cli.inspect  cli.push  cli.verify
-cli.export  cli.reshard  cli.train
 cli
 __main__
 """
 
-
-def full_name(short: str) -> str:
-    return short if short.partition(".")[0] in PACKAGES else f"mcore_convert.{short}"
-
-
-def rank_of() -> dict[str, int]:
-    lines = LAYERS.split("\n")
-    return {full_name(short): rank for rank, line in enumerate(lines) for short in line.split()}
+# Who may name a format: the formats themselves. The training entry saves and loads with Megatron Core's own functions,
+# which write `torch_dist` and nothing else.
+NAMES_FORMATS = ("mcore_convert.formats", "train_entry.checkpoints")
+# What all formats share, in `mcore_convert.formats`.
+SHARED = ("base", "registry", "files", "megatron")
 
 
 def files() -> dict[str, Path]:
@@ -173,16 +78,52 @@ def is_in(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-def test_every_module_has_its_layer() -> None:
-    assert sorted(rank_of()) == sorted(MODULES), "say in LAYERS where a new module stands"
+def room_of(module: str) -> str:
+    package, _, rest = module.partition(".")
+    return package if package != "mcore_convert" or not rest else rest.partition(".")[0]
 
 
 def test_imports_run_one_way() -> None:
-    rank = rank_of()
+    rank = {room: number for number, line in enumerate(ROOMS.split("\n")) for room in line.split()}
+    assert {room_of(module) for module in MODULES} == set(rank), "say in ROOMS where a new room stands"
     wrong = [
-        f"{module} imports {other}" for module in MODULES for other in imported(module) if rank[other] >= rank[module]
+        f"{module} imports {other}"
+        for module in MODULES
+        for other in imported(module)
+        if room_of(other) != room_of(module) and rank[room_of(other)] >= rank[room_of(module)]
     ]
     assert not wrong
+
+
+def test_no_imports_close_a_circle() -> None:
+    """A package's own file stands for its name alone: it may import its modules, and they do not import it."""
+    graph = {module: {other for other in imported(module) if other != module} for module in MODULES}
+    order = TopologicalSorter(graph)
+    try:
+        order.prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def concrete_format(module: str) -> bool:
+    return module.startswith("mcore_convert.formats.") and module.split(".")[2] not in SHARED
+
+
+def test_only_formats_know_a_format() -> None:
+    """Outside of them no module imports one, and none compares with a format's name."""
+    imports, compares = [], []
+    names = set(formats())
+    for module, path in MODULES.items():
+        if any(is_in(module, room) for room in NAMES_FORMATS):
+            continue
+        imports += [f"{module} imports {other}" for other in imported(module) if concrete_format(other)]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                texts = {part.value for side in sides for part in ast.walk(side) if isinstance(part, ast.Constant)}
+                compares += [f"{module}:{node.lineno}" for text in texts if text in names]
+    assert not imports
+    assert not compares
 
 
 def test_families_are_found_and_not_imported() -> None:

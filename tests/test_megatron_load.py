@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_convert import convert
-from mcore_convert.identify import identify
+from mcore_convert.checkpoints.identify import identify
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks
 

@@ -13,13 +13,18 @@ import torch
 
 from fixtures.mp_rank import Optimizer, save_mp_rank
 from fixtures.optimizer import random_state
-from mcore_convert.execute import execute
-from mcore_convert.formats import mp_rank_writer, torch_file
-from mcore_convert.formats.mp_rank import MpRankCheckpoint, open_mp_rank
-from mcore_convert.plan import Plan, find_weights, moves_between
-from mcore_convert.spec import Dims, Layout, arguments, gpt
-from mcore_convert.targets import layout_arguments
-from mcore_convert.tensors import TensorMeta
+from mcore_convert.checkpoints.weights import find_weights
+from mcore_convert.conversion.execute import execute
+from mcore_convert.conversion.plan import Plan, moves_between
+from mcore_convert.conversion.target import layout_arguments
+from mcore_convert.formats.base import LayerSpec, Request
+from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.mp_rank import writer as mp_rank_writer
+from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint, open_mp_rank
+from mcore_convert.formats.mp_rank.writer import MpRankOptions
+from mcore_convert.spec import Dims, Layout, gpt
+from mcore_convert.spec.config import arguments
+from mcore_convert.storage.views import TensorMeta
 from tests.ranks import run_ranks
 from tests.test_megatron_fixtures import ARGS, EXPERTS, TIED
 
@@ -116,12 +121,13 @@ def resharded(
     family = gpt.family(arguments.normalise(source.args))
     sources = find_weights(family, dims, source, source.states)
     new = replace(dims, padded_vocab_size=padded or dims.padded_vocab_size)
-    target, reservation = mp_rank_writer.reserve(
+    request = Request(
         path,
         family,
         new,
         sources.dtype_of,
-        layout,
+        MpRankOptions(),
+        layout=layout,
         iteration=10,
         common={
             "args": {**arguments.plain(source.args), **layout_arguments(layout, new)},
@@ -129,9 +135,9 @@ def resharded(
             "iteration": 10,
         },
         training=source.training,
-        implementation=implementation or source.implementation,
-        experts=experts or source.experts,
+        layer_spec=LayerSpec(implementation or source.implementation, experts or source.experts),
     )
+    target, reservation = mp_rank_writer.reserve(request)
     moves = moves_between(family, new, sources, target)
     execute(Plan(family, new, source, target, reservation, moves, sources.checks))
     return path

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from fixtures.old_classes import SPELLINGS, Model, random_weights, save_old
-from mcore_convert.elements import Files, global_tensor
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.modules import LOCAL
-from mcore_convert.formats.mp_rank import open_mp_rank
-from mcore_convert.plan import find_weights
-from mcore_convert.spec import Layout, arguments, gpt
+from mcore_convert.formats.megatron.modules import LOCAL
+from mcore_convert.formats.mp_rank.directory import open_mp_rank
+from mcore_convert.spec import Layout, gpt
+from mcore_convert.spec.config import arguments
 from mcore_convert.spec.names import spell
+from mcore_convert.storage.elements import Files, global_tensor
 from tests.test_mp_rank import dims_of, load, resharded
 
 MODEL = Model()

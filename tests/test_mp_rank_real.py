@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_convert.elements import Bytes, Files, global_tensor, round_to
+from mcore_convert.checkpoints.checks import prove
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.errors import ConvertError, MappingError, UnreadableCheckpoint, UnsafePickle
-from mcore_convert.execute import prove
-from mcore_convert.formats import pickles
 from mcore_convert.formats.base import Checkpoint
-from mcore_convert.formats.modules import GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
-from mcore_convert.formats.mp_rank import detect, open_mp_rank
-from mcore_convert.formats.torch_dist import open_torch_dist
-from mcore_convert.plan import find_weights
-from mcore_convert.spec import Layout, arguments, gpt
+from mcore_convert.formats.files import pickles
+from mcore_convert.formats.megatron.modules import GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
+from mcore_convert.formats.mp_rank.directory import detect, open_mp_rank
+from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
+from mcore_convert.spec import Layout, gpt
+from mcore_convert.spec.config import arguments
 from mcore_convert.spec.names import PARAM
+from mcore_convert.storage.elements import Bytes, Files, global_tensor, round_to
 from tests.conftest import real_checkpoint
 from tests.test_mp_rank import assert_same, dims_of, resharded
 

@@ -21,10 +21,10 @@ from fixtures.old_classes import (
 )
 from mcore_convert import convert
 from mcore_convert.errors import ConfigError, MappingError, UnreadableCheckpoint
-from mcore_convert.formats.old_classes import arguments_from, behaved, core_tensors, is_old, named
-from mcore_convert.formats.torch_file import TorchFile
-from mcore_convert.spec.arguments import normalise
-from mcore_convert.tensors import Slot, TensorMeta, View, untiled
+from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.mp_rank.old_classes import arguments_from, behaved, core_tensors, is_old, named
+from mcore_convert.spec.config.arguments import normalise
+from mcore_convert.storage.views import Slot, TensorMeta, View, untiled
 from tests.tensors import assert_same_tensors, hf_tensors
 
 GPT = Model()

@@ -9,9 +9,9 @@ import pytest
 
 from fixtures.old_classes import save_345m
 from mcore_convert import convert, export, inspect
+from mcore_convert.checkpoints.identify import identify, open_checkpoint
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.hf import HfCheckpoint
-from mcore_convert.identify import identify, open_checkpoint
+from mcore_convert.formats.hf.checkpoint import HfCheckpoint
 from tests.conftest import HfMaker, real_checkpoint
 from tests.tensors import assert_same_tensors, hf_tensors
 from tests.test_old_classes import GPT, gpt2

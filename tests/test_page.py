@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from mcore_convert import ConvertError, convert, diff, inspect, reshard
-from mcore_convert.amounts import in_bytes, in_digits, in_parameters, in_percent, in_range
-from mcore_convert.identify import identify
-from mcore_convert.page.curve import MOST_POINTS, Metrics, curve_data, find_metrics, read_metrics
-from mcore_convert.page.layouts import layout_data
-from mcore_convert.page.render import write_page
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.inspection.page.curve import MOST_POINTS, Metrics, curve_data, find_metrics, read_metrics
+from mcore_convert.inspection.page.layouts import layout_data
+from mcore_convert.inspection.page.render import write_page
 from mcore_convert.spec import Layout
+from mcore_convert.text.quantities import in_bytes, in_digits, in_parameters, in_percent, in_range
 from tests.conftest import HfMaker, real_checkpoint
 from tests.test_cli import run
 

@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_convert import convert, diff, inspect
-from mcore_convert.amounts import in_bytes
-from mcore_convert.contents import family_of
-from mcore_convert.formats.mp_rank_layout import rank_name
-from mcore_convert.identify import identify
-from mcore_convert.inspection import dims_at
-from mcore_convert.ranks import rank_parts
+from mcore_convert.checkpoints.contents import family_of
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.formats.mp_rank.layout import rank_name
+from mcore_convert.inspection.describe import dims_at
+from mcore_convert.inspection.ranks import rank_parts
 from mcore_convert.spec import Layout
 from mcore_convert.spec.layout import Rank
+from mcore_convert.text.quantities import in_bytes
 from tests.browser import PHONE, WIDE, chromium, opened
 from tests.conftest import HfMaker, real_checkpoint
 from tests.tensors import dcp_tensors
@@ -141,7 +141,8 @@ def test_a_rank_holds_what_megatron_saved_on_it(browser: Browser, name: str, tmp
     """Every rank of real runs: the weights, local shapes and parameters in its file, as torch loads it."""
     path = real_checkpoint(name)
     inspect(path, html=tmp_path / "page.html", stats=False)
-    layout = identify(path).checkpoint.layout  # type: ignore[union-attr]
+    layout = identify(path).checkpoint.saved_layout
+    assert layout is not None
     with opened(browser, tmp_path / "page.html") as page:
         for rank in layout.ranks():
             saved = rank_tensors(path / "iter_0000010" / rank_name(rank, layout))

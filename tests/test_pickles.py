@@ -27,13 +27,16 @@ from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_convert import convert
-from mcore_convert.elements import Files
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
-from mcore_convert.formats import dcp, pickles, safetensors_file, torch_file
-from mcore_convert.formats.torch_file import TorchFile
-from mcore_convert.spec.arguments import TorchDtype
+from mcore_convert.formats.files import pickles
+from mcore_convert.formats.files import safetensors as safetensors_file
+from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box
-from mcore_convert.tensors import TensorMeta, View
+from mcore_convert.storage.elements import Files
+from mcore_convert.storage.views import TensorMeta, View
 from tests.conftest import HfMaker
 from tests.refusals import refusal
 
@@ -99,7 +102,7 @@ HOSTILE: dict[str, bytes] = {
     "torch.hub.load": named("torch.hub", "load"),
     "pathlib.Path": named("pathlib", "Path"),
     "copyreg._reconstructor": named("copyreg", "_reconstructor"),
-    "mcore_convert.formats.pickles.load": named("mcore_convert.formats.pickles", "load"),
+    "mcore_convert.formats.files.pickles.load": named("mcore_convert.formats.files.pickles", "load"),
 }
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from mcore_convert import families
+from mcore_convert.checkpoints import families
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.arguments import normalise
+from mcore_convert.spec.config.arguments import normalise
 
 PUBLISHED: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "fixtures/published_configs.json").read_text()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mcore_convert import inspect
-from mcore_convert.formats.mp_rank_layout import rank_name
-from mcore_convert.formats.torch_file import TorchFile
-from mcore_convert.identify import identify
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.mp_rank.layout import rank_name
 from tests.conftest import real_checkpoint
 
 NAMES = ["gpt2_legacy_tp2pp2", "llama_legacy_tp2pp2", "llama_legacy_vpp", "moe_legacy_pp2ep2"]
@@ -16,7 +16,8 @@ NAMES = ["gpt2_legacy_tp2pp2", "llama_legacy_tp2pp2", "llama_legacy_vpp", "moe_l
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_and_layers_are_those_of_the_rank_files(name: str) -> None:
     path = real_checkpoint(name)
-    layout = identify(path).checkpoint.layout  # type: ignore[union-attr]
+    layout = identify(path).checkpoint.saved_layout
+    assert layout is not None
     parts = inspect(path).ranks
     assert len(parts) == layout.tp * layout.pp * layout.ep > 1
     for part in parts:

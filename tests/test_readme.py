@@ -119,8 +119,8 @@ def make_what_the_readme_finds(folder: Path) -> None:
     import json
 
     from fixtures.megatron import save_torch_dist
-    from mcore_convert.identify import identify
-    from mcore_convert.logits import tensors_of
+    from mcore_convert.checkpoints.identify import identify
+    from mcore_convert.comparison.logits import tensors_of
 
     source = make_hf("llama-gqa", folder / "tiny-llama", fill="normal", shards=2)
     padded = make_hf("llama-gqa", folder / "padded", fill="normal", config={"vocab_size": 512}, tokenizer=False)
@@ -187,7 +187,7 @@ def make_runs_of_ranks(folder: Path) -> None:
     from fixtures.mp_rank import save_mp_rank
     from fixtures.old_classes import save_345m
     from fixtures.optimizer import random_state
-    from mcore_convert.identify import identify
+    from mcore_convert.checkpoints.identify import identify
     from tests.ranks import run_ranks
     from tests.test_old_classes import GPT, gpt2
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mcore_convert import Verification, convert, inspect, reshard, verify
-from mcore_convert.elements import Files, as_float, global_tensor
-from mcore_convert.identify import identify
-from mcore_convert.plan import find_weights
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.spec import Layout, gpt
 from mcore_convert.spec.names import MASTER, PARAM
+from mcore_convert.storage.elements import Files, as_float, global_tensor
 from tests.conftest import HfMaker, real_checkpoint
 from tests.tensors import assert_same_tensors, dcp_tensors, hf_tensors
 
@@ -270,7 +270,7 @@ def test_what_agrees_between_two_optimizers() -> None:
     """
     plain, distributed = real_checkpoint("gpt2_legacy_tp2pp2"), real_checkpoint("gpt2_tp2pp2")
     first, second = identify(plain), identify(distributed)
-    mine, theirs = dict(first.checkpoint.common.args or {}), dict(second.checkpoint.common.args or {})  # type: ignore[union-attr]
+    mine, theirs = dict(first.checkpoint.common.args or {}), dict(second.checkpoint.common.args or {})
     differing = {key for key in {*mine, *theirs} if repr(mine.get(key)) != repr(theirs.get(key))}
     of_the_optimizer = {"use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable"}
     assert differing == of_the_optimizer | {"ckpt_format", "use_dist_ckpt", "save"}

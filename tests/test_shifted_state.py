@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_convert import ConvertError, reshard
-from mcore_convert.formats.torch_dist import open_torch_dist
+from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from tests.conftest import real_checkpoint
 
 

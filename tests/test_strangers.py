@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 
 from mcore_convert import convert
-from mcore_convert.destination import claimed, partial_path
-from mcore_convert.disk import write_whole
 from mcore_convert.errors import UnwritableTarget
-from mcore_convert.marker import HINT, MARKER, finished_name, new_id, record_bytes, unfinished
-from mcore_convert.page.render import write_page
+from mcore_convert.inspection.page.render import write_page
+from mcore_convert.storage.destination import claimed, partial_path
+from mcore_convert.storage.disk import write_whole
+from mcore_convert.storage.marker import HINT, MARKER, finished_name, new_id, record_bytes, unfinished
 from tests.conftest import HfMaker
 from tests.refusals import refusal, run, tree
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from fixtures.tokenizer import make_tokenizer
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.tokenizer_files import read_gpt2_bpe, read_tokenizer
+from mcore_convert.publishing.tokenizer import read_gpt2_bpe, read_tokenizer
 
 
 @pytest.fixture

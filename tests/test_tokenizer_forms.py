@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 from fixtures.megatron import save_torch_dist
 from fixtures.tokenizer import make_tokenizer
 from mcore_convert import export
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.comparison.logits import tensors_of
 from mcore_convert.errors import DataError
-from mcore_convert.identify import identify
-from mcore_convert.logits import tensors_of
-from mcore_convert.tokenizer_files import read_gpt2_bpe, read_tokenizer
+from mcore_convert.publishing.tokenizer import read_gpt2_bpe, read_tokenizer
 from tests.conftest import HfMaker
 from train_entry.data.tokenizer import load_tokenizer
 

@@ -22,20 +22,25 @@ from torch import Tensor
 
 from fixtures.megatron import Dialect
 from fixtures.optimizer import STEP, Form, State, load_with_optimizer, random_state, save_with_optimizer
-from mcore_convert.elements import Files, global_tensor, round_to
+from mcore_convert.checkpoints.checks import Check
+from mcore_convert.checkpoints.weights import find_weights, items_of
+from mcore_convert.conversion.execute import execute
+from mcore_convert.conversion.plan import Plan, moves_between
 from mcore_convert.errors import ConvertError, MappingError, UnreadableCheckpoint
-from mcore_convert.execute import execute
-from mcore_convert.formats import dcp, torch_dist_writer
-from mcore_convert.formats.base import Findings
-from mcore_convert.formats.torch_dist import TorchDistCheckpoint, open_torch_dist
-from mcore_convert.formats.torch_dist_keys import StateKeys
-from mcore_convert.plan import Check, Plan, find_weights, items_of, moves_between
-from mcore_convert.spec import arguments, gpt
+from mcore_convert.formats.base import Findings, NoOptions, Request
+from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.torch_dist import writer as torch_dist_writer
+from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
+from mcore_convert.formats.torch_dist.keys import StateKeys
+from mcore_convert.spec import gpt
+from mcore_convert.spec.config import arguments
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
+from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM
 from mcore_convert.spec.shard import Box
-from mcore_convert.tensors import TensorMeta, untiled
+from mcore_convert.storage.elements import Files, global_tensor, round_to
+from mcore_convert.storage.views import TensorMeta, untiled
 from tests.conftest import real_checkpoint
 from tests.ranks import run_ranks
 from tests.tensors import dcp_tensors
@@ -89,6 +94,7 @@ def model_of(checkpoint: TorchDistCheckpoint) -> tuple[Family, Dims]:
     assert checkpoint.common.args is not None
     args = arguments.normalise(checkpoint.common.args)
     rows = checkpoint.embedding_rows
+    assert rows is not None
     return gpt.family(args), Dims.of(args, vocab_size=rows, padded_vocab_size=rows)
 
 
@@ -219,16 +225,19 @@ def reshard(path: Path, destination: Path, *, tp: int = 1, ep: int = 1) -> None:
     sources = find_weights(family, dims, source, source.states)
     assert source.common.args is not None
     args = {**arguments.plain(source.common.args), "expert_model_parallel_size": ep}
-    target, reservation = torch_dist_writer.reserve(
+    request = Request(
         destination,
+        family,
         dims,
         sources.dtype_of,
-        tp=tp,
+        NoOptions(),
+        layout=Layout(tp=tp),
         iteration=10,
         common={"args": args, "checkpoint_version": 3.0, "iteration": 10},
         run_config="",
         training=source.training,
     )
+    target, reservation = torch_dist_writer.reserve(request)
     moves = moves_between(family, dims, sources, target)
     execute(Plan(family, dims, source, target, reservation, moves, sources.checks))
 

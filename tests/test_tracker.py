@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mcore_convert.checkpoints.identify import open_checkpoint
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats import mp_rank, torch_dist
+from mcore_convert.formats.megatron.run_directory import TRACKER
+from mcore_convert.formats.mp_rank.directory import open_mp_rank
+from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 
 
-@pytest.mark.parametrize("resolve", [mp_rank.resolve, torch_dist.resolve])
-@pytest.mark.parametrize("said", ["9" * 5000, "newest", "-1", ""])
-def test_nonsense_in_the_tracker_is_refused(said: str, resolve: Callable[[Path], Path], tmp_path: Path) -> None:
-    (tmp_path / torch_dist.TRACKER).write_text(said)
+@pytest.mark.parametrize("opener", [open_checkpoint, open_mp_rank, open_torch_dist])
+@pytest.mark.parametrize("content", ["9" * 5000, "newest", "-1", ""])
+def test_nonsense_in_the_tracker_is_refused(content: str, opener: object, tmp_path: Path) -> None:
+    assert callable(opener)
+    (tmp_path / TRACKER).write_text(content)
     with pytest.raises(UnreadableCheckpoint, match="which is neither an iteration nor `release`"):
-        resolve(tmp_path)
+        opener(tmp_path)

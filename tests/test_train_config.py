@@ -12,10 +12,10 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mcore_convert.checkpoints.families import of_arguments
 from mcore_convert.errors import ConfigError
-from mcore_convert.families import of_arguments
 from mcore_convert.spec import gpt
-from mcore_convert.spec.arguments import normalise
+from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.shard import Box
 from tests.test_cli import run

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from fixtures.megatron import random_weights
 from mcore_convert import ConvertError
 from mcore_convert.errors import UnwritableTarget
-from mcore_convert.marker import REMOVED, finished_name, new_id, unfinished
 from mcore_convert.spec.layout import Layout
+from mcore_convert.storage.marker import REMOVED, finished_name, new_id, unfinished
 from tests.ranks import run_ranks
 from tests.saved_runs import SMALL, Outcome, config_of, train, trained
 from train_entry.checkpoints import Checkpoints

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from fixtures.megatron import random_weights
-from mcore_convert.marker import PARTIAL, REMOVED, new_id, unfinished
 from mcore_convert.spec.layout import Layout
+from mcore_convert.storage.marker import PARTIAL, REMOVED, new_id, unfinished
 from tests.ranks import run_ranks
 from tests.saved_runs import SEVERAL_BUCKETS, SMALL, config_of, train, trained
 from train_entry.checkpoints.folder import clean, complete, newest

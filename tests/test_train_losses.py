@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from mcore_convert.runs import Run
+from mcore_convert.checkpoints.runs import Run
 from tests.test_report import GPT2, config_of, step_of
 from train_entry.report.report import Report
 

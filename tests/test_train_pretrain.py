@@ -152,8 +152,8 @@ def test_new_weights_are_those_of_the_seed_at_every_layout(tmp_path: Path) -> No
     """Normal, of the spread that Megatron and GPT-2 have, and the same tensors whatever the layout."""
 
     def weights(parallel: dict[str, Any], seed: int) -> dict[str, Tensor]:
-        from mcore_convert.identify import identify
-        from mcore_convert.logits import tensors_of
+        from mcore_convert.checkpoints.identify import identify
+        from mcore_convert.comparison.logits import tensors_of
 
         run_dir = tmp_path / f"{len(parallel)}-{seed}"
         config = config_of(

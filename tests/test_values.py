@@ -19,18 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from mcore_convert import ConvertError, convert, diff, inspect, spans
-from mcore_convert.changes import Change
-from mcore_convert.contents import contents_of
-from mcore_convert.elements import Files
-from mcore_convert.identify import open_any
-from mcore_convert.outliers import find_outliers
-from mcore_convert.scale import linear, logarithmic
-from mcore_convert.spans import paired_spans, parts_of, spans_of
+from mcore_convert import ConvertError, convert, diff, inspect
+from mcore_convert.checkpoints.contents import contents_of
+from mcore_convert.checkpoints.identify import open_any
+from mcore_convert.comparison.change import Change
+from mcore_convert.inspection.outliers import find_outliers
+from mcore_convert.inspection.statistics import WeightStatistics, measure, total_rms
 from mcore_convert.spec.shard import Box
-from mcore_convert.statistics import WeightStatistics, measure, total_rms
-from mcore_convert.tensors import Slot, TensorMeta, View
-from mcore_convert.values import Scratch, read
+from mcore_convert.storage import spans
+from mcore_convert.storage.blocks import Scratch, read
+from mcore_convert.storage.elements import Files
+from mcore_convert.storage.spans import paired_spans, parts_of, spans_of
+from mcore_convert.storage.views import Slot, TensorMeta, View
+from mcore_convert.text.scale import linear, logarithmic
 from tests.conftest import HfMaker, real_checkpoint
 from tests.tensors import dcp_tensors
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from fixtures.megatron import METADATA, Dialect, random_weights, save_torch_dist
 from fixtures.zarr import save_zarr, write_array, zarr_of
 from mcore_convert import convert
+from mcore_convert.checkpoints.identify import open_checkpoint
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats import zarr
-from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
-from mcore_convert.plan import find_weights
+from mcore_convert.formats.torch_dist import zarr
+from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint
 from mcore_convert.spec import gpt
-from mcore_convert.spec.arguments import normalise
+from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import EXP_AVG, MASTER, PARAM, spell
@@ -66,7 +67,7 @@ def tiny(path: Path, tensors: dict[str, Tensor] | None = None) -> Path:
 
 def assert_unreadable(path: Path, message: str, *items: str) -> None:
     with pytest.raises(UnreadableCheckpoint, match=message) as error:
-        check_whole(zarr.open_zarr(path))
+        zarr.open_zarr(path).check_whole()
     assert error.value.items == items
 
 
@@ -79,7 +80,7 @@ def test_every_weight_is_what_megatron_laid_out(dialect: Dialect, split: dict[st
     checkpoint = zarr.open_zarr(tmp_path / "zarr")
     assert (checkpoint.format, checkpoint.prefix, checkpoint.dialect) == ("zarr", "model.", dialect)
     assert checkpoint.common.iteration == 10
-    check_whole(checkpoint)
+    checkpoint.check_whole()
     family, dims = known(ARGS)
     found = find_weights(family, dims, checkpoint)
     assert len(found.slots) == len(weights)
@@ -147,20 +148,19 @@ def test_chunks_may_lie_in_folders(tmp_path: Path) -> None:
 def test_a_directory_is_found_by_its_tracker_or_its_name(tmp_path: Path) -> None:
     directory = tiny(tmp_path)
     assert not zarr.detect(tmp_path / "nothing")
+    assert zarr.detect(directory)
     for path in (tmp_path, directory):
-        assert zarr.detect(path)
-        assert zarr.open_zarr(path).path == directory
+        assert open_checkpoint(path).path == zarr.open_zarr(path).path == directory
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
-    assert zarr.detect(tmp_path)
     assert_unreadable(tmp_path, "has no tracker file", str(directory))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
-    assert not zarr.detect(tmp_path)
+    assert_unreadable(tmp_path, "names `release`, which has no `.zarray`")
     directory.rename(tmp_path / "release")
-    assert zarr.open_zarr(tmp_path).path == tmp_path / "release"
+    assert open_checkpoint(tmp_path).path == tmp_path / "release"
     (tmp_path / "release" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    assert not zarr.detect(tmp_path)
+    assert not zarr.detect(tmp_path / "release")
     (tmp_path / "release" / "metadata.json").write_text("{")
-    assert not zarr.detect(tmp_path)
+    assert not zarr.detect(tmp_path / "release")
 
 
 def test_lost_and_cut_chunks_are_named(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_lost_and_cut_chunks_are_named(tmp_path: Path) -> None:
         f"{EMBEDDING}/1.0 is missing",
     )
     with pytest.raises(UnreadableCheckpoint) as error:
-        check_whole(zarr.open_zarr(tmp_path))
+        zarr.open_zarr(tmp_path).check_whole()
     assert "`fill_value`" in str(error.value.hint)
 
 

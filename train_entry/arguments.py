@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_convert.checkpoints.identify import Model, identify
 from mcore_convert.errors import ConfigError
-from mcore_convert.identify import Model, identify
-from mcore_convert.spec.arguments import complete, normalise, padded_vocab_size, plain
+from mcore_convert.spec.config.arguments import complete, normalise, padded_vocab_size, plain
 from train_entry.checkpoints.source import source_of
 from train_entry.config.schema import Config
 

@@ -7,9 +7,24 @@ import importlib.util
 
 def families(incomplete: str) -> list[str]:
     """The installed families that begin so."""
-    from mcore_convert.families import families
+    from mcore_convert.checkpoints.families import families
 
     return [name for name in families() if name.startswith(incomplete)]
+
+
+def formats(incomplete: str) -> list[str]:
+    """Return the formats that can be written and begin so."""
+    from mcore_convert.formats.registry import targets
+
+    return [name for name in targets() if name.startswith(incomplete)]
+
+
+def megatron_formats(incomplete: str) -> list[str]:
+    """Return the formats on Megatron's side that can be written and begin so."""
+    from mcore_convert.formats.base import Side
+    from mcore_convert.formats.registry import targets
+
+    return [name for name in targets(Side.MEGATRON) if name.startswith(incomplete)]
 
 
 def ready_runs(incomplete: str) -> list[str]:

@@ -52,7 +52,7 @@ def command(
             help="What --tokenizer-model shall name in the stored arguments",
         ),
     ] = None,
-    max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
+    max_shard_size: options.MaxShardSize = None,
     revision: options.Revision = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
@@ -71,7 +71,7 @@ def command(
         done = convert(
             source,
             destination,
-            to=to.value if to else None,
+            to=to,
             tp=tp,
             pp=pp,
             vpp=vpp,
@@ -103,6 +103,8 @@ def command(
 
 def report(done: Conversion) -> None:
     """What was done, or would be, in a few lines."""
+    from mcore_convert.formats.base import Side
+
     facts = done.as_dict()
     source, target = facts["source"], facts["target"]
     dims = done.plan.dims
@@ -114,7 +116,7 @@ def report(done: Conversion) -> None:
             "to",
             target["format"],
             target["path"],
-            f"{target['tensors']} {'tensors' if target['format'] == 'hf' else 'keys'}",
+            f"{target['tensors']} {'keys' if done.plan.target.side is Side.MEGATRON else 'tensors'}",
             f"{in_bytes(target['nbytes'])} in {len(target['files'])} file{'s' * (len(target['files']) != 1)}",
         ),
     ]

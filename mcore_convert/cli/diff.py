@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_convert.amounts import in_bytes, in_digits, in_percent
 from mcore_convert.cli import options
 from mcore_convert.cli.text import progress, say, show, table
 from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.errors import fold
-from mcore_convert.folding import folded
+from mcore_convert.text.grouping import folded
+from mcore_convert.text.quantities import in_bytes, in_digits, in_percent
 
 if TYPE_CHECKING:
-    from mcore_convert.changes import Change
-    from mcore_convert.comparison import Comparison, Side
+    from mcore_convert.comparison.change import Change
+    from mcore_convert.comparison.distance import Compared, Comparison
 
 
 def command(
@@ -91,14 +91,14 @@ def report(found: Comparison, top: int) -> None:
             show(line)
 
 
-def _about(side: Side) -> str:
+def _about(side: Compared) -> str:
     parts = [side.format, side.family or "", "" if side.iteration is None else f"iteration {side.iteration}"]
     return f"{side.path}  {', '.join(filter(None, parts))}"
 
 
 def changes_by_weight(found: Comparison) -> list[tuple[str, ...]]:
     """A line for each weight, its layers folded, in the order of the forward pass."""
-    from mcore_convert.changes import total_relative
+    from mcore_convert.comparison.change import total_relative
 
     bad = any(sum(change.num_bad) for change in found.changes)
 
@@ -121,7 +121,7 @@ def changes_by_weight(found: Comparison) -> list[tuple[str, ...]]:
 
 def most_changed(found: Comparison, count: int) -> list[tuple[str, ...]]:
     """A line for each of the tensors that changed most."""
-    from mcore_convert.changes import in_words
+    from mcore_convert.comparison.change import in_words
 
     head = ("most changed", "changed", "relative", "cosine", "largest", "at", "from", "to")
     return [head, *((change.name, *in_words(change).values()) for change in found.most_changed(count))]

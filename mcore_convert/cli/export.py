@@ -16,8 +16,8 @@ from mcore_convert.cli.push import as_lines
 from mcore_convert.cli.text import in_bytes, in_parameters, progress, say, show, table
 
 if TYPE_CHECKING:
-    from mcore_convert.publish import Export
-    from mcore_convert.sweep import Swept
+    from mcore_convert.publishing.publish import Export
+    from mcore_convert.publishing.sweep import Swept
 
 
 class Dtype(StrEnum):
@@ -59,7 +59,7 @@ def command(
     ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     arg: options.Given = None,
-    max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
+    max_shard_size: options.MaxShardSize = None,
     allow_drift: options.AllowDrift = False,
     metadata: Annotated[
         list[str] | None,
@@ -148,7 +148,7 @@ def command(
         return
     if watch or until is not None:
         raise typer.BadParameter("they are for --all", param_hint="--watch and --until")
-    from mcore_convert.publish import export
+    from mcore_convert.publishing.publish import export
 
     with keyboard_interrupts(), progress(quiet=quiet) as update:
         done = export(
@@ -199,7 +199,7 @@ def report(done: Export) -> None:
 
 def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, **wishes: Any) -> None:
     """Export all, and tell of each when it is done. Exit code 1 where one was refused."""
-    from mcore_convert.sweep import export_all
+    from mcore_convert.publishing.sweep import export_all
 
     counts = dict.fromkeys(("exported", "there", "refused"), 0)
     try:

@@ -28,7 +28,7 @@ def command(
 
     Example: mcore-convert families llama
     """
-    from mcore_convert.families import families, named
+    from mcore_convert.checkpoints.families import families, named
 
     chosen = [named(name)] if name else list(families().values())
     if json:

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mcore_convert.amounts import in_bytes, in_digits, in_parameters, in_percent, in_range
 from mcore_convert.cli import options
 from mcore_convert.cli.text import progress, say, show, table
 from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.errors import MAX_ITEMS
-from mcore_convert.folding import folded
 from mcore_convert.spec.layout import Rank
+from mcore_convert.text.grouping import folded
+from mcore_convert.text.quantities import in_bytes, in_digits, in_parameters, in_percent, in_range
 
 if TYPE_CHECKING:
-    from mcore_convert.inspection import Inspection
-    from mcore_convert.ranks import RankPart
-    from mcore_convert.statistics import WeightStatistics
+    from mcore_convert.inspection.describe import Inspection
+    from mcore_convert.inspection.ranks import RankPart
+    from mcore_convert.inspection.statistics import WeightStatistics
 
 
 def command(
@@ -171,7 +171,7 @@ def report_weights(found: Inspection) -> None:
 
 def report_statistics(found: Inspection) -> None:
     """A line for the values of each weight, then what stands out."""
-    from mcore_convert.statistics import total_rms
+    from mcore_convert.inspection.statistics import total_rms
 
     bad = any(weight.num_nan or weight.num_inf for weight in found.statistics)
 

@@ -15,21 +15,6 @@ from mcore_convert.cli import completion, logs
 SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-class Format(StrEnum):
-    """The formats that can be written."""
-
-    hf = "hf"
-    torch_dist = "torch_dist"
-    torch = "torch"
-
-
-class MegatronFormat(StrEnum):
-    """The formats of Megatron."""
-
-    torch_dist = "torch_dist"
-    torch = "torch"
-
-
 class Implementation(StrEnum):
     """The layer specs whose names the format `torch` can have."""
 
@@ -157,9 +142,23 @@ Planned = Annotated[
     ),
 ]
 
-To = Annotated[Format | None, typer.Option(rich_help_panel=TARGET, help="Format to write; the other one unless given")]
+To = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        autocompletion=completion.formats,
+        rich_help_panel=TARGET,
+        help="Format to write, as hf, torch_dist or torch; the other one of hf and torch_dist unless given",
+    ),
+]
 ToMegatron = Annotated[
-    MegatronFormat | None, typer.Option(rich_help_panel=TARGET, help="Format to write; that of the source unless given")
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        autocompletion=completion.megatron_formats,
+        rich_help_panel=TARGET,
+        help="Format to write, torch_dist or torch; that of the source unless given",
+    ),
 ]
 NoOptimizer = Annotated[
     bool, typer.Option("--no-optimizer", rich_help_panel=TARGET, help="Leave optimizer state behind")
@@ -173,7 +172,10 @@ Iteration = Annotated[
     typer.Option(min=0, metavar="N", rich_help_panel=TARGET, help="Number of the iter_* directory to write"),
 ]
 MaxShardSize = Annotated[
-    int, typer.Option(parser=size, metavar="SIZE", rich_help_panel=TARGET, help="Largest safetensors file")
+    int | None,
+    typer.Option(
+        parser=size, metavar="SIZE", rich_help_panel=TARGET, help="Largest safetensors file; 5GB unless given"
+    ),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", rich_help_panel=TARGET, help="Replace a destination that exists")

@@ -15,7 +15,7 @@ from mcore_convert.cli.interruption import Interrupted, keyboard_interrupts
 from mcore_convert.cli.text import in_bytes, progress, show, table
 
 if TYPE_CHECKING:
-    from mcore_convert.uploads import Upload
+    from mcore_convert.publishing.upload import Upload
 
 
 def command(
@@ -39,7 +39,7 @@ def command(
 
     Example: mcore-convert push ./exported you/your-model --private
     """
-    from mcore_convert.publish import push
+    from mcore_convert.publishing.publish import push
 
     try:
         with keyboard_interrupts(), progress(quiet=quiet) as update:

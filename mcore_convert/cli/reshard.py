@@ -48,7 +48,7 @@ def command(
         done = reshard(
             source,
             destination,
-            to=to.value if to else None,
+            to=to,
             tp=tp,
             pp=pp,
             vpp=vpp,

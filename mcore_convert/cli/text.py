@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from mcore_convert.amounts import in_bytes, in_parameters
+from mcore_convert.text.quantities import in_bytes, in_parameters
 
 __all__ = ["in_bytes", "in_parameters", "printable", "progress", "say", "show", "table"]
 
@@ -58,7 +58,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
 class Bar:
     """A line on stderr that names what is being done, with the time and, where they are counted, bytes and rate.
 
-    It is a `progress` with phases, see `mcore_convert.phases`. A thread draws it, so that time is seen to pass where no
+    It is a `progress` with phases, see `storage.phases`. A thread draws it, so that time is seen to pass where no
     byte is moved.
     """
 

@@ -126,7 +126,7 @@ def planned(config: Config, ranks: int | None) -> Estimate:
     Raises:
         ConvertError: the run would be refused.
     """
-    from mcore_convert.spec.arguments import normalise
+    from mcore_convert.spec.config.arguments import normalise
     from train_entry.checked import checked
     from train_entry.config.estimate import estimate
     from train_entry.config.layouts import ranks_of

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from mcore_convert.folding import OfWeight, Said, in_layers
-from mcore_convert.scale import logarithmic
 from mcore_convert.spec.names import PARAM
+from mcore_convert.text.grouping import OfWeight, Said, in_layers
+from mcore_convert.text.scale import logarithmic
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "12345678"
 ZERO, ASCII_ZERO = "·", "0"

@@ -12,7 +12,7 @@ from mcore_convert.cli.text import in_bytes, progress, say, show, table
 from mcore_convert.errors import MAX_ITEMS
 
 if TYPE_CHECKING:
-    from mcore_convert.verification import Verification
+    from mcore_convert.comparison.equality import Verification
 
 
 def command(

@@ -1,16 +1,32 @@
-"""What every format offers: where the boxes of a weight lie, in a checkpoint that is read or one that is reserved."""
+"""The interface of a format: opening and reserving a checkpoint, which says where the boxes of each weight lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Item
+from mcore_convert.spec.family import Family, Item
+from mcore_convert.spec.gpt import EMBEDDING
+from mcore_convert.spec.layout import Layout
+from mcore_convert.spec.names import PARAM
 from mcore_convert.spec.shard import Shape
-from mcore_convert.tensors import Slot, TensorMeta
+from mcore_convert.storage.views import Slot, TensorMeta, View
+
+
+class Side(Enum):
+    """Whose names and configuration a format keeps.
+
+    On Hugging Face's side tensors have a family's own names, and `config.json` is the configuration. On Megatron's they
+    have the names of Megatron Core, which are the same for all families, and a run's arguments are the configuration.
+    """
+
+    HUGGING_FACE = "Hugging Face"
+    MEGATRON = "Megatron"
 
 
 @dataclass
@@ -54,41 +70,142 @@ class Training:
     rest: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Checkpoint(Protocol):
-    """A checkpoint in some format, open for reading or reserved for writing."""
+@dataclass(frozen=True)
+class Common:
+    """What a checkpoint stores beside tensors: the run's arguments, its iteration, and the rest as it stands."""
+
+    args: Mapping[str, Any] | None = None
+    iteration: int | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a checkpoint is stored, in words for people; None where the format has no such thing.
+
+    `written_by` names the versions of the program that write such files, `dialect` the spelling of the keys,
+    `optimizer` the form of the optimizer's state.
+    """
+
+    num_files: int
+    written_by: str | None = None
+    dialect: str | None = None
+    optimizer: str | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint(ABC):
+    """A checkpoint in some format, open for reading or reserved for writing.
+
+    A format has to say what is abstract here. The rest are answers of a checkpoint that holds weights and nothing else.
+    """
+
+    path: Path
 
     @property
+    @abstractmethod
     def format(self) -> str:
         """The format's name."""
 
     @property
-    def path(self) -> Path:
-        """The directory."""
+    @abstractmethod
+    def side(self) -> Side:
+        """Whose names and configuration it keeps."""
 
     @property
+    @abstractmethod
     def tensors(self) -> Mapping[str, TensorMeta]:
         """Every tensor that a family must have a place for, by its key in this format."""
 
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The states that it holds of every trained weight: `param`, and what an optimizer kept."""
-
-    @property
-    def training(self) -> Training | None:
-        """What a run needs to go on; None where no optimizer state is held."""
-
-    @property
-    def found_by_order(self) -> bool:
-        """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
-
+    @abstractmethod
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one global tensor. What is missing or misshapen is noted in `findings`.
+        """Return the boxes of one global tensor. What is missing or misshapen is noted in `findings`.
 
         Vocabulary rows come as they are stored, padding included.
         """
 
+    @abstractmethod
+    def storage(self) -> Storage:
+        """Describe how it is stored."""
+
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
-        """Further copies of boxes that `locate` gave, which must be equal, and where each is."""
+        """Yield further copies of boxes that `locate` gave, which must be equal, and where each is."""
+        return ()
+
+    def check_whole(self) -> None:  # noqa: B027 - headers that were read may be all the proof that a format needs
+        """Prove from headers that every file is there and complete.
+
+        Raises:
+            UnreadableCheckpoint: a part of a tensor is missing.
+        """
+
+    def named_for(self, family: Family) -> Checkpoint:
+        """Return the checkpoint with its keys read as this family spells them."""
+        return self
+
+    @property
+    def original_config(self) -> Mapping[str, Any] | None:
+        """The `config.json` that is its configuration; None on Megatron's side."""
+        return None
+
+    @property
+    def common(self) -> Common:
+        """What is stored beside tensors; nothing on Hugging Face's side."""
+        return Common()
+
+    @property
+    def companions(self) -> Path | None:
+        """The folder with a Hugging Face model's other files: tokenizer, generation config, license."""
+        return None
+
+    @property
+    def whole_views(self) -> Mapping[str, View]:
+        """The tensors that lie in one piece under their own names, whether a family knows them or not."""
+        return {}
+
+    @property
+    def embedding_rows(self) -> int | None:
+        """Rows of the word embedding, padding included; None where no tensor has its name."""
+        embedding = self.tensors.get(EMBEDDING)
+        return None if embedding is None or not embedding.shape else embedding.shape[0]
+
+    @property
+    def saved_layout(self) -> Layout | None:
+        """The layout that its files are cut for; None where the files do not say it."""
+        return None
+
+    @property
+    def layer_spec(self) -> LayerSpec | None:
+        """Whose modules the names are of; None where names are the same for all."""
+        return None
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states that it holds of every trained weight: `param`, and what an optimizer kept."""
+        return (PARAM,)
+
+    @property
+    def optimizer_keys(self) -> list[str]:
+        """Where the optimizer's state is, a name each; empty where there is none."""
+        return []
+
+    @property
+    def training(self) -> Training | None:
+        """What a run needs to go on; None where no optimizer state is held."""
+        return None
+
+    @property
+    def found_by_order(self) -> bool:
+        """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
+        return False
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Whose modules a checkpoint's names are of, in the words of `formats.megatron.modules`."""
+
+    implementation: str
+    experts: str
 
 
 @dataclass
@@ -105,3 +222,58 @@ class Reservation:
     def nbytes(self) -> int:
         """Bytes that the checkpoint will take on disk, the carried files left out."""
         return sum(self.sizes.values()) + sum(len(text) for text in self.texts.values())
+
+
+@dataclass(frozen=True)
+class Request:
+    """What shall be written, completely: a format lays it out and decides nothing but where it lies.
+
+    `dtype_of` has the dtype of every weight, and of its states where the optimizer goes along. `config` is the
+    `config.json` of a target on Hugging Face's side, `common` the common state of one on Megatron's (its `args` are a
+    dict), with `training` where the optimizer goes along and `run_config` for Megatron-Bridge. `iteration` names the
+    directory `iter_*`; None writes `release`. `options` are the format's own.
+    """
+
+    path: Path
+    family: Family
+    dims: Dims
+    dtype_of: Mapping[Item, str]
+    options: Any
+    config: Mapping[str, Any] = field(default_factory=dict)
+    common: Mapping[str, Any] = field(default_factory=dict)
+    layout: Layout = Layout()
+    iteration: int | None = None
+    training: Training | None = None
+    run_config: str | None = None
+    layer_spec: LayerSpec | None = None
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a format that has none."""
+
+
+def _no_directory(path: Path) -> None:
+    """What a format says of a path where only the directory itself stands for a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """An on-disk format, as the registry has it.
+
+    `detect` claims a directory by what only this format has in it; `open` reads its headers, with Megatron arguments
+    that take the place of stored ones; `reserve` lays out a new one, and is None for a format that is only read.
+    `options` is a dataclass of what a user may choose for a target, `file_names` are what a reader would recognise a
+    checkpoint by. `holds_optimizer`: it has a place for optimizer state, too. `directory_of` finds the checkpoint that
+    one of its files, or a folder in it, belongs to; None for any other path.
+    """
+
+    name: str
+    side: Side
+    detect: Callable[[Path], bool]
+    open: Callable[[Path, Mapping[str, Any]], Checkpoint]
+    reserve: Callable[[Request], tuple[Checkpoint, Reservation]] | None = None
+    options: type[Any] = NoOptions
+    file_names: str = ""
+    holds_optimizer: bool = False
+    directory_of: Callable[[Path], Path | None] = _no_directory

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_convert.errors import MappingError, fold
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 # How the modules of the local layer spec are called where a checkpoint has Transformer Engine's names.
 MODULES = {

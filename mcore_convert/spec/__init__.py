@@ -1,7 +1,7 @@
 """What a conversion is: names, packs, shards, layouts, sizes and families. Data and algebra; reads no file."""
 
 from mcore_convert.spec import vary
-from mcore_convert.spec.config import ConfigMapping
+from mcore_convert.spec.config.mapping import ConfigMapping
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Weight, column, gated_column, must_be_zero, replicated, row, vocab
 from mcore_convert.spec.layout import Layout, Rank

@@ -95,6 +95,11 @@ class Dims:
             "one": 1,
         }[word]
 
+    def padded_shape(self, words: tuple[str, ...], *, vocab: bool) -> Shape:
+        """The shape as Megatron holds it: a `vocab` row with its padding."""
+        shape = self.shape(words)
+        return (self.padded_vocab_size, *shape[1:]) if vocab else shape
+
     def shape(self, words: tuple[str, ...]) -> Shape:
         """The shape that the words of a row describe."""
         return tuple(self.size(word) for word in words)

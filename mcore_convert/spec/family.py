@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from mcore_convert.spec.config import ConfigMapping
+from mcore_convert.spec.config.mapping import ConfigMapping
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.names import PARAM, Index, placeholders_of, spell
 from mcore_convert.spec.pack import Pack, Same

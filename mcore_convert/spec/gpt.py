@@ -11,10 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config import ConfigMapping
+from mcore_convert.spec.config.mapping import ConfigMapping
 from mcore_convert.spec.family import Family, Weight
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
 
+# The output layer of a tied model is the embedding, and has no tensor of its own.
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
 LAYER = "decoder.layers.{layer}."
 EXPERT = LAYER + "mlp.experts.experts.{expert}."
 
@@ -63,7 +66,7 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
     qkv_bias = bias or bool(args.get("add_qkv_bias"))
     norm_bias = args.get("normalization") == "LayerNorm"
     up, up_shape = (GATED_COLUMN, "gated_") if gated else (COLUMN, "")
-    rows = [_row("embedding.word_embeddings.weight", "vocab hidden", COLUMN, vocab=True)]
+    rows = [_row(EMBEDDING, "vocab hidden", COLUMN, vocab=True)]
     if args.get("position_embedding_type") == "learned_absolute" and args.get("add_position_embedding", True):
         rows.append(_row("embedding.position_embeddings.weight", "positions hidden"))
     rows += _norm(LAYER + "self_attention.linear_qkv.layer_norm_", norm_bias)
@@ -80,7 +83,7 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
         rows += _linear(LAYER + "mlp.linear_fc2.", "hidden", "ffn", ROW, bias)
     rows += _norm("decoder.final_layernorm.", norm_bias)
     if args.get("untie_embeddings_and_output_weights"):
-        rows.append(_row("output_layer.weight", "vocab hidden", COLUMN, vocab=True))
+        rows.append(_row(OUTPUT, "vocab hidden", COLUMN, vocab=True))
     return tuple(rows)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from mcore_convert.spec.config import Field
+from mcore_convert.spec.config.mapping import Field
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.shard import REPLICATED
 

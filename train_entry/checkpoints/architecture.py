@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.arguments import normalise
+from mcore_convert.spec.config.arguments import normalise
 
 SHAPE = (
     "num_layers",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mcore_convert.formats.hf import CARRIED_FILES, CONFIG, carried_files
-from mcore_convert.formats.torch_dist import CARRIED
+from mcore_convert.formats.files.model_folder import CARRIED_FILES, CONFIG, carried_files
+from mcore_convert.formats.megatron.run_directory import CARRIED
 from train_entry.config.schema import Config
 
 NO_TOKENIZER = (CONFIG, "generation_config.json")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_convert.checkpoints.runs import CHECKPOINTS
 from mcore_convert.errors import UnwritableTarget
-from mcore_convert.formats.torch_dist import open_torch_dist
-from mcore_convert.runs import CHECKPOINTS
+from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from train_entry.checkpoints import carried, folder, source
 from train_entry.checkpoints.architecture import refuse_another
 from train_entry.checkpoints.contents import contents

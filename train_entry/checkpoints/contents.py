@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_convert.megatron.checkpoint import named
-from mcore_convert.spec.arguments import TorchDtype
+from mcore_convert.spec.config.arguments import TorchDtype
 from train_entry.checkpoints import optimizer_state, random_state
 from train_entry.config.schema import Config
 from train_entry.state import TrainState

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mcore_convert.checkpoints.runs import CHECKPOINTS
 from mcore_convert.errors import ConvertError
-from mcore_convert.formats.torch_dist import CARRIED
-from mcore_convert.publish import export
-from mcore_convert.runs import CHECKPOINTS
-from mcore_convert.tokenizer_files import read_tokenizer
+from mcore_convert.formats.megatron.run_directory import CARRIED
+from mcore_convert.publishing.publish import export
+from mcore_convert.publishing.tokenizer import read_tokenizer
 from train_entry.checkpoints import folder
 from train_entry.config.schema import Config
 

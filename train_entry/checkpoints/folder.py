@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_convert.disk import remove_tree, sync, write_new, write_whole
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
-from mcore_convert.formats.torch_dist import MAX_DIGITS, TRACKER, check_whole, iterations, open_torch_dist
-from mcore_convert.marker import REMOVED, finished_name, new_id, unfinished, unfinished_ones
+from mcore_convert.formats.megatron.run_directory import MAX_DIGITS, TRACKER, iterations
+from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
+from mcore_convert.storage.disk import remove_tree, sync, write_new, write_whole
+from mcore_convert.storage.marker import REMOVED, finished_name, new_id, unfinished, unfinished_ones
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def check(path: Path) -> None:
         ConvertError: something is missing or cut short.
     """
     checkpoint = open_torch_dist(path)
-    check_whole(checkpoint)
+    checkpoint.check_whole()
     _ = checkpoint.common
     if not (path / "metadata.json").is_file():
         raise UnreadableCheckpoint(f"`{path}` has no `metadata.json`")

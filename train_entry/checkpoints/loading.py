@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, counted, fold
-from mcore_convert.formats.torch_dist import TorchDistCheckpoint, open_torch_dist
-from mcore_convert.tensors import TensorMeta
+from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
+from mcore_convert.storage.views import TensorMeta
 from train_entry.checkpoints import optimizer_state, random_state
 from train_entry.checkpoints.contents import bare, layout_of, sharded_models
 from train_entry.checkpoints.optimizer_state import PREFIX, Held

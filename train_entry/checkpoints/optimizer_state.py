@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.formats.flat import boxes_of_range
+from mcore_convert.formats.megatron.flat import boxes_of_range
 from train_entry.optimizer.torch_adam import allocate
 
 PREFIX = "optimizer.state."

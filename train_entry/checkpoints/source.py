@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_convert.api import convert
+from mcore_convert.checkpoints.download import local_path
+from mcore_convert.checkpoints.runs import CHECKPOINTS, find_run
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
-from mcore_convert.formats import dcp
-from mcore_convert.formats.torch_dist import iterations, open_torch_dist, resolve
-from mcore_convert.hub import local_path
-from mcore_convert.marker import new_id, unfinished, unfinished_ones
-from mcore_convert.runs import CHECKPOINTS, find_run
+from mcore_convert.formats.megatron.run_directory import iterations, resolve
+from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
+from mcore_convert.storage.marker import new_id, unfinished, unfinished_ones
 from train_entry.checkpoints import folder
 from train_entry.checkpoints.contents import OURS
 from train_entry.config.schema import Config
@@ -74,7 +75,7 @@ def in_our_format(source: Source, config: Config) -> Path:
         optimizer=source.training,
         ignore_keys=config.checkpoint.ignore_keys,
     )
-    path = resolve(start)
+    path = resolve(start, dcp.exists, dcp.METADATA)
     if source.training and not open_torch_dist(path).optimizer_keys:
         forget(config)
         raise ConvertError(

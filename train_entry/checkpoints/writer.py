@@ -20,8 +20,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_convert.errors import UnwritableTarget
-from mcore_convert.formats.torch_dist import COMMON
-from mcore_convert.formats.torch_dist_writer import METADATA_JSON
+from mcore_convert.formats.torch_dist.checkpoint import COMMON
+from mcore_convert.formats.torch_dist.writer import METADATA_JSON
 from train_entry.checkpoints import folder
 from train_entry.checkpoints.ranks import Ranks
 from train_entry.initialize import OtherRankError

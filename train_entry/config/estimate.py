@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_convert.ranks import rank_parts
+from mcore_convert.inspection.ranks import rank_parts
 from mcore_convert.spec import gpt
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.shard import Box

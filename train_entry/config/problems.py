@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from mcore_convert.spec.config import shown
+from mcore_convert.spec.config.mapping import shown
 from train_entry.config.nearest import nearest
 from train_entry.config.schema import Config
 

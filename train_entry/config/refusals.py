@@ -146,8 +146,8 @@ def problems_of_installation(config: Config) -> Iterator[str]:
 
 def problems_of_export(config: Config, args: Mapping[str, Any]) -> Iterator[str]:
     """Whether a family can represent the model for transformers."""
-    from mcore_convert.families import of_arguments
-    from mcore_convert.spec.arguments import normalise
+    from mcore_convert.checkpoints.families import of_arguments
+    from mcore_convert.spec.config.arguments import normalise
 
     if config.checkpoint.export_hf == "never":
         return

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_convert.errors import DataError, UnwritableTarget
-from mcore_convert.marker import unfinished, unfinished_ones
+from mcore_convert.storage.marker import unfinished, unfinished_ones
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents + 1

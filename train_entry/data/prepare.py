@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.destination import locked
 from mcore_convert.errors import DataError, UnwritableTarget
+from mcore_convert.storage.destination import locked
 from train_entry.data.bin_idx import SUFFIXES, PairWriter, dtype_for
 from train_entry.data.chunks import Chunk
 from train_entry.data.encode import Encoding, encode_all

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_convert.companions import FORMS
 from mcore_convert.errors import DataError
-from mcore_convert.tokenizer_files import folder_of, holds_tokenizer, is_bare_bpe
+from mcore_convert.publishing.companions import FORMS
+from mcore_convert.publishing.tokenizer import folder_of, holds_tokenizer, is_bare_bpe
 
 if TYPE_CHECKING:
-    from mcore_convert.identify import Model
+    from mcore_convert.checkpoints.identify import Model
     from train_entry.config.schema import Config
 
 # What transformers needs to read a file in the form of another program, beside what this project installs.

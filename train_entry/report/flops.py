@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_convert.spec.arguments import normalise
+from mcore_convert.spec.config.arguments import normalise
 
 # A token that meets a matrix costs a multiplication and an addition for each element: once in the forward pass, and
 # twice in the backward pass, for the gradient of the input and for that of the matrix.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.disk import write_whole
+from mcore_convert.storage.disk import write_whole
 from train_entry.report.metrics import Evaluation, Interval
 from train_entry.report.rows import Row
 

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from mcore_convert.disk import write_whole
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.storage.disk import write_whole
 from train_entry.report.jsonl import read
 from train_entry.report.rows import Row
 

@@ -1,0 +1,1 @@
+"""What a checkpoint is: its model, its family, its run, its tensors."""

@@ -1,0 +1,156 @@
+"""The tensors of a checkpoint by name, in the order of the forward pass, and where their elements lie.
+
+Of a known model these are its weights' global tensors under Megatron's names, whatever the format; of a Hugging Face
+model that no family knows, its tensors as they are stored. Reads headers only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from mcore_convert.checkpoints.identify import Model, Opened
+from mcore_convert.checkpoints.weights import find_weights
+from mcore_convert.errors import ConfigError, VerificationError
+from mcore_convert.formats.base import Checkpoint, Side
+from mcore_convert.spec import gpt
+from mcore_convert.spec.family import Family, Item
+from mcore_convert.spec.names import PARAM, Index, spell
+from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.storage.views import Slot
+
+LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+class Tensor(NamedTuple):
+    """A tensor and the slots that hold it. `weight` is its name with placeholders for the layer and the expert.
+
+    `required`: a model without it is another model. Others must be zero, and Megatron has no place for them.
+    """
+
+    weight: str
+    at: Index
+    state: str
+    shape: Shape
+    slots: tuple[Slot, ...]
+    required: bool = True
+
+    @property
+    def key(self) -> tuple[str, Index, str]:
+        """What two checkpoints of a model have in common of it."""
+        return self.weight, self.at, self.state
+
+    @property
+    def name(self) -> str:
+        """As `decoder.layers.3.mlp.linear_fc1.weight`, with the state behind it where it is not the parameter."""
+        spelled = spell(self.weight, self.at)
+        return spelled if self.state == PARAM else f"{spelled} ({self.state})"
+
+    @property
+    def dtype(self) -> str:
+        return self.slots[0].view.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.view.nbytes for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a checkpoint. `model` is None where no family knows it, and `error` says why."""
+
+    checkpoint: Checkpoint
+    model: Model | None
+    tensors: tuple[Tensor, ...]
+    error: ConfigError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
+    """Find every tensor of a checkpoint.
+
+    Args:
+        optimizer: with the states of the optimizer, where it has some.
+
+    Raises:
+        ConvertError: it is not whole, its weights are not those of its configuration, or it is a Megatron model whose
+            weights are not known.
+    """
+    checkpoint, model = opened.checkpoint, opened.model
+    if model is None:
+        if not checkpoint.whole_views:
+            raise opened.error or ConfigError(f"the weights in `{checkpoint.path}` are not known")
+        return replace(stored_contents(checkpoint), error=opened.error)
+    checkpoint.check_whole()
+    family = family_of(model)
+    states = checkpoint.states if optimizer else (PARAM,)
+    found = find_weights(family, model.dims, checkpoint, states, allow_drift=True).slots
+    tensors = tuple(_tensor(item, slots, model, family) for item, slots in found.items() if slots)
+    return Contents(checkpoint, model, tensors)
+
+
+def stored_contents(checkpoint: Checkpoint) -> Contents:
+    """The tensors that lie in one piece, as they are stored, of whatever model they are."""
+    return Contents(checkpoint, None, tuple(_stored(checkpoint)))
+
+
+def family_of(model: Model) -> Family:
+    """The rows of a model: those of its family for Hugging Face, else those of any GPT model, which are the same."""
+    return model.family if model.checkpoint.side is Side.HUGGING_FACE else gpt.family(model.args)
+
+
+def _tensor(item: Item, slots: list[Slot], model: Model, family: Family) -> Tensor:
+    weight, at, state = item
+    shape = family.shape(weight, model.dims)
+    return Tensor(weight.name, at, state, shape, tuple(slots), required=weight.mcore is not None)
+
+
+def _stored(checkpoint: Checkpoint) -> list[Tensor]:
+    """The tensors of a directory under their own names, layer by layer."""
+    found = []
+    for name, view in checkpoint.whole_views.items():
+        weight, expert = _without_number(EXPERT, name, "{expert}")
+        weight, layer = _without_number(LAYER, weight, "{layer}")
+        found.append(Tensor(weight, Index(layer, expert), PARAM, view.shape, (Slot(view, Box.whole(view.shape)),)))
+    order = {weight: number for number, weight in enumerate(dict.fromkeys(tensor.weight for tensor in found))}
+    layers = min((order[tensor.weight] for tensor in found if tensor.at.layer is not None), default=0)
+
+    def place(tensor: Tensor) -> tuple[int, int, int, int]:
+        """Files are sorted by name, where layer 10 comes before layer 2."""
+        at, number = tensor.at, order[tensor.weight]
+        return (number if at.layer is None else layers, at.layer or 0, number, at.expert or 0)
+
+    return sorted(found, key=place)
+
+
+def _without_number(pattern: re.Pattern[str], name: str, placeholder: str) -> tuple[str, int | None]:
+    """A name with a placeholder for the number that the pattern finds, and that number."""
+    found = pattern.search(name)
+    if found is None:
+        return name, None
+    return name[: found.start(1)] + placeholder + name[found.end(1) :], int(found[1])
+
+
+def paired(a: Contents, b: Contents) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], list[Tensor]]:
+    """The tensors of both, in the order of the first; then those of one only.
+
+    Raises:
+        VerificationError: a tensor has two shapes.
+    """
+    mine: Mapping[tuple[str, Index, str], Tensor] = {tensor.key: tensor for tensor in a.tensors}
+    theirs = {tensor.key: tensor for tensor in b.tensors}
+    both = [(tensor, theirs[key]) for key, tensor in mine.items() if key in theirs]
+    misshapen = [f"{x.name}: {list(x.shape)} and {list(y.shape)}" for x, y in both if x.shape != y.shape]
+    if misshapen:
+        raise VerificationError("the models have weights of different shapes", items=misshapen)
+    return (
+        both,
+        [tensor for key, tensor in mine.items() if key not in theirs],
+        [tensor for key, tensor in theirs.items() if key not in mine],
+    )

@@ -1,0 +1,103 @@
+"""What the Hub and the way to it can refuse, in words that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from mcore_convert.checkpoints.download import first_line
+from mcore_convert.errors import ConvertError, HubError
+
+TOKENS = "https://huggingface.co/settings/tokens"
+LOGIN = f"make a token with the role write at {TOKENS}, then `hf auth login`"
+AGAIN = "run the same command again: what has arrived is not sent twice"
+
+
+@contextlib.contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """A scope in which the client's errors become ours.
+
+    Args:
+        what: what is being done, for a message: `ada/model cannot be written`.
+
+    Raises:
+        HubError: in place of whatever the client, or its HTTP library, raises.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    try:
+        yield
+    except ConvertError:
+        raise
+    except LocalTokenNotFoundError as error:
+        raise HubError("there is no token for the Hub", hint=f"{LOGIN}, or set HF_TOKEN") from error
+    except HFValidationError as error:
+        raise HubError(first_line(error), hint="a repository is called NAME or OWNER/NAME") from error
+    except OfflineModeIsEnabled as error:
+        raise HubError("the Hub is not asked: HF_HUB_OFFLINE is set", hint="unset HF_HUB_OFFLINE") from error
+    except Exception as error:  # transfers run in threads of the client, which wraps what they raise
+        chain = list(_chain(error))
+        answer = next((each for each in chain if isinstance(each, HfHubHTTPError)), None)
+        lost = next((each for each in chain if is_connection(each)), None)
+        if answer is not None and type(error) is not ValueError:  # which says more, as of a card's metadata
+            raise _refusal(what, answer.response.status_code, _words(answer)) from error
+        if lost is not None:
+            raise HubError(f"{what}: the connection to the Hub was lost: {first_line(lost)}", hint=AGAIN) from error
+        if isinstance(error, OSError | ValueError | RuntimeError):
+            first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+            below = [] if answer is not None else [first_line(each) for each in chain[1:]]
+            raise HubError(f"{what}: {first}", items=[line for line in (*rest, *below) if line.strip()]) from error
+        raise
+
+
+def is_connection(error: BaseException) -> bool:
+    """Whether an error is that of a connection, and not an answer."""
+    from huggingface_hub.errors import HTTPError
+
+    return isinstance(error, HTTPError | ConnectionError) and not hasattr(error, "response")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether what failed may succeed when it is tried again: a lost connection, an overloaded server, a race."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    chain = list(_chain(error))
+    codes = {each.response.status_code for each in chain if isinstance(each, HfHubHTTPError)}
+    return any(map(is_connection, chain)) or bool(codes & {412, 429, 500, 502, 503, 504})
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it comes from, the innermost last."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _words(error: Exception) -> str:
+    """What the server said, or else the client."""
+    said = getattr(error, "server_message", None)
+    return said.strip().splitlines()[0] if isinstance(said, str) and said.strip() else first_line(error)
+
+
+def _refusal(what: str, status: int, said: str) -> HubError:
+    if status == 401:
+        place = (
+            "HF_TOKEN, which goes before that of `hf auth login`" if os.environ.get("HF_TOKEN") else "`hf auth login`"
+        )
+        message = "the Hub does not accept the token: it is invalid, or its time is up"
+        return HubError(message, items=[f"it is that of {place}"], hint=LOGIN)
+    if status == 403:
+        hint = f"a token needs write access to the repository's owner, see {TOKENS}; or choose an owner that is yours"
+        return HubError(f"{what}: {said}", hint=hint)
+    if status == 404:
+        return HubError(f"{what}: {said}", hint="is the name right, and may the token see it?")
+    if status == 409:
+        return HubError(f"{what}: {said}", hint="something of that name is there: choose another name")
+    if status == 412:
+        return HubError(f"{what}: someone else has just changed it", hint=AGAIN)
+    if status == 429:
+        return HubError(f"{what}: too many requests", hint="wait some minutes, then run the same command again")
+    if status >= 500:
+        return HubError(f"{what}: the Hub fails with {status}: {said}", hint=AGAIN)
+    return HubError(f"{what}: the Hub answers {status}: {said}")

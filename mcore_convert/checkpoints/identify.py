@@ -1,0 +1,271 @@
+"""What a checkpoint holds: its format, its family, its sizes and its configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.checkpoints import families
+from mcore_convert.checkpoints.families import Choice
+from mcore_convert.checkpoints.runs import find_run
+from mcore_convert.errors import ConfigError, UnreadableCheckpoint
+from mcore_convert.formats.base import Checkpoint
+from mcore_convert.formats.files.json_file import read_json
+from mcore_convert.formats.files.model_folder import CONFIG
+from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, resolve
+from mcore_convert.formats.registry import directory_of, format_of
+from mcore_convert.spec import gpt
+from mcore_convert.spec.config import arguments
+from mcore_convert.spec.config.mapping import shown
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Family
+from mcore_convert.spec.shard import Box
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint and what it is a checkpoint of.
+
+    `args` are normalised Megatron arguments of the architecture; `config` is the original `config.json` where one is
+    known: that of the directory, the one supplied, or the one carried along since the checkpoint came from there.
+    `folder` is where its tokenizer and the like are. `vocab_is_said` is false where all rows of the embedding are taken
+    for the vocabulary, since nothing says which of them are padding.
+    Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusal` says
+    why. `choice` is how the family of a Megatron model was found. `ignored` are the unknown keys of its `config.json`
+    that a user says change nothing, with their values.
+    """
+
+    checkpoint: Checkpoint
+    family: Family
+    dims: Dims
+    args: Mapping[str, Any]
+    config: Mapping[str, Any] | None
+    notes: tuple[str, ...] = field(default=())
+    refusal: ConfigError | None = None
+    folder: Path | None = None
+    vocab_is_said: bool = True
+    choice: Choice | None = None
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why no family represents it, a line each."""
+        return _lines_of(self.refusal)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, without padding; a tied head counts once."""
+        instances = self.family.instances(self.dims)
+        return sum(Box.whole(self.family.shape(weight, self.dims)).numel for weight, _ in instances)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that can be read. Where it is of no model that is known, `model` is None and `error` says why."""
+
+    checkpoint: Checkpoint
+    model: Model | None
+    error: ConfigError | None = None
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why no family represents it, a line each."""
+        return _lines_of(self.error) if self.model is None else self.model.refusals
+
+
+def _lines_of(error: ConfigError | None) -> tuple[str, ...]:
+    return () if error is None else (error.message, *error.items)
+
+
+def open_any(
+    path: Path, *, hf_config: Path | None = None, vocab_size: int | None = None, ignore_keys: Sequence[str] = ()
+) -> Opened:
+    """Open a checkpoint, of a known model or not; the arguments are those of `identify`.
+
+    Raises:
+        ConvertError: it cannot be read, or its arguments are contradictory.
+    """
+    try:
+        model = identify(path, hf_config=hf_config, vocab_size=vocab_size, ignore_keys=ignore_keys)
+    except ConfigError as error:
+        return Opened(open_checkpoint(path), None, error)
+    return Opened(model.checkpoint, model)
+
+
+def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open a directory in whatever format it has, headers only; of a training run its newest checkpoint.
+
+    One of its files stands for it, and so does the folder of one rank.
+
+    Args:
+        given: Megatron arguments that a checkpoint without stored ones needs.
+
+    Raises:
+        UnreadableCheckpoint: it is missing, is in no known format, or is damaged.
+    """
+    checkpoint = _opened(path, given)
+    logger.info("opened `%s`: %s, %d tensors", checkpoint.path, checkpoint.format, len(checkpoint.tensors))
+    return checkpoint
+
+
+def _opened(path: Path, given: Mapping[str, Any] | None) -> Checkpoint:
+    if not path.exists():
+        raise UnreadableCheckpoint(f"`{path}` does not exist")
+    path = directory_of(path)
+    kind = format_of(path)
+    if kind is not None:
+        return kind.open(path, given or {})
+    if not path.is_dir():
+        hint = "name the directory that holds the checkpoint"
+        raise UnreadableCheckpoint(f"`{path}` is not a directory, and no file of a checkpoint", hint=hint)
+    saved = iterations(path)
+    if (path / TRACKER).is_file() or saved:
+        names = dict.fromkeys(each.file_names for each in map(format_of, saved) if each is not None)
+        return _opened(resolve(path, format_of, " or ".join(names) or "checkpoint"), given)
+    run = find_run(path)
+    if run is not None and run.checkpoints != path:
+        return _opened(run.checkpoints, given)
+    if (path / CONFIG).is_file():
+        raise UnreadableCheckpoint(f"`{path}` has a `{CONFIG}` but no weights")
+    raise UnreadableCheckpoint(
+        f"`{path}` is no checkpoint in a known format",
+        hint="a Hugging Face directory has model.safetensors, a Megatron one .metadata or a tracker file",
+    )
+
+
+def identify(
+    path: Path,
+    *,
+    family: str | None = None,
+    hf_config: Path | None = None,
+    vocab_size: int | None = None,
+    given: Mapping[str, Any] | None = None,
+    ignore_keys: Sequence[str] = (),
+) -> Model:
+    """Open a checkpoint and find out what it is.
+
+    Args:
+        family: take this family instead of finding it.
+        hf_config: an original `config.json`, or the directory with it, of a Megatron checkpoint.
+        vocab_size: the true vocabulary of a Megatron checkpoint that does not say it.
+        given: Megatron arguments that the checkpoint does not store.
+        ignore_keys: unknown keys of `config.json` that change nothing of what the model computes.
+
+    Raises:
+        ConvertError: it cannot be read, no family represents it, or its arguments are contradictory.
+    """
+    checkpoint = open_checkpoint(path, given)
+    if checkpoint.original_config is not None:
+        return _identify_by_config(checkpoint, checkpoint.original_config, family, ignore_keys)
+    folder = checkpoint.companions
+    config = _read_config(hf_config)
+    if hf_config is not None and hf_config.is_dir():
+        folder = hf_config
+    if config is None and folder is not None and (folder / CONFIG).is_file():
+        config = read_json(folder / CONFIG)
+    return replace(_identify_megatron(checkpoint, family, config, vocab_size, ignore_keys), folder=folder)
+
+
+def _read_config(path: Path | None) -> Mapping[str, Any] | None:
+    if path is None:
+        return None
+    return read_json(path / CONFIG if path.is_dir() else path)
+
+
+def in_one_family(a: Model, b: Model) -> tuple[Model, Model]:
+    """Take a Megatron model for the family of the one that it is compared with, where it fits that as well."""
+    if a.choice is not None and b.family in a.choice.others:
+        return replace(a, family=b.family, choice=None), b
+    if b.choice is not None and a.family in b.choice.others:
+        return a, replace(b, family=a.family, choice=None)
+    return a, b
+
+
+def _ignoring(
+    family: Family, config: Mapping[str, Any] | None, keys: Sequence[str]
+) -> tuple[Family, tuple[str, ...], list[str]]:
+    """The family with further keys of `config.json` that change nothing, those that it has, and what to say of them."""
+    if not keys:
+        return family, (), []
+    ignored = tuple(f"`{key}` = {shown(config[key])}" for key in keys if config is not None and key in config)
+    notes = [f"config.json: {line} is taken to change nothing, as --ignore-key says" for line in ignored]
+    return replace(family, config=family.config.ignoring(keys)), ignored, notes
+
+
+def _identify_by_config(
+    checkpoint: Checkpoint, config: Mapping[str, Any], name: str | None, ignore_keys: Sequence[str]
+) -> Model:
+    family = families.named(name) if name else families.of_config(config)
+    family, ignored, notes = _ignoring(family, config, ignore_keys)
+    args = arguments.normalise(family.config.to_megatron(config))
+    vocab = args["vocab_size"]
+    dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)
+    opened = checkpoint.named_for(family)
+    return Model(opened, family, dims, args, config, tuple(notes), folder=opened.companions, ignored=ignored)
+
+
+def _identify_megatron(
+    checkpoint: Checkpoint,
+    name: str | None,
+    config: Mapping[str, Any] | None,
+    vocab_size: int | None,
+    ignore_keys: Sequence[str],
+) -> Model:
+    stored = checkpoint.common.args
+    refusal: ConfigError | None = None
+    choice: Choice | None = None
+    if stored is None:
+        if config is None:
+            raise ConfigError(
+                f"`{checkpoint.path}` stores no arguments, so its architecture is not known",
+                hint="pass the model's configuration: --hf-config PATH",
+            )
+        family = families.named(name) if name else families.of_config(config)
+        family, ignored, notes = _ignoring(family, config, ignore_keys)
+        args = arguments.normalise(family.config.to_megatron(config))
+        notes.append(
+            "the checkpoint stores no arguments: its architecture is taken from the Hugging Face configuration"
+        )
+    else:
+        args = arguments.normalise(stored)
+        try:
+            choice = Choice(families.named(name)) if name else families.choose(args, config)
+            family = choice.family
+        except ConfigError as error:
+            if name:
+                raise
+            refusal = error
+            family = gpt.family(args)
+        family, ignored, notes = _ignoring(family, config, ignore_keys)
+    rows = checkpoint.embedding_rows
+    if rows is None:
+        raise UnreadableCheckpoint(f"`{checkpoint.path}` has no `{gpt.EMBEDDING}`")
+    said = vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
+    if vocab is None:
+        vocab = rows
+        notes.append(
+            f"the checkpoint does not say its true vocabulary: all {rows} rows of the embedding are kept, "
+            "padding included; pass --vocab-size to cut it"
+        )
+    if not isinstance(vocab, int):
+        raise ConfigError(f"`vocab_size` = {vocab!r} is not a number of rows")
+    if vocab > rows:
+        raise ConfigError(f"a vocabulary of {vocab} does not fit an embedding of {rows} rows")
+    args = {**args, "vocab_size": vocab}
+    return Model(
+        checkpoint,
+        family,
+        Dims.of(args, vocab_size=vocab, padded_vocab_size=rows),
+        args,
+        config,
+        tuple(notes),
+        refusal,
+        vocab_is_said=said is not None,
+        choice=choice,
+        ignored=ignored,
+    )

@@ -1,0 +1,195 @@
+"""A directory of a training run: which checkpoints it has, and what it says of the training.
+
+RUN/checkpoints/iter_*     with config.yaml, metrics.jsonl and loss.png in RUN, as the training entry here leaves it
+SAVE/iter_*                as Megatron-LM's `--save` does; both with a tracker file beside the iterations
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.base import Common
+from mcore_convert.formats.megatron.run_directory import TRACKER, iteration_of, iterations, parse_tracker
+
+CHECKPOINTS = "checkpoints"
+CONFIG, METRICS, PICTURE = "config.yaml", "metrics.jsonl", "loss.png"
+OURS = "train_entry"  # the key under which the training entry keeps its own in a checkpoint's common state
+WRITTEN_TRIES, WRITTEN_SECONDS = 20, 0.05  # until a tracker file that is being written has its word
+
+
+@dataclass(frozen=True)
+class Run:
+    """The directory of a run, and the one within it that has the iterations; for Megatron-LM they are the same."""
+
+    path: Path
+    checkpoints: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def picture(self) -> Path | None:
+        """The curve of the loss, where it was drawn."""
+        file = self.path / PICTURE
+        return file if file.is_file() else None
+
+    def latest(self) -> int | None:
+        """The iteration that the tracker file names; None where there is none, or it names a release.
+
+        Raises:
+            UnreadableCheckpoint: it says something else.
+        """
+        tracker = self.checkpoints / TRACKER
+        name = ""
+        for _ in range(WRITTEN_TRIES):  # Megatron-LM empties it before it writes
+            try:
+                name = parse_tracker(tracker)
+            except FileNotFoundError:
+                return None
+            if name:
+                break
+            time.sleep(WRITTEN_SECONDS)
+        if not name:
+            raise UnreadableCheckpoint(f"`{tracker}` says ``, which is neither an iteration nor `release`")
+        return iteration_of(Path(name))
+
+    def iterations(self) -> dict[int, Path]:
+        """The checkpoints that are complete, by their iteration: none after the one that the tracker names."""
+        latest = self.latest()
+        found = {number: path for path in iterations(self.checkpoints) if (number := iteration_of(path)) is not None}
+        return {number: found[number] for number in sorted(found) if latest is None or number <= latest}
+
+    def loss_at(self, iteration: int) -> Mapping[str, float]:
+        """The last loss of a step (`train`) and of each evaluation up to an iteration; empty where none is known.
+
+        A step that was skipped changed nothing, and its loss is none of the training's.
+        """
+        losses: dict[str, float] = {}
+        for row in _rows(self.path / METRICS):
+            known = isinstance(row.get("loss"), int | float) and not row.get("skipped")
+            if row["iteration"] <= iteration and known:
+                losses[str(row.get("evaluation", "train"))] = float(row["loss"])
+        return losses
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file of metrics, without a torn last line."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+                yield row
+
+
+def find_run(path: Path) -> Run | None:
+    """The run that a directory is, with the iterations in it or in `checkpoints`; None where it is none."""
+    for checkpoints in (path, path / CHECKPOINTS):
+        if (checkpoints / TRACKER).is_file() or any(iteration_of(each) is not None for each in iterations(checkpoints)):
+            return Run(path, checkpoints) if checkpoints != path else _run_of(path)
+    return None
+
+
+def run_around(checkpoint: Path) -> Run | None:
+    """The run that a directory of one iteration belongs to; None where it stands alone."""
+    checkpoint = checkpoint if checkpoint.name else checkpoint.resolve()
+    return _run_of(checkpoint.parent) if iteration_of(checkpoint) is not None else None
+
+
+def _run_of(checkpoints: Path) -> Run:
+    above = checkpoints.absolute().parent if checkpoints.name in ("", "..") else checkpoints.parent
+    signs = (CONFIG, METRICS, PICTURE)
+    if checkpoints.absolute().name == CHECKPOINTS and any((above / sign).is_file() for sign in signs):
+        return Run(above, checkpoints)
+    return Run(checkpoints, checkpoints)
+
+
+@dataclass(frozen=True)
+class History:
+    """What a checkpoint says of the training that led to it; None or empty where it does not say.
+
+    `data` are the names of what was trained on with their weights in the blend. `tokenizer` and `base_model` are as the
+    run was told them: a path, or a name on the Hub.
+    """
+
+    iteration: int | None = None
+    last_iteration: int | None = None
+    tokens: int | None = None
+    batch: tuple[int, int] | None = None
+    data: tuple[tuple[str, float | None], ...] = ()
+    tokenizer: str | None = None
+    base_model: str | None = None
+
+
+def history_of(common: Common) -> History:
+    """What the common state of a checkpoint says: Megatron-LM's arguments, and the training entry's configuration."""
+    args = common.args or {}
+    config = _config_of(common)
+    data, checkpoint = _dict(config, "data"), _dict(config, "checkpoint")
+    length, size = _count(args, "seq_length"), _count(args, "global_batch_size")
+    samples = _count(args, "consumed_train_samples")
+    named = args.get("tokenizer_model") if args.get("tokenizer_type") == "HuggingFaceTokenizer" else None
+    tokenizer = data.get("tokenizer") or named
+    base = checkpoint.get("init")
+    return History(
+        common.iteration or None,
+        _count(args, "train_iters"),
+        samples * length if samples and length else None,
+        (size, length) if size and length else None,
+        tuple(_data(data, args)),
+        tokenizer if isinstance(tokenizer, str) else None,
+        base if isinstance(base, str) else None,
+    )
+
+
+def _config_of(common: Common) -> Mapping[str, Any]:
+    text = _dict(common.state, OURS).get("config")
+    try:
+        config = json.loads(text) if isinstance(text, str) else {}
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _data(config: Mapping[str, Any], args: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    """The last part of each path, without what says where on a machine it lay, and its weight."""
+    paths = config.get("train_paths") or config.get("paths")
+    if paths:
+        weights = config.get("weights") or [None] * len(paths)
+    elif config.get("kind") == "mock":
+        paths, weights = ["mock data"], [None]
+    else:
+        said = args.get("train_data_path") or args.get("data_path")
+        words = [str(word) for word in said] if isinstance(said, list | tuple) else []
+        if len(words) > 1 and len(words) % 2 == 0 and all(map(_is_number, words[::2])):  # WEIGHT PATH WEIGHT PATH
+            paths, weights = words[1::2], [float(word) for word in words[::2]]
+        else:
+            paths, weights = words, [None] * len(words)
+    for path, weight in zip(paths, weights, strict=False):
+        yield Path(str(path)).name, weight
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"\d*\.?\d+(e-?\d+)?", word) is not None
+
+
+def _count(args: Mapping[str, Any], name: str) -> int | None:
+    value = args.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _dict(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,176 @@
+"""The weights of a model found in a checkpoint: their slots, and what must hold in the data before they are taken.
+
+Reads headers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mcore_convert.checkpoints.checks import Check
+from mcore_convert.errors import MappingError, counted, fold
+from mcore_convert.formats.base import Checkpoint, Findings
+from mcore_convert.spec.config.arguments import DTYPES
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Family, Item, Weight
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
+from mcore_convert.spec.names import MASTER, PARAM, Index, match
+from mcore_convert.spec.shard import Box
+from mcore_convert.storage.views import Slot, cut, untiled
+
+DRIFT_HINT = "old runs drift a little: --allow-drift takes the first rank's copy"
+ALONE_HINT = "the optimizer's state is not that of these weights: --no-optimizer takes the weights alone"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The weights of a checkpoint found: their slots without padding, and what must be checked in the data."""
+
+    slots: Mapping[Item, list[Slot]]
+    checks: tuple[Check, ...]
+
+    @property
+    def dtype_of(self) -> dict[Item, str]:
+        """The dtype of every weight; that of the one before where the source has none, as for a must-be-zero row."""
+        dtypes: dict[Item, str] = {}
+        last = "float32"
+        for key, slots in self.slots.items():
+            last = slots[0].view.dtype if slots else last
+            dtypes[key] = last
+        return dtypes
+
+
+def find_weights(
+    family: Family,
+    dims: Dims,
+    source: Checkpoint,
+    states: Sequence[str] = (PARAM,),
+    *,
+    allow_drift: bool = False,
+) -> Sources:
+    """Find every weight of the model in a checkpoint, and a weight for everything in the checkpoint.
+
+    Args:
+        states: the states to find for each weight; an optimizer keeps none for a buffer.
+        allow_drift: take the first rank's copy of what several ranks hold, without a check that the others agree.
+
+    Raises:
+        MappingError: weights that are missing, have another shape, mixed dtypes or incomplete parts; tensors that
+            have no place in the family. All problems of the first kind that occurs are in one message.
+    """
+    findings = Findings()
+    slots: dict[Item, list[Slot]] = {}
+    checks: list[Check] = []
+    broken = []
+    for item in items_of(family, dims, states):
+        found = without_padding(item.weight, dims, source.locate(item, dims, findings))
+        slots[item] = found
+        if not found:
+            continue
+        reason = untiled([slot.box for slot in found], family.shape(item.weight, dims))
+        dtypes = sorted({slot.view.dtype for slot in found})
+        if reason is not None:
+            broken.append(f"{item}: {reason}")
+        if not set(dtypes) <= DTYPES.keys():
+            broken.append(f"{item} is stored as {' and '.join(dtypes)}: a quantised model is not converted")
+        elif len(dtypes) > 1:
+            broken.append(f"{item} is made of {' and '.join(dtypes)} parts")
+        if item.weight.mcore is None:
+            failure = f"`{item}` in `{source.path}` is not zero, and Megatron Core has no place for it"
+            checks += [Check(slot.view, None, failure) for slot in found]
+        for replica, where in () if allow_drift else source.replicas(item, dims):
+            failure = f"the ranks do not agree on `{item}`: {where} differs from the first"
+            checks += equal_checks(replica, found, failure, hint=DRIFT_HINT)
+    if source.found_by_order:
+        checks += _master_checks(slots)
+    checks += _tied_checks(family, dims, source, slots, findings)
+    _refuse(family, source, findings, broken)
+    return Sources(slots, tuple(checks))
+
+
+def _master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
+    """That every master copy rounds to its weight: the proof that state found by its order was found right."""
+    for item, masters in slots.items():
+        if item.state == MASTER:
+            param = item._replace(state=PARAM)
+            failure = f"the master copy of `{param}` does not round to the weight"
+            for slot in masters:
+                for check in equal_checks(slot, slots[param], failure, hint=ALONE_HINT):
+                    yield replace(check, rounded=check.other is not None and check.view.dtype != check.other.dtype)
+
+
+def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item]:
+    """Every tensor of a model in these states, weight by weight, in the order of the forward pass."""
+    for weight, at in family.instances(dims):
+        for state in states if weight.trained and weight.mcore is not None else states[:1]:
+            yield Item(weight, at, state)
+
+
+def equal_checks(replica: Slot, slots: list[Slot], failure: str, *, hint: str | None = None) -> Iterator[Check]:
+    """That a slot holds what others hold of the same box."""
+    for part in cut(slots, replica.box):
+        mine = replica.view.narrow(part.box.relative_to(replica.box.offsets))
+        yield Check(mine, part.view, failure, hint=hint)
+
+
+def _tied_checks(
+    family: Family, dims: Dims, source: Checkpoint, slots: Mapping[Item, list[Slot]], findings: Findings
+) -> Iterator[Check]:
+    """A tied model may store its head all the same; then it must equal the embedding."""
+    if not dims.tied:
+        return
+    rows = {weight.mcore: weight for weight in family.weights}
+    if OUTPUT not in rows or EMBEDDING not in rows:
+        return
+    head, embedding = rows[OUTPUT], rows[EMBEDDING]
+    there = Findings()
+    found = without_padding(head, dims, source.locate(Item(head, Index()), dims, there))
+    if there.missing:
+        return
+    findings.used |= there.used
+    findings.misshapen += there.misshapen
+    failure = f"the model in `{source.path}` is tied, but its `{next(iter(there.used))}` differs from its embedding"
+    for slot in found:
+        yield from equal_checks(slot, slots[Item(embedding, Index())], failure)
+
+
+def _refuse(family: Family, source: Checkpoint, findings: Findings, broken: list[str]) -> None:
+    where, name = f"`{source.path}`", f"`{family.name}`"
+    unused = [key for key in source.tensors if key not in findings.used and not _ignored(family, key)]
+    # A stacked key holds a weight of all layers, each of which has looked for it.
+    missing, misshapen = list(dict.fromkeys(findings.missing)), list(dict.fromkeys(findings.misshapen))
+    if missing:
+        both = [f"{key} (has no place)" for key in fold(unused)]
+        raise MappingError(
+            counted(len(missing), f"weight of family {name} is missing", f"weights of family {name} are missing")
+            + f" in {where}",
+            items=[*fold(missing), *both],
+        )
+    if unused:
+        raise MappingError(
+            counted(len(unused), f"key in {where} has no place", f"keys in {where} have no place")
+            + f" in family {name}",
+            items=fold(unused),
+            hint="nothing is dropped in silence: is this another family, or a model with additions?",
+        )
+    if misshapen:
+        raise MappingError(
+            counted(len(misshapen), f"weight in {where} does not have", f"weights in {where} do not have")
+            + " the shape that its configuration demands",
+            items=misshapen,
+        )
+    if broken:
+        raise MappingError(
+            f"{counted(len(broken), 'weight', 'weights')} in {where} cannot be taken as stored", items=fold(broken)
+        )
+
+
+def _ignored(family: Family, key: str) -> bool:
+    prefix = family.optional_prefix
+    return any(match(t, key) is not None or match(t.removeprefix(prefix), key) is not None for t in family.ignore)
+
+
+def without_padding(weight: Weight, dims: Dims, slots: list[Slot]) -> list[Slot]:
+    """Return the parts of slots that are no padding of the vocabulary."""
+    return cut(slots, Box.whole(dims.shape(weight.shape))) if weight.vocab else slots

@@ -1,0 +1,1 @@
+"""Two checkpoints: equality, distance, logits."""

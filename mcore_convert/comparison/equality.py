@@ -1,0 +1,184 @@
+"""Comparing two checkpoints, in any two formats: as global tensors bit for bit, and as the functions they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mcore_convert.checkpoints.checks import prove
+from mcore_convert.checkpoints.identify import Model
+from mcore_convert.checkpoints.weights import Sources, find_weights
+from mcore_convert.errors import VerificationError
+from mcore_convert.formats.base import Side
+from mcore_convert.spec import gpt
+from mcore_convert.spec.config.neutral import NEUTRAL
+from mcore_convert.spec.family import Family, Item
+from mcore_convert.spec.names import PARAM
+from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress, as_float, differing
+from mcore_convert.storage.phases import phase
+from mcore_convert.storage.views import Slot, cut
+
+# Fields of a configuration that say nothing about the function: how it is stored, and what training does.
+NO_FUNCTION = ("torch_dtype", "architectures", "model_type")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A weight that is not bit-equal on both sides.
+
+    `num_elements` differ, by at most `largest` (NaN where either side has one); `dtypes` are those of both sides.
+    """
+
+    name: str
+    num_elements: int
+    largest: float
+    dtypes: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class LogitsReport:
+    """The largest difference of two models' logits on the same tokens, and what was allowed."""
+
+    difference: float
+    tolerance: float
+    largest_logit: float
+    num_tokens: int
+
+    @property
+    def within(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a comparison found."""
+
+    family: str
+    num_weights: int
+    nbytes: int
+    config_differences: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...] = ()
+    logits: LogitsReport | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether every weight is bit-equal, the configurations mean the same, and the logits agree."""
+        within = self.logits is None or self.logits.within
+        return not self.differences and not self.config_differences and within
+
+
+def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verification:
+    """Compare the weights and configurations of two checkpoints; those of Megatron with their optimizer state.
+
+    Vocabulary padding is left out, and a tied head is the embedding.
+
+    Raises:
+        ConvertError: one of them is not whole, or contradicts itself.
+        VerificationError: they are models of different families or sizes.
+    """
+    if a.family.name != b.family.name:
+        raise VerificationError(f"a `{a.family.name}` cannot be compared with a `{b.family.name}`")
+    if sizes_of(a) != sizes_of(b):
+        mine, theirs = sizes_of(a), sizes_of(b)
+        items = [f"{name}: {mine[name]} and {theirs[name]}" for name in mine if mine[name] != theirs[name]]
+        raise VerificationError("the models have different sizes", items=items)
+    family, states, notes = _common_ground(a, b)
+    with phase(progress, "checking"):
+        found_a, found_b = _found(a, family, states), _found(b, family, states)
+    nbytes = sum(slot.view.nbytes for slots in found_a.slots.values() for slot in slots)
+    meter = Meter(nbytes, progress)
+    with phase(progress, "comparing", nbytes), Files() as files, ThreadPoolExecutor(WORKERS) as pool:
+        jobs = []
+        for key, slots in found_a.slots.items():
+            jobs.append(pool.submit(_compare, key, slots, found_b.slots[key], files, meter))
+        results = [job.result() for job in jobs]
+    return Verification(
+        a.family.name,
+        len(results),
+        nbytes,
+        tuple(config_differences(a, b)),
+        tuple(result for result in results if result is not None),
+        tuple(dict.fromkeys([*a.notes, *b.notes, *notes])),
+    )
+
+
+def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[str]]:
+    """The rows and states in which two checkpoints can be compared, and what is left out."""
+    first, second = a.checkpoint, b.checkpoint
+    if Side.HUGGING_FACE in (first.side, second.side):
+        if a.refusals:
+            raise VerificationError(a.refusals[0], items=a.refusals[1:])
+        return a.family, (PARAM,), []
+    if gpt.weights(a.args) != gpt.weights(b.args):
+        raise VerificationError("the models have different weights")
+    states = tuple(state for state in first.states if state in second.states)
+    left = sorted({*first.states, *second.states} - {*states})
+    return gpt.family(a.args), states, [f"only one has {', '.join(left)} of an optimizer"] if left else []
+
+
+def sizes_of(model: Model) -> Mapping[str, Any]:
+    """The sizes in which two checkpoints of a model agree, however each is padded."""
+    return {name: value for name, value in vars(model.dims).items() if name != "padded_vocab_size"}
+
+
+def config_differences(a: Model, b: Model) -> list[str]:
+    """What the configurations of two checkpoints mean differently, a line each."""
+    if a.refusals or b.refusals:  # no family can put both into the words of a `config.json`
+        first, second = ({name: model.args.get(name) for name in NEUTRAL} for model in (a, b))
+    else:
+        first, second = (model.family.config.to_hf(model.args) for model in (a, b))
+    names = [name for name in {**first, **second} if name not in NO_FUNCTION]
+    return [
+        f"`{name}` is {first.get(name)!r} and {second.get(name)!r}"
+        for name in names
+        if first.get(name) != second.get(name)
+    ]
+
+
+def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
+    """The weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
+    model.checkpoint.check_whole()
+    found = find_weights(family, model.dims, model.checkpoint, states)
+    prove(check for check in found.checks if check.other is not None)
+    return found
+
+
+def _compare(item: Item, mine: list[Slot], theirs: list[Slot], files: Files, meter: Meter) -> Difference | None:
+    """Compare one weight, part by part. A must-be-zero tensor that one side lacks is compared with zeros."""
+    count, largest = 0, 0.0
+    if not mine and not theirs:  # must be zero, and neither side has a place for it
+        return None
+    dtypes = (_dtype(mine, theirs), _dtype(theirs, mine))
+    if not mine or not theirs:
+        for slot in mine or theirs:
+            values = as_float(files.array(slot.view), slot.view.dtype)
+            count += int(np.count_nonzero(values))
+            largest = max(largest, float(np.abs(values).max(initial=0.0)))
+        return Difference(str(item), count, largest, dtypes) if count else None
+    for slot in mine:
+        for part in cut(theirs, slot.box):
+            view = slot.view.narrow(part.box.relative_to(slot.box.offsets))
+            if view.dtype != part.view.dtype:
+                gap = np.abs(
+                    as_float(files.array(view), view.dtype) - as_float(files.array(part.view), part.view.dtype)
+                )
+                count += int(np.count_nonzero(gap))
+                largest = float(np.maximum(largest, gap.max(initial=0.0)))
+            else:
+                for unequal, left, right in differing(files, view, part.view):
+                    count += int(np.count_nonzero(unequal))
+                    gap = np.abs(as_float(left, view.dtype) - as_float(right, view.dtype))
+                    largest = float(np.maximum(largest, gap.max(initial=0.0)))
+        meter.add(slot.view.nbytes)
+    if count or dtypes[0] != dtypes[1]:
+        return Difference(str(item), count, largest, dtypes)
+    return None
+
+
+def _dtype(slots: list[Slot], other: list[Slot]) -> str:
+    return (slots or other)[0].view.dtype

@@ -1,0 +1,1 @@
+"""From one checkpoint to another: target, plan, execution."""

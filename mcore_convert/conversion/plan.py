@@ -1,0 +1,97 @@
+"""From two checkpoints to a list of copies, with the proof that it is complete. Reads headers only.
+
+A weight's slots in the source and in the target are boxes of the same global tensor, so every copy is an intersection
+of two boxes: there is one path for every pair of formats and layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mcore_convert.checkpoints.checks import Check
+from mcore_convert.checkpoints.weights import Sources, without_padding
+from mcore_convert.errors import MappingError
+from mcore_convert.formats.base import Checkpoint, Findings, Reservation
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Family, Item
+from mcore_convert.spec.shard import Box
+from mcore_convert.storage.views import Slot, View, cut, untiled
+
+
+class Copy(NamedTuple):
+    """Two views of equal shape: the bytes of one go to the other."""
+
+    source: View
+    target: View
+
+
+class Move(NamedTuple):
+    """All copies of one weight."""
+
+    item: Item
+    copies: tuple[Copy, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.source.nbytes for copy in self.copies)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do: the files it reserves, and every copy. Nothing has been written.
+
+    `num_parameters` leaves out padding, and counts a tied head once.
+    """
+
+    family: Family
+    dims: Dims
+    source: Checkpoint
+    target: Checkpoint
+    reservation: Reservation
+    moves: tuple[Move, ...]
+    checks: tuple[Check, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    num_parameters: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are copied."""
+        return sum(move.nbytes for move in self.moves)
+
+
+def _copies(slots: list[Slot], place: Slot) -> list[Copy]:
+    """What fills a slot of the target, from those of the source."""
+    return [
+        Copy(part.view, place.view.narrow(part.box.relative_to(place.box.offsets))) for part in cut(slots, place.box)
+    ]
+
+
+def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoint) -> tuple[Move, ...]:
+    """The copies that fill every slot of the target, each element once.
+
+    Raises:
+        MappingError: an element of a weight would be filled by nothing. This is a defect of the converter, not of the
+            input: `find_weights` and the reservation have promised otherwise.
+    """
+    findings = Findings()
+    moves = []
+    for item, slots in sources.slots.items():
+        weight = item.weight
+        copies: list[Copy] = []
+        places = without_padding(weight, dims, target.locate(item, dims, findings))
+        again = without_padding(weight, dims, [slot for slot, _ in target.replicas(item, dims)])
+        for place in again:
+            copies += _copies(slots, place)
+        first = [copy for place in places for copy in _copies(slots, place)]
+        filled = sum(Box.whole(copy.target.shape).numel for copy in first)
+        copies += first
+        shape = family.shape(weight, dims)
+        if weight.mcore is not None and (
+            filled != Box.whole(shape).numel or untiled([place.box for place in places], shape) is not None
+        ):
+            raise MappingError(f"`{item}` would not be filled completely; please report this")
+        moves.append(Move(item, tuple(copies)))
+    if findings.missing or findings.misshapen:
+        raise MappingError("the target was not laid out completely; please report this", items=findings.missing)
+    return tuple(moves)

@@ -1,0 +1,1 @@
+"""Files that formats are made of: safetensors, torch archives, pickles."""

@@ -1,0 +1,39 @@
+"""The small files of a Hugging Face model: configuration, tokenizer, generation config, card, license.
+
+They travel with a model into every format, so that the way back needs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
+CARD = "README.md"  # says whose work a model is; travels as the card of the model that another came from
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+
+# What belongs to a model beside its weights and travels with them unchanged.
+CARRIED_FILES = (GENERATION_CONFIG, *TOKENIZER_FILES, CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "USE_POLICY.md")
+
+
+def carried_files(path: Path, patterns: Sequence[str] = CARRIED_FILES) -> list[str]:
+    """The names of the files in a directory that travel with a model: tokenizer, generation config, chat template."""
+    names = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]

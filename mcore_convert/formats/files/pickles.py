@@ -1,0 +1,318 @@
+"""Pickles without the programs they name: a restricted reader, and a writer of classes that need not be importable.
+
+Checkpoints are pickles of torch, Megatron and argparse objects. The reader runs none of their code: it builds inert
+records for the few classes that carry a checkpoint's structure, stand-ins for Megatron's own (whose set changes with
+every release), and refuses every other global by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import functools
+import pickle
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any
+
+from mcore_convert.errors import UnreadableCheckpoint, UnsafePickle
+from mcore_convert.spec.config.arguments import TorchDtype
+from mcore_convert.storage.views import DTYPE_SIZES
+
+STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "Float8_e4m3fnStorage": "float8_e4m3fn",
+    "Float8_e5m2Storage": "float8_e5m2",
+}
+DTYPE_STORAGES = {dtype: storage for storage, dtype in STORAGE_DTYPES.items()}
+
+# Packages whose classes appear in checkpoints as bystanders (enums in `args`, plans, random states): never needed.
+STAND_IN_PACKAGES = ("megatron", "transformer_engine", "apex", "nemo", "nvidia_resiliency_ext", "numpy", "signal")
+STAND_IN_GLOBALS = (
+    "torch.device",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.metadata.StorageMeta",
+    "torch.distributed.checkpoint.planner.SavePlan",
+    "torch.distributed.checkpoint.planner.WriteItem",
+    "torch.distributed.checkpoint.planner.WriteItemType",
+    "torch.distributed.checkpoint.planner.TensorWriteData",
+    "torch.distributed.checkpoint.planner.BytesIOWriteData",
+)
+
+
+INTEGERS = {int}  # and not bool
+
+
+class Record:
+    """An inert object: its pickled state lies in `__dict__`, and nothing can be called on it."""
+
+
+class StandIn(Record):
+    """A class or function that is not needed: it keeps its name and arguments and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.arguments = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, item: Any) -> None:
+        """List items of a pickled subclass are dropped."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Dict items of a pickled subclass are dropped."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__module__}.{type(self).__name__} {self.arguments}>"
+
+
+class Metadata(Record):
+    """`torch.distributed.checkpoint.metadata.Metadata`."""
+
+    state_dict_metadata: dict[str, Any]
+    storage_data: dict[Any, Any]
+
+
+class TensorStorageMetadata(Record):
+    """Shape, dtype and chunks of one key."""
+
+    properties: TensorProperties
+    size: tuple[int, ...]
+    chunks: list[ChunkStorageMetadata]
+
+
+class TensorProperties(Record):
+    """Pickled as a tuple that begins with the dtype."""
+
+    dtype: TorchDtype | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0] if isinstance(state, tuple) else state.get("dtype")
+
+
+class ChunkStorageMetadata(Record):
+    """Offsets and sizes of one chunk."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class BytesStorageMetadata(Record):
+    """A key that holds an object."""
+
+
+class MetadataIndex(Record):
+    """Which chunk of which key; the key of `storage_data`."""
+
+    fqn: str
+    offset: tuple[int, ...] | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MetadataIndex) and (self.fqn, self.offset) == (other.fqn, other.offset)
+
+
+class StorageInfo(Record):
+    """File, offset and length of one chunk."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: Any = None
+
+
+@dataclass(frozen=True)
+class StorageRef:
+    """A storage of a torch file: its record, dtype and size in elements."""
+
+    key: str
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor of a torch file, in elements of its storage. No byte of it has been read."""
+
+    storage: StorageRef
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _StorageType:
+    dtype: str | None  # None for an untyped storage, which counts bytes
+
+
+def are_counts(*numbers: Any) -> bool:
+    """Whether all of these are integers that count something, as a hostile pickle need not have it."""
+    # Asked for every chunk of a checkpoint: a generator would take five times as long.
+    return {*map(type, numbers)} <= INTEGERS and min(numbers, default=0) >= 0
+
+
+def _rebuild_tensor(storage: StorageRef, offset: int, shape: Any, strides: Any, *_: Any) -> TensorRef:
+    sizes, steps = tuple(shape), tuple(strides)
+    if not isinstance(storage, StorageRef) or len(sizes) != len(steps) or not are_counts(offset, *sizes, *steps):
+        raise ValueError("a tensor is not described by its storage and integers")
+    return TensorRef(storage, offset, sizes, steps)
+
+
+def _rebuild_tensor_v3(storage: StorageRef, offset: int, shape: Any, strides: Any, *rest: Any) -> TensorRef:
+    dtype = rest[2].name
+    typed = StorageRef(storage.key, dtype, storage.numel // DTYPE_SIZES[dtype])
+    return _rebuild_tensor(typed, offset, shape, strides)
+
+
+def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
+    return data
+
+
+def _rebuild_from_type(rebuild: Callable[..., Any], kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    return rebuild(*args)
+
+
+def _size(values: Any = ()) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _encode(text: str, encoding: str = "utf-8") -> bytes:
+    """What `_codecs.encode` does in pickles: bytes written by protocol 2."""
+    if encoding not in ("latin1", "latin-1", "utf-8"):
+        raise UnsafePickle(f"a pickle asks for the encoding `{encoding}`")
+    return text.encode(encoding)
+
+
+def _bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearray:
+    """`bytearray` without its other meaning: given a number, it takes that much memory."""
+    return bytearray(content if isinstance(content, bytes) else _encode(content, encoding))
+
+
+_ALLOWED: dict[str, Any] = {
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.slice": slice,
+    "builtins.complex": complex,
+    "builtins.bytearray": _bytearray,
+    "__builtin__.set": set,
+    "collections.OrderedDict": collections.OrderedDict,
+    "argparse.Namespace": argparse.Namespace,
+    "_codecs.encode": _encode,
+    "pathlib.PosixPath": StandIn,
+    "pathlib.WindowsPath": StandIn,
+    "pathlib._local.PosixPath": StandIn,
+    "torch.Size": _size,
+    "torch.Tensor": StandIn,
+    "torch.nn.parameter.Parameter": StandIn,
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    "torch.storage.UntypedStorage": _StorageType(None),
+    "torch.distributed.checkpoint.metadata.Metadata": Metadata,
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": Metadata,
+    "torch.distributed.checkpoint.metadata.TensorStorageMetadata": TensorStorageMetadata,
+    "torch.distributed.checkpoint.metadata.TensorProperties": TensorProperties,
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": ChunkStorageMetadata,
+    "torch.distributed.checkpoint.metadata.BytesStorageMetadata": BytesStorageMetadata,
+    "torch.distributed.checkpoint.metadata.MetadataIndex": MetadataIndex,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
+    **{f"torch.{name}": _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
+    **{f"torch.{dtype}": TorchDtype(dtype) for dtype in DTYPE_SIZES},
+}
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Reads the classes above, and nothing else.
+
+    Raises:
+        UnsafePickle: the pickle names something else; its name is in the message.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._found: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full not in self._found:
+            self._found[full] = self._named(module, name, full)
+        return self._found[full]
+
+    def _named(self, module: str, name: str, full: str) -> Any:
+        if full in _ALLOWED:
+            return _own(_ALLOWED[full])
+        if full in STAND_IN_GLOBALS or module.split(".")[0] in STAND_IN_PACKAGES:
+            return type(name, (StandIn,), {"__module__": module})
+        raise UnsafePickle(
+            f"a pickle names `{full}`, which no checkpoint needs",
+            hint="this file may try to run code; it was not loaded",
+        )
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        kind, storage, key, _location, numel, *view = pid
+        if kind != "storage" or not isinstance(storage, _StorageType) or not are_counts(numel):
+            raise ValueError("it refers to something that is not a tensor storage")
+        if any(view):
+            raise ValueError("it has views of storages, which torch has not written since 0.4")
+        return StorageRef(str(key), storage.dtype or "uint8", numel)
+
+
+def _own(found: Any) -> Any:
+    """A copy of what the table holds: with the opcode BUILD a pickle can change what it is given, and only that."""
+    if isinstance(found, type):
+        ours = issubclass(found, Record | argparse.Namespace)
+        return type(found.__name__, (found,), {"__module__": found.__module__}) if ours else found
+    return functools.partial(found) if isinstance(found, types.FunctionType) else copy.copy(found)
+
+
+# What damaged bytes can make an unpickler raise; anything else is a defect of ours and must be seen.
+DAMAGE = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    IndexError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    UnicodeDecodeError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+)
+
+
+def load(file: IO[bytes], where: str) -> Any:
+    """Read one pickle from a file that stands at its beginning.
+
+    Raises:
+        UnsafePickle: it names a class that is not allowed.
+        UnreadableCheckpoint: it is damaged. `where` is said in either message.
+    """
+    try:
+        return RestrictedUnpickler(file).load()
+    except UnsafePickle as error:
+        raise UnsafePickle(f"{error.message}, in {where}", hint=error.hint) from None
+    except DAMAGE as error:
+        raise UnreadableCheckpoint(f"{where} is damaged: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """What an exception of DAMAGE says."""
+    return f"there is no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__

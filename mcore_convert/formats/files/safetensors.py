@@ -1,0 +1,109 @@
+"""safetensors files: the header read and written, the data left where it is.
+
+A file is eight bytes of header length, a JSON header and the tensors, which tile the rest exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.storage.views import TensorMeta, View, open_error
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
+
+
+def read(path: Path) -> dict[str, View]:
+    """The tensors of a file, by name; reads the header only.
+
+    Raises:
+        UnreadableCheckpoint: the file is missing, truncated, or its header does not describe its bytes.
+    """
+    try:
+        size = path.stat().st_size
+        logger.debug("opened %s for its header", path)
+        with path.open("rb") as file:
+            head = file.read(8)
+            if len(head) < 8:
+                raise ValueError(f"it ends at byte {len(head)}")
+            (length,) = struct.unpack("<Q", head)
+            if length > min(MAX_HEADER, size - 8):
+                raise ValueError(f"its header should have {length} bytes")
+            header = json.loads(file.read(length))
+            if not isinstance(header, dict):
+                raise ValueError("its header is not a JSON object")
+    except OSError as error:
+        raise open_error(path, error) from error
+    except (ValueError, RecursionError) as error:
+        reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UnreadableCheckpoint(f"`{path}` is damaged, or not a safetensors file: {reason}") from error
+    header.pop("__metadata__", None)
+    try:
+        views, end = _views(path, header, 8 + length)
+    except KeyError as error:
+        raise UnreadableCheckpoint(f"the header of `{path}` is damaged: a tensor has no {error}") from error
+    except (TypeError, ValueError) as error:
+        raise UnreadableCheckpoint(f"the header of `{path}` is damaged: {error}") from error
+    if end != size:
+        raise UnreadableCheckpoint(
+            f"`{path}` has {size} bytes, its header describes {end}", hint="the file was not copied completely"
+        )
+    return views
+
+
+def _views(path: Path, header: Mapping[str, Mapping[str, Any]], start: int) -> tuple[dict[str, View], int]:
+    views: dict[str, View] = {}
+    end = start
+    strange = [name for name, entry in header.items() if not isinstance(entry, dict)]
+    if strange:
+        raise ValueError(f"`{strange[0]}` is not described")
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        low, high = entry["data_offsets"]
+        shape, code = tuple(entry["shape"]), entry["dtype"]
+        if not all(type(number) is int and number >= 0 for number in (low, high, *shape)):
+            raise ValueError(f"`{name}` is not described by integers")
+        if code not in DTYPES:
+            raise ValueError(f"`{name}` has the dtype `{code}`, which is not supported")
+        meta = TensorMeta(shape, DTYPES[code])
+        if start + low != end or high - low != meta.nbytes:
+            raise ValueError(f"`{name}` does not lie where it should")
+        views[name] = View.of(path, start + low, meta)
+        end = start + high
+    return {name: views[name] for name in header}, end
+
+
+def header_bytes(tensors: Mapping[str, TensorMeta]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file with these tensors in this order, and where each begins in the file."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    starts = {}
+    for name, meta in tensors.items():
+        starts[name] = at
+        entries[name] = {"dtype": CODES[meta.dtype], "shape": list(meta.shape), "data_offsets": [at, at + meta.nbytes]}
+        at += meta.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    head = struct.pack("<Q", len(text)) + text
+    return head, {name: start + len(head) for name, start in starts.items()}

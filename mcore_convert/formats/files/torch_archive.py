@@ -1,0 +1,317 @@
+"""`torch.save` files, without torch: where each tensor's bytes lie, and how to lay out a file before it is filled.
+
+A file is a zip archive of uncompressed records: `data.pkl` with the object, `data/N` with the bytes of storage N
+(torch, `caffe2/serialize/inline_container`). Files written before torch 1.6 are a sequence of pickles followed by the
+storages; those are read only. A chunk in a `.distcp` file is such an archive too, at an offset.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.files import pickle_writer, pickles
+from mcore_convert.formats.files.pickles import StorageRef, TensorRef
+from mcore_convert.storage.views import DTYPE_SIZES, TensorMeta, View, contiguous_strides, open_error
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+ALIGNMENT = 64  # torch aligns every record to this, so that it can be mapped
+TAIL = 4096  # bytes read from the end at first: they hold the whole directory of a single tensor's archive
+MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # what is as large or larger has its place in fields of zip64
+
+
+@dataclass(frozen=True)
+class Record:
+    """One entry of an archive."""
+
+    header: int
+    size: int
+
+
+class TorchFile:
+    """An open archive: `tree` is the saved object with a `View` in place of every tensor.
+
+    Raises:
+        UnreadableCheckpoint: the file is missing, damaged, compressed, or not a torch file.
+        UnsafePickle: it names a class that no checkpoint needs.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, length: int | None = None) -> None:
+        self.path, self.start = path, offset
+        try:
+            with path.open("rb") as file:
+                self._fd = file.fileno()
+                self._length = os.fstat(self._fd).st_size - offset if length is None else length
+                if self._bytes(0, 4) == b"PK\x03\x04":
+                    self._records = self._directory()
+                    self.tree = self._read_zip()
+                else:
+                    file.seek(offset)
+                    self.tree = self._read_legacy(file)
+        except OSError as error:
+            raise open_error(path, error) from error
+        except (struct.error, *pickles.DAMAGE) as error:
+            raise UnreadableCheckpoint(
+                f"`{path}` is damaged, or not a torch file: {pickles.reason_of(error)}"
+            ) from error
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        found = os.pread(self._fd, count, self.start + start)
+        if len(found) != count:
+            raise EOFError(f"it ends at byte {self.start + start + len(found)}")
+        return found
+
+    def _directory(self) -> dict[str, Record]:
+        """The central directory, read from the end; names without the archive's own folder."""
+        tail_start = max(0, self._length - TAIL)
+        tail = self._bytes(tail_start, self._length - tail_start)
+        end = tail.rfind(b"PK\x05\x06")
+        if end < 0:
+            raise ValueError("its end is missing")
+        count, size, start = struct.unpack_from("<HLL", tail, end + 10)
+        if MAX_ZIP in (size, start) or count == MAX_RECORDS:
+            (locator,) = struct.unpack_from("<Q", tail, end - 20 + 8)
+            count, size, start = struct.unpack_from("<QQQ", self._bytes(locator, 56), 32)
+        if start >= tail_start:
+            raw = tail[start - tail_start : start - tail_start + size]
+        else:
+            raw = self._bytes(start, size)
+        records = {}
+        at = 0
+        for _ in range(count):
+            method, stored, full, name_size, extra_size, note_size, header = struct.unpack_from(
+                "<10xH8xLLHHH8xL", raw, at
+            )
+            name = raw[at + 46 : at + 46 + name_size].decode()
+            extra = raw[at + 46 + name_size : at + 46 + name_size + extra_size]
+            if MAX_ZIP in (full, stored, header):
+                full, header = _zip64(extra, full, stored, header)
+            if method != 0:
+                raise ValueError(f"`{name}` is compressed")
+            records[name.partition("/")[2]] = Record(header, full)
+            at += 46 + name_size + extra_size + note_size
+        return records
+
+    def _data_start(self, record: Record) -> int:
+        """Where a record's bytes begin: after its own header, whose padding only the header knows."""
+        signature, name_size, extra_size = struct.unpack("<4s22xHH", self._bytes(record.header, 30))
+        if signature != b"PK\x03\x04":
+            raise ValueError(f"there is no record at byte {self.start + record.header}")
+        data_start = record.header + 30 + int(name_size) + int(extra_size)
+        if data_start + record.size > self._length:
+            raise EOFError(f"a record of {record.size} bytes does not fit")
+        return data_start
+
+    def _read_zip(self) -> Any:
+        if self._records.get("byteorder") and self._content("byteorder") != b"little":
+            raise ValueError("it is not little-endian")
+        tree = pickles.load(io.BytesIO(self._content("data.pkl")), f"`{self.path}`")
+        starts: dict[str, int] = {}
+
+        def start_of(storage: StorageRef) -> int:
+            if storage.key not in starts:
+                record = self._record(f"data/{storage.key}")
+                if record.size < storage.numel * DTYPE_SIZES[storage.dtype]:
+                    raise EOFError(f"storage {storage.key} has {record.size} bytes")
+                starts[storage.key] = self.start + self._data_start(record)
+            return starts[storage.key]
+
+        return with_views(tree, lambda ref: _view(self.path, start_of(ref.storage), ref))
+
+    def _record(self, name: str) -> Record:
+        if name not in self._records:
+            raise ValueError(f"it has no record `{name}`")
+        return self._records[name]
+
+    def _content(self, name: str) -> bytes:
+        record = self._record(name)
+        return self._bytes(self._data_start(record), record.size)
+
+    def _read_legacy(self, file: io.BufferedReader) -> Any:
+        where = f"`{self.path}`"
+        if pickles.load(file, where) != LEGACY_MAGIC:
+            raise ValueError("it does not begin as one")
+        _protocol, system, tree, keys = (pickles.load(file, where) for _ in range(4))
+        if not system.get("little_endian", True):
+            raise ValueError("it is not little-endian")
+        storages: dict[str, StorageRef] = {}
+        with_views(tree, lambda ref: storages.setdefault(ref.storage.key, ref.storage))
+        starts = {}
+        at = file.tell()
+        for key in keys:
+            storage = storages[str(key)]
+            (numel,) = struct.unpack("<q", self._bytes(at - self.start, 8))
+            if numel != storage.numel:
+                raise ValueError(f"storage {key} has {numel} of {storage.numel} elements")
+            starts[str(key)] = at + 8
+            at += 8 + numel * DTYPE_SIZES[storage.dtype]
+        if at - self.start > self._length:
+            raise EOFError(f"it should have {at} bytes")
+        return with_views(tree, lambda ref: _view(self.path, starts[ref.storage.key], ref))
+
+
+def _zip64(extra: bytes, full: int, stored: int, header: int) -> tuple[int, int]:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            values = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+            full = values.pop(0) if full == MAX_ZIP else full
+            if stored == MAX_ZIP:
+                values.pop(0)
+            return full, values.pop(0) if header == MAX_ZIP else header
+        at += 4 + size
+    raise ValueError("a large record has no size")
+
+
+def _view(path: Path, start: int, ref: TensorRef) -> View:
+    size = DTYPE_SIZES[ref.storage.dtype]
+    last = ref.offset + sum((n - 1) * step for n, step in zip(ref.shape, ref.strides, strict=True))
+    if 0 not in ref.shape and not 0 <= last < ref.storage.numel:
+        raise EOFError(f"a tensor of shape {list(ref.shape)} does not fit its storage")
+    strides = tuple(step * size for step in ref.strides)
+    return View(path, start + ref.offset * size, ref.shape, strides, ref.storage.dtype)
+
+
+def scalar(view: View) -> int | float | bool:
+    """The value of a tensor of one element.
+
+    Raises:
+        UnreadableCheckpoint: it has several, or its file is shorter than it was.
+    """
+    codes = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
+    code = {**codes, "uint8": "B", "bool": "?"}.get(view.dtype)
+    if code is None or view.nbytes != view.itemsize:
+        raise UnreadableCheckpoint(f"`{view.path}` has a tensor of {view.dtype} {list(view.shape)} in a number's place")
+    with view.path.open("rb") as file:
+        content = os.pread(file.fileno(), view.itemsize, view.offset)
+    if len(content) != view.itemsize:
+        raise UnreadableCheckpoint(f"`{view.path}` is damaged: it ends at byte {view.offset + len(content)}")
+    value: int | float | bool = struct.unpack(f"<{code}", content)[0]
+    return value
+
+
+def with_views(tree: Any, view_of: Callable[[TensorRef], Any]) -> Any:
+    """The tree with every TensorRef replaced; dicts and lists are rebuilt, other objects stay as they are.
+
+    A part that occurs several times is rebuilt once: a hostile tree may hold itself, or as many parts as 2**100.
+    """
+    done: dict[int, Any] = {}
+
+    def rebuilt(part: Any) -> Any:
+        if isinstance(part, TensorRef):
+            return view_of(part)
+        if not isinstance(part, dict | list | tuple):
+            return part
+        if id(part) not in done:
+            if isinstance(part, dict):
+                result: Any = {}
+                done[id(part)] = result
+                result.update((key, rebuilt(value)) for key, value in part.items())
+            elif isinstance(part, list):
+                done[id(part)] = result = []
+                result.extend(rebuilt(value) for value in part)
+            else:
+                done[id(part)] = tuple(rebuilt(value) for value in part)
+        return done[id(part)]
+
+    return rebuilt(tree)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A torch file laid out but not filled: literal bytes and the holes for tensors, by offset."""
+
+    size: int
+    literals: tuple[tuple[int, bytes], ...]
+    holes: tuple[int, ...]
+
+
+def lay_out(tree_of: Callable[[list[TensorRef]], Any], tensors: list[TensorMeta], name: str = "archive") -> Archive:
+    """Lay out the file that `torch.save` would write for an object with these row-major tensors in it.
+
+    The checksum of a hole is left at 0, as `torch.serialization.set_crc32_options(False)` allows: torch does not check
+    it, and computing it would cost as much as the copy.
+
+    Args:
+        tree_of: builds the object from the references of `tensors`, in their order.
+        name: the archive's own folder.
+    """
+    refs = []
+    for key, meta in enumerate(tensors):
+        strides = contiguous_strides(meta.shape, 1)
+        refs.append(TensorRef(StorageRef(str(key), meta.dtype, meta.numel), 0, meta.shape, strides))
+    records: list[tuple[str, bytes | int]] = [
+        ("data.pkl", pickle_writer.dumps(tree_of(refs))),
+        ("byteorder", b"little"),
+        *((f"data/{key}", meta.nbytes) for key, meta in enumerate(tensors)),
+        ("version", b"3\n"),
+    ]
+    at = 0
+    literals: list[tuple[int, bytes]] = []
+    holes: list[int] = []
+    directory: list[bytes] = []
+    for entry, content in records:
+        size = content if isinstance(content, int) else len(content)
+        checksum = 0 if isinstance(content, int) else zlib.crc32(content)
+        path = f"{name}/{entry}".encode()
+        sizes = [size, size] if size >= MAX_ZIP else []
+        shown = MAX_ZIP if sizes else size
+        fields = struct.pack("<HHHHHLLLH", 0, 0, 0, 0, 0, checksum, shown, shown, len(path))
+        large = _large(sizes)
+        pad = -(at + 30 + len(path) + len(large) + 4) % ALIGNMENT
+        extra = large + b"FB" + struct.pack("<H", pad) + b"Z" * pad  # torch's own padding field
+        header = b"PK\x03\x04" + fields + struct.pack("<H", len(extra)) + path + extra
+        large = _large([*sizes, at] if at >= MAX_ZIP else sizes)
+        directory += [b"PK\x01\x02" + struct.pack("<H", 0) + fields]
+        directory += [struct.pack("<HHHHLL", len(large), 0, 0, 0, 0, min(at, MAX_ZIP)) + path + large]
+        literals.append((at, header))
+        at += len(header)
+        if isinstance(content, int):
+            holes.append(at)
+        else:
+            literals.append((at, content))
+        at += size
+    end = b"".join(directory) + _end(at, sum(map(len, directory)), len(records))
+    literals.append((at, end))
+    size = at + len(end)
+    return Archive(size, tuple(_joined(literals)), tuple(holes))
+
+
+def _large(values: list[int]) -> bytes:
+    """The field that holds what is too large for a record's own."""
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+
+
+def _end(start: int, size: int, count: int) -> bytes:
+    """What follows the directory, which begins at `start`."""
+    end = b""
+    if start + size >= MAX_ZIP or count >= MAX_RECORDS:
+        end += struct.pack("<4sQHHLLQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
+        end += struct.pack("<4sLQL", b"PK\x06\x07", 0, start + size, 1)
+        start, size, count = MAX_ZIP, min(size, MAX_ZIP), min(count, MAX_RECORDS)
+    return end + struct.pack("<4sHHHHLLH", b"PK\x05\x06", 0, 0, count, count, size, start, 0)
+
+
+def _joined(literals: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """The same bytes in as few pieces as there are gaps."""
+    joined: list[tuple[int, bytes]] = []
+    for at, content in literals:
+        if joined and joined[-1][0] + len(joined[-1][1]) == at:
+            joined[-1] = (joined[-1][0], joined[-1][1] + content)
+        else:
+            joined.append((at, content))
+    return joined
+
+
+def dumps(tree: Any) -> bytes:
+    """The bytes of a torch file that holds no tensor."""
+    archive = lay_out(lambda refs: tree, [])
+    return b"".join(content for _, content in archive.literals)

@@ -1,0 +1,60 @@
+"""A torch file as a tree with holes: what is to be saved, with a `Hole` wherever a tensor will be."""
+
+from __future__ import annotations
+
+import argparse
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.formats.base import Reservation
+from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.storage.views import TensorMeta, View
+
+
+@dataclass(frozen=True, eq=False)
+class Hole:
+    """A tensor that is to be filled, or whose bytes are known already. One hole in several places is one storage."""
+
+    meta: TensorMeta
+    content: bytes | None = None
+
+    @staticmethod
+    def number(value: float, shape: tuple[int, ...] = ()) -> Hole:
+        """A tensor of one fp32 number."""
+        return Hole(TensorMeta(shape, "float32"), struct.pack("<f", value))
+
+
+def reserve_tree(path: Path, tree: Any, reservation: Reservation) -> Any:
+    """Lay out a file for a tree, and return the tree with the view of every hole."""
+    holes: dict[Hole, int] = {}
+    replaced(tree, lambda hole: holes.setdefault(hole, len(holes)))
+    archive = torch_file.lay_out(
+        lambda refs: replaced(tree, lambda hole: refs[holes[hole]]), [hole.meta for hole in holes]
+    )
+    views = {hole: View.of(path, archive.holes[number], hole.meta) for hole, number in holes.items()}
+    reservation.sizes[path] = archive.size
+    reservation.literals += [(path, at, content) for at, content in archive.literals]
+    reservation.literals += [(path, views[hole].offset, hole.content) for hole in holes if hole.content is not None]
+    return replaced(tree, views.__getitem__)
+
+
+def replaced(tree: Any, by: Callable[[Hole], Any]) -> Any:
+    """The tree with something else for every hole; dicts, lists, tuples and Namespaces are rebuilt.
+
+    Equal strings become one, since a pickle refers back to what it has written: equal trees have equal bytes.
+    """
+    if isinstance(tree, Hole):
+        return by(tree)
+    if isinstance(tree, str):
+        return sys.intern(tree)
+    if isinstance(tree, dict):
+        return {replaced(key, by): replaced(value, by) for key, value in tree.items()}
+    if isinstance(tree, argparse.Namespace):
+        return argparse.Namespace(**replaced(vars(tree), by))
+    if type(tree) in (list, tuple):
+        return type(tree)(replaced(value, by) for value in tree)
+    return tree

@@ -1,0 +1,209 @@
+"""Format `hf`: a Hugging Face model directory, with safetensors or pickled weights, one file or many with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
+from mcore_convert.formats.base import Checkpoint, Findings, Request, Reservation, Side, Storage
+from mcore_convert.formats.files import safetensors as safetensors_file
+from mcore_convert.formats.files.json_file import json_bytes, read_json
+from mcore_convert.formats.files.model_folder import CONFIG, INDEX
+from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Family, Item
+from mcore_convert.spec.names import spell
+from mcore_convert.storage.views import Slot, TensorMeta, View, is_inside
+
+DEFAULT_SHARD_SIZE = 5_000_000_000
+
+# In the order of preference of transformers.
+WEIGHT_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def detect(path: Path) -> bool:
+    """Whether a directory is a Hugging Face model."""
+    return path.is_dir() and any((path / name).is_file() for name in WEIGHT_FILES)
+
+
+def directory_of(file: Path) -> Path | None:
+    """Return the directory of a file of weights; None for any other path.
+
+    Raises:
+        UnreadableCheckpoint: the directory is read from other files.
+    """
+    if file.suffix not in (".safetensors", ".bin") or not file.is_file():
+        return None
+    folder = file.parent
+    chosen = next((name for name in WEIGHT_FILES if (folder / name).is_file()), file.name)
+    weight_map = read_json(folder / chosen).get("weight_map") if chosen.endswith(".json") else None
+    if file.name != chosen and not (isinstance(weight_map, dict) and file.name in weight_map.values()):
+        raise UnreadableCheckpoint(f"`{file}` is not what a model in its directory is read from: that is `{chosen}`")
+    return folder
+
+
+@dataclass(frozen=True)
+class HfOptions:
+    """What a user may choose for a target: `max_shard_size` is the largest size of a file, in bytes.
+
+    A larger tensor gets a file of its own.
+    """
+
+    max_shard_size: int = DEFAULT_SHARD_SIZE
+
+
+@dataclass(frozen=True)
+class HfCheckpoint(Checkpoint):
+    """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's)."""
+
+    views: Mapping[str, View]
+    config: Mapping[str, Any]
+    prefix: str = ""
+    format: str = "hf"
+    side: Side = Side.HUGGING_FACE
+
+    @property
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        return {name: TensorMeta(view.shape, view.dtype) for name, view in self.views.items()}
+
+    @property
+    def original_config(self) -> Mapping[str, Any]:
+        return self.config
+
+    @property
+    def companions(self) -> Path:
+        return self.path
+
+    @property
+    def whole_views(self) -> Mapping[str, View]:
+        return self.views
+
+    def storage(self) -> Storage:
+        return Storage(len({view.path for view in self.views.values()}))
+
+    def named_for(self, family: Family) -> HfCheckpoint:
+        return replace(self, prefix=family.optional_prefix)
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        weight, at, _ = item
+        shape = dims.shape(weight.shape)
+        views = []
+        for template, expected in zip(weight.hf, weight.pack.shapes(shape, dims), strict=True):
+            name = self.name_of(spell(template, at))
+            view = self.views.get(name)
+            meta = None if view is None else TensorMeta(view.shape, view.dtype)
+            if findings.expect(name, meta, expected) and view is not None:
+                views.append(view)
+        if len(views) < len(weight.hf):
+            return []
+        slots = []
+        for piece in weight.pack.pieces(shape, dims):
+            view = views[piece.tensor].narrow(piece.hf)
+            slots.append(Slot(view.transposed if piece.transposed else view, piece.mcore))
+        return slots
+
+    def name_of(self, name: str) -> str:
+        """The name under which the directory has a tensor: without the optional prefix where it is stored so."""
+        short = name.removeprefix(self.prefix)
+        return short if name not in self.views and short in self.views else name
+
+
+def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
+    """Open a directory: its configuration and the headers of its weight files.
+
+    Args:
+        args: Megatron arguments, of which it has no use.
+
+    Raises:
+        UnreadableCheckpoint: a file is missing or damaged, or the index and the files disagree.
+    """
+    config = read_json(path / CONFIG)
+    found = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
+    if found is None:
+        raise UnreadableCheckpoint(f"`{path}` has no weights", hint=f"one of {', '.join(WEIGHT_FILES)} should be there")
+    if found.endswith(".json"):
+        return HfCheckpoint(path, _indexed_views(path, found), config)
+    return HfCheckpoint(path, _file_views(path / found), config)
+
+
+def _indexed_views(path: Path, index: str) -> dict[str, View]:
+    """The tensors of a sharded directory; the index must name exactly those that the files hold."""
+    weight_map = read_json(path / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UnreadableCheckpoint(f"`{path / index}` has no `weight_map` from tensors to files")
+    files = sorted(set(weight_map.values()))
+    outside = [file for file in files if not is_inside(file)]
+    if outside:
+        raise UnreadableCheckpoint(f"`{path / index}` names files outside of its directory", items=outside)
+    absent = [file for file in files if not (path / file).is_file()]
+    if absent:
+        raise UnreadableCheckpoint(f"`{path / index}` names files that are not there", items=absent)
+    by_file = {file: _file_views(path / file) for file in files}
+    absent = [name for name, file in weight_map.items() if name not in by_file[file]]
+    if absent:
+        raise UnreadableCheckpoint(f"`{path / index}` names tensors that its files do not hold", items=fold(absent))
+    extra = [name for file, views in by_file.items() for name in views if weight_map.get(name) != file]
+    if extra:
+        raise UnreadableCheckpoint(f"`{path / index}` does not name tensors that its files hold", items=fold(extra))
+    return {name: by_file[file][name] for name, file in weight_map.items()}
+
+
+def _file_views(path: Path) -> dict[str, View]:
+    if path.suffix == ".safetensors":
+        return safetensors_file.read(path)
+    tree = TorchFile(path).tree
+    if not isinstance(tree, dict):
+        raise UnreadableCheckpoint(f"`{path}` does not hold a state dict")
+    return {str(name): view for name, view in tree.items() if isinstance(view, View)}
+
+
+def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
+    """Lay out a directory: which tensor lies where in which file. Tensors stand in the order of the forward pass.
+
+    Raises:
+        MappingError: two weights have one name.
+    """
+    path, family, dims = request.path, request.family, request.dims
+    metas: dict[str, TensorMeta] = {}
+    for (weight, at, _), dtype in request.dtype_of.items():
+        for template, shape in zip(weight.hf, weight.pack.shapes(family.shape(weight, dims), dims), strict=True):
+            name = spell(template, at)
+            if name in metas:
+                raise MappingError(f"two weights of family `{family.name}` are called `{name}`")
+            metas[name] = TensorMeta(shape, dtype)
+    shards = list(_shards(metas, request.options.max_shard_size))
+    reservation = Reservation(path)
+    views: dict[str, View] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = path / name
+        head, starts = safetensors_file.header_bytes(shard)
+        reservation.sizes[file] = len(head) + sum(meta.nbytes for meta in shard.values())
+        reservation.literals.append((file, 0, head))
+        for tensor, meta in shard.items():
+            views[tensor] = View.of(file, starts[tensor], meta)
+            weight_map[tensor] = name
+    if len(shards) > 1:
+        total = {
+            "total_size": sum(m.nbytes for m in metas.values()),
+            "total_parameters": sum(m.numel for m in metas.values()),
+        }
+        reservation.texts[path / INDEX] = json_bytes({"metadata": total, "weight_map": weight_map})
+    reservation.texts[path / CONFIG] = json_bytes(request.config)
+    return HfCheckpoint(path, views, request.config), reservation
+
+
+def _shards(metas: Mapping[str, TensorMeta], limit: int) -> Iterable[dict[str, TensorMeta]]:
+    shard: dict[str, TensorMeta] = {}
+    size = 0
+    for name, meta in metas.items():
+        if shard and size + meta.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = meta
+        size += meta.nbytes
+    yield shard

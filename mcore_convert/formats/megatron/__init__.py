@@ -1,0 +1,1 @@
+"""What Megatron's formats share: names of modules and flat buffers."""

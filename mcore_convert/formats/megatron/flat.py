@@ -1,0 +1,105 @@
+"""Flat buffers: many local tensors in one run of elements, as Megatron's distributed optimizer keeps its state.
+
+Parameters are laid out in the reverse of the order in which the modules register them, and each begins at a multiple of
+64 elements (Megatron Core, `param_and_grad_buffer.py`, `_ParamAndGradBuffer`). What lies between is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mcore_convert.spec.shard import Box, Shape, Shard
+from mcore_convert.storage.views import DTYPE_SIZES, Slot, View, contiguous_strides
+
+ALIGNMENT = 64  # elements
+
+
+@dataclass(frozen=True)
+class Local:
+    """One rank's part of a global tensor: its shape, and which box of the global tensor each of its boxes is."""
+
+    shape: Shape
+    boxes: tuple[tuple[Box, Box], ...]  # (in the local tensor, in the global tensor)
+
+    @property
+    def numel(self) -> int:
+        return Box.whole(self.shape).numel
+
+
+def local_of(shard: Shard, shape: Shape, tp: int, rank: int) -> Local:
+    """What tensor-parallel rank `rank` holds of a global tensor: its boxes one after the other along the cut."""
+    boxes = shard.boxes(shape, tp, rank)
+    if shard.dim is None:
+        return Local(shape, ((boxes[0], boxes[0]),))
+    local = list(shape)
+    local[shard.dim] = sum(box.sizes[shard.dim] for box in boxes)
+    pairs = []
+    at = 0
+    for box in boxes:
+        offsets = [0] * len(shape)
+        offsets[shard.dim] = at
+        pairs.append((Box(tuple(offsets), box.sizes), box))
+        at += box.sizes[shard.dim]
+    return Local(tuple(local), tuple(pairs))
+
+
+def starts_of(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where tensors of these sizes, in the order of the modules, begin in a flat buffer, and the buffer's end."""
+    starts = []
+    end = 0
+    for size in reversed(list(sizes)):
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        starts.append(start)
+        end = start + size
+    return starts[::-1], end
+
+
+def slots_of_local(view: View, local: Local) -> list[Slot]:
+    """The slots of a local tensor that lies in one view of its own shape."""
+    return [Slot(view.narrow(inside), outside) for inside, outside in local.boxes]
+
+
+def slots_of_flat(pieces: Sequence[tuple[int, View]], start: int, local: Local) -> list[Slot]:
+    """The slots of a local tensor that lies in a flat buffer from `start` on.
+
+    Args:
+        pieces: the buffer in one-dimensional views, each with its offset in the buffer; a boundary may cut a row.
+    """
+    slots = []
+    for offset, view in pieces:
+        low, high = max(offset, start), min(offset + view.shape[0], start + local.numel)
+        for box, first in boxes_of_range(local.shape, low - start, high - start) if low < high else ():
+            at = view.offset + (start + first - offset) * view.itemsize
+            part = View(view.path, at, box.sizes, contiguous_strides(box.sizes, DTYPE_SIZES[view.dtype]), view.dtype)
+            for inside, outside in local.boxes:
+                common = inside.intersect(box)
+                if common is not None:
+                    moved = common.relative_to(inside.offsets)
+                    there = Box(tuple(a + b for a, b in zip(moved.offsets, outside.offsets, strict=True)), moved.sizes)
+                    slots.append(Slot(part.narrow(common.relative_to(box.offsets)), there))
+    return slots
+
+
+def boxes_of_range(shape: Shape, start: int, stop: int) -> list[tuple[Box, int]]:
+    """Elements `start` to `stop` of a row-major tensor as boxes, each with the number of its first element.
+
+    A range is at most a part of a row, whole rows, and a part of a row, in every dimension.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [(Box((), ()), start)]
+    inner = Box.whole(shape[1:]).numel
+    first, last = start // inner, (stop - 1) // inner
+    if first == last and (start % inner or stop % inner):
+        return [
+            (Box((first, *box.offsets), (1, *box.sizes)), first * inner + at)
+            for box, at in boxes_of_range(shape[1:], start - first * inner, stop - first * inner)
+        ]
+    head = -(-start // inner)
+    tail = stop // inner
+    boxes = boxes_of_range(shape, start, head * inner) if start < head * inner else []
+    if head < tail:
+        boxes.append((Box((head, *(0 for _ in shape[1:])), (tail - head, *shape[1:])), head * inner))
+    return boxes + (boxes_of_range(shape, tail * inner, stop) if tail * inner < stop else [])

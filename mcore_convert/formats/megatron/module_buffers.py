@@ -1,0 +1,244 @@
+"""Where Megatron's buffers of parameters and gradients put each parameter of a model, for every rank of a layout.
+
+Follows Megatron Core 0.15 to 0.19: `param_and_grad_buffer.py` (`_ParamAndGradBuffer`), `distributed_data_parallel.py`
+(a buffer for each dtype, experts apart where they are spread over ranks) and `optimizer/__init__.py`
+(`get_megatron_optimizer`: which optimizers are chained, and the number of a data-parallel group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from mcore_convert.formats.megatron.flat import ALIGNMENT, Local, local_of
+from mcore_convert.formats.megatron.modules import GROUPED, IMPLEMENTATIONS, LOCAL, SEQUENTIAL, in_module_order
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Weight
+from mcore_convert.spec.gpt import EMBEDDING
+from mcore_convert.spec.layout import Layout, Rank, Stage
+from mcore_convert.spec.names import Index, placeholders_of, spell
+
+Place = tuple[int, int, int, int]  # which optimizer of a chain, data-parallel group, buffer, bucket
+DtypeOf = Callable[[Weight, Index], str | None]
+
+
+class Misfit(Exception):
+    """The parameters of a model, in some order, are not what the buckets hold."""
+
+
+class Order(NamedTuple):
+    """Which layer spec a model was built from, and how its experts are kept."""
+
+    implementation: str
+    experts: str
+
+    def __str__(self) -> str:
+        return f"layers of `{self.implementation}`, experts {self.experts}"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """The dtype of the parameters in a buffer, and the sizes of its buckets without the padding at their ends."""
+
+    dtype: str
+    sizes: list[int]
+
+
+class Parameter(NamedTuple):
+    """A weight as one rank holds it. One that is `shared` by two stages gets a bucket of its own."""
+
+    weight: Weight
+    at: Index
+    local: Local
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a parameter lies: from element `start` of a bucket on. `is_replica`: another rank holds the same part."""
+
+    name: str
+    place: Place
+    start: int
+    local: Local
+    rank: str
+    is_replica: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """The model and the layout of a run: its trained rows, its sizes with the vocabulary padded, its stages."""
+
+    rows: Sequence[Weight]
+    dims: Dims
+    layout: Layout
+    stages: Mapping[Stage, range]
+    implementation: str | None = None
+
+    @staticmethod
+    def of(args: Mapping[str, Any], dims: Dims, rows: Sequence[Weight]) -> Run:
+        """From normalised arguments.
+
+        Raises:
+            LayoutError: the layers do not fit the stored layout.
+        """
+        layout = Layout.of(args)
+        return Run(rows, dims, layout, layout.stages(dims.num_layers), args.get("transformer_impl"))
+
+    @property
+    def etp(self) -> int:
+        """Tensor parallelism of the experts."""
+        return self.layout.etp or self.layout.tp
+
+    @property
+    def has_expert_optimizer(self) -> bool:
+        """Whether experts have buffers and an optimizer of their own, as where they are spread over ranks."""
+        return bool(self.dims.num_experts) and self.layout.ep > 1
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage has a copy of the word embedding."""
+        return self.dims.tied and self.layout.pp > 1
+
+
+def orders_of(run: Run) -> list[Order]:
+    """The orders that a model may have, what its arguments say first."""
+    implementations = sorted(IMPLEMENTATIONS, key=lambda name: (name != run.implementation, name == LOCAL))
+    experts = (GROUPED, SEQUENTIAL) if run.dims.num_experts else (SEQUENTIAL,)
+    return [Order(implementation, kept) for implementation in implementations for kept in experts]
+
+
+def arranged(
+    run: Run, order: Order, buffers: Mapping[tuple[int, int, int], Buffer], dtype_of: DtypeOf
+) -> dict[tuple[str, Index], list[Found]]:
+    """Where every parameter lies, by its name in `torch_dist` and its index.
+
+    Args:
+        buffers: by optimizer, data-parallel group and number.
+        dtype_of: the dtype of a weight.
+
+    Raises:
+        Misfit: the buckets have other sizes.
+    """
+    founds: dict[tuple[str, Index], list[Found]] = {}
+    used = set()
+    for chain, group, rank, chunks, is_expert in _optimizers(run, sorted({chain for chain, _, _ in buffers})):
+        number = 0
+        for stage in chunks:
+            by_dtype: dict[str | None, list[Parameter]] = {}
+            for each in _parameters(run, order, stage, rank, is_expert):
+                by_dtype.setdefault(dtype_of(each.weight, each.at), []).append(each)
+            for dtype, parameters in by_dtype.items():
+                place = (chain, group, number)
+                number += 1
+                said = f"buffer {place[2]} of data-parallel group {group}"
+                if place not in buffers or buffers[place].dtype != dtype:
+                    raise Misfit(f"{said} is {'missing' if place not in buffers else f'not {dtype}'}")
+                used.add(place)
+                for each, bucket, start in _in_buckets(parameters, buffers[place].sizes, said):
+                    _add(founds, each, (*place, bucket), start, rank)
+    if len(used) != len(buffers):
+        raise Misfit(f"{len(buffers) - len(used)} of {len(buffers)} buffers belong to no rank")
+    return founds
+
+
+def _add(
+    founds: dict[tuple[str, Index], list[Found]], parameter: Parameter, place: Place, start: int, rank: Rank
+) -> None:
+    weight, at, local, _ = parameter
+    assert weight.mcore is not None
+    there = founds.setdefault((weight.mcore, at), [])
+    is_replica = any(each.local == local for each in there)
+    said = f"tp = {rank.tp}, pp = {rank.pp}, ep = {rank.ep}"
+    there.append(Found(spell(weight.mcore, at), place, start, local, said, is_replica))
+
+
+def _optimizers(run: Run, chain: Sequence[int]) -> Iterator[tuple[int, int, Rank, list[Stage], bool]]:
+    """Every optimizer of a chain on every data-parallel group, with the model chunks that it is for.
+
+    The parameters of the first model chunk are apart with `--overlap-param-gather-with-optimizer-step`.
+    """
+    layout = run.layout
+    dense = list(chain)[:-1] if run.has_expert_optimizer else list(chain)
+    if len(dense) not in (1, 2) or (run.dims.num_experts and layout.ep == 1 and run.etp != layout.tp):
+        raise Misfit(f"{len(chain)} optimizers are chained, and experts are cut for etp = {run.etp}")
+    for pp in range(layout.pp):
+        chunks = sorted(stage for stage in run.stages if stage.pp == pp)
+        parts = [chunks] if len(dense) == 1 else [chunks[:1], chunks[1:]]
+        for number, part in zip(dense, parts, strict=True):
+            for tp in range(layout.tp):
+                yield number, pp * layout.tp + tp, Rank(tp, pp), part, False
+        for ep in range(layout.ep) if run.has_expert_optimizer else ():
+            for tp in range(run.etp):
+                yield chain[-1], (pp * layout.ep + ep) * run.etp + tp, Rank(tp, pp, ep), chunks, True
+
+
+def _in_buckets(
+    parameters: Sequence[Parameter], sizes: Sequence[int], said: str
+) -> Iterator[tuple[Parameter, int, int]]:
+    """Each parameter with its bucket and where it begins there.
+
+    A bucket ends where a parameter ends, unless the next one is shared: then it is padded first. So the sizes tell
+    which parameters it holds, whatever size of buckets the run asked for.
+    """
+    bucket = end = 0
+    for parameter in reversed(parameters):
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if end == sizes[bucket] or (parameter.shared and end and start == sizes[bucket]):
+            bucket, start = bucket + 1, 0
+        end = start + parameter.local.numel
+        if bucket == len(sizes) or end > sizes[bucket]:
+            raise Misfit(f"{said} has buckets of {list(sizes)} elements, which do not end between two parameters")
+        yield parameter, bucket, start
+    if bucket != len(sizes) - 1 or end != sizes[bucket]:
+        raise Misfit(f"{said} has buckets of {list(sizes)} elements, its parameters end at {end} of bucket {bucket}")
+
+
+def _parameters(run: Run, order: Order, stage: Stage, rank: Rank, is_expert: bool) -> Iterator[Parameter]:
+    """What an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
+    for weight, at in _indices(run, order, stage, rank):
+        if run.has_expert_optimizer and is_expert != _is_expert(weight):
+            continue
+        tp = run.etp if _is_expert(weight) else run.layout.tp
+        local = local_of(weight.shard, run.dims.shape(weight.shape), tp, rank.tp)
+        yield Parameter(weight, at, local, run.shares_embedding and weight.mcore == EMBEDDING)
+
+
+def _indices(run: Run, order: Order, stage: Stage, rank: Rank) -> Iterator[tuple[Weight, Index]]:
+    """Every weight of a model chunk; the last one has a tied embedding too, as its output layer."""
+    chunks = list(run.stages)
+    is_first, is_last = stage == chunks[0], stage == chunks[-1]
+    for per_layer, block in groupby(in_module_order(run.rows, order.implementation), lambda weight: weight.per_layer):
+        rows = list(block)
+        for layer in run.stages[stage] if per_layer else ():
+            for is_expert, part in groupby(rows, _is_expert):
+                if is_expert:
+                    yield from _experts(run, order, layer, rank, list(part))
+                else:
+                    yield from ((weight, Index(layer)) for weight in part)
+        for weight in () if per_layer else rows:
+            if is_first if _is_embedding(weight) else is_last:
+                yield weight, Index()
+    if run.shares_embedding and is_last:
+        yield from ((weight, Index()) for weight in run.rows if weight.mcore == EMBEDDING)
+
+
+def _experts(run: Run, order: Order, layer: int, rank: Rank, rows: list[Weight]) -> Iterator[tuple[Weight, Index]]:
+    """The experts of a layer: one after the other, or grouped by the linear layer that holds them all."""
+    experts = run.layout.experts(run.dims.num_experts or 0, rank.ep)
+    modules = [rows]
+    if order.experts == GROUPED:
+        modules = [list(part) for _, part in groupby(rows, lambda weight: (weight.mcore or "").rpartition(".")[0])]
+    for module in modules:
+        for expert in experts:
+            yield from ((weight, Index(layer, expert)) for weight in module)
+
+
+def _is_expert(weight: Weight) -> bool:
+    return "expert" in placeholders_of(weight.mcore or "")
+
+
+def _is_embedding(weight: Weight) -> bool:
+    return (weight.mcore or "").startswith("embedding.")

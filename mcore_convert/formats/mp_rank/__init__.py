@@ -1,0 +1,17 @@
+"""The format `torch`: Megatron-LM's older checkpoints, a file for each rank."""
+
+from mcore_convert.formats.base import Format, Side
+from mcore_convert.formats.mp_rank.directory import detect, directory_of, open_mp_rank
+from mcore_convert.formats.mp_rank.writer import MpRankOptions, reserve
+
+FORMAT = Format(
+    "torch",
+    Side.MEGATRON,
+    detect,
+    open_mp_rank,
+    reserve,
+    MpRankOptions,
+    "mp_rank_*",
+    holds_optimizer=True,
+    directory_of=directory_of,
+)

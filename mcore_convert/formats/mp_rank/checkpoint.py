@@ -1,0 +1,227 @@
+"""A checkpoint of rank files: where each copy of each part of a weight is, and its states."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
+from mcore_convert.formats.megatron.flat import local_of
+from mcore_convert.formats.megatron.modules import name_in_module
+from mcore_convert.formats.megatron.run_directory import carried_in
+from mcore_convert.formats.mp_rank import optimizer as mp_rank_optimizer
+from mcore_convert.formats.mp_rank.optimizer import Proof
+from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile, slots_in_global
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
+from mcore_convert.spec.layout import Layout, Rank, Stage
+from mcore_convert.spec.names import MASTER, PARAM, Index, spell
+from mcore_convert.spec.shard import Shape
+from mcore_convert.storage.views import Slot, TensorMeta
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a copy of a local tensor is: the rank, its model chunk, and the name in its modules."""
+
+    rank: Rank
+    chunk: int
+    name: str
+
+
+@dataclass(frozen=True)
+class MpRankCheckpoint(Checkpoint):
+    """An open or a reserved directory of rank files.
+
+    `implementation` and `experts` are the words of `formats.modules`; `args` are those of the run, with what the user
+    gave in their stead.
+    """
+
+    files: Mapping[Rank, RankFile]
+    args: Mapping[str, Any]
+    layout: Layout
+    layers: Mapping[Stage, range]
+    implementation: str
+    experts: str
+    format: str = "torch"
+    side: Side = Side.MEGATRON
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        return {
+            f"{file.label(number)}{local.key}": local.meta
+            for file in self.files.values()
+            for number, chunk in enumerate(file.chunks)
+            for local in chunk.values()
+        }
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return (PARAM, *mp_rank_optimizer.states_in(self._first))
+
+    @property
+    def optimizer_keys(self) -> list[str]:
+        """The ranks that hold optimizer state."""
+        return [f"{file.name}: optimizer" for file in self.files.values() if mp_rank_optimizer.states_in(file)]
+
+    @cached_property
+    def training(self) -> Training | None:
+        return mp_rank_optimizer.training_of(self._first) if mp_rank_optimizer.states_in(self._first) else None
+
+    @property
+    def found_by_order(self) -> bool:
+        return True
+
+    @property
+    def companions(self) -> Path | None:
+        return carried_in(self.path)
+
+    @property
+    def saved_layout(self) -> Layout:
+        return self.layout
+
+    @property
+    def layer_spec(self) -> LayerSpec:
+        return LayerSpec(self.implementation, self.experts)
+
+    def storage(self) -> Storage:
+        training = self.training
+        kind = None if training is None else "distributed" if training.distributed else "plain"
+        return Storage(len(self.files), optimizer=kind)
+
+    @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding with its padding.
+
+        Raises:
+            UnreadableCheckpoint: there is none.
+        """
+        local = self._first.chunks[0].get(EMBEDDING)
+        if local is None or not local.view.shape:
+            raise UnreadableCheckpoint(f"`{self._first.path}` has no `{EMBEDDING}`")
+        return local.view.shape[0] * self.layout.tp
+
+    @cached_property
+    def common(self) -> Common:
+        """What the files hold beside tensors, as the first rank has it."""
+        state = {key: value for key, value in self._first.tree.items() if not re.fullmatch(r"model\d*", key)}
+        iteration = self._first.iteration
+        return Common(self.args, iteration if isinstance(iteration, int) else None, state)
+
+    @property
+    def _first(self) -> RankFile:
+        return self.files[Rank()]
+
+    @cached_property
+    def _stage_of(self) -> dict[int, tuple[Stage, int]]:
+        return {layer: (stage, at) for stage, layers in self.layers.items() for at, layer in enumerate(layers)}
+
+    @cached_property
+    def _last(self) -> Stage:
+        return max(self.layers)
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        """The boxes of one global tensor; what other ranks hold again counts as used, and is given by `replicas`."""
+        if item.weight.mcore is None:
+            return []
+        places = self._places(item, dims)
+        findings.used |= {self._key(place) for place in self._copies(item, dims) if self._find(place) is not None}
+        rows = self._rows(item.weight, places) if item.weight.vocab else None
+        return [slot for place in places for slot in self._slots(item, place, dims, rows, findings)]
+
+    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
+        if item.weight.mcore is None:
+            return
+        rows = self._rows(item.weight, self._places(item, dims)) if item.weight.vocab else None
+        for place in self._copies(item, dims):
+            for slot in self._slots(item, place, dims, rows, Findings()):
+                yield slot, self._key(place)
+
+    def proofs(self) -> Iterator[Proof]:
+        """For every parameter its fp32 master copy, which cast to the model's dtype must equal the parameter."""
+        for rank, file in self.files.items():
+            for number, chunk in enumerate(file.chunks):
+                for name, states in self._states[rank][number].items():
+                    if MASTER in states:
+                        local = chunk[name]
+                        yield Proof(states[MASTER], local.view, f"{file.label(number)}{local.key}")
+
+    @cached_property
+    def _states(self) -> Mapping[Rank, Sequence[mp_rank_optimizer.ChunkStates]]:
+        return {rank: mp_rank_optimizer.find_states(file, self.args) for rank, file in self.files.items()}
+
+    def _places(self, item: Item, dims: Dims) -> list[Place]:
+        """Where the first copy of each part is: one place for each tensor rank, or one where the weight is not cut."""
+        stage, ep, name = self._position(item, dims)
+        tensor_ranks = range(self.layout.tp) if item.weight.shard.dim is not None else [0]
+        return [Place(Rank(tp, stage.pp, ep or 0), stage.vpp, name) for tp in tensor_ranks]
+
+    def _copies(self, item: Item, dims: Dims) -> list[Place]:
+        """Where further copies are: on other tensor or expert ranks, and a tied embedding's on the last stage."""
+        stage, ep, name = self._position(item, dims)
+        ends = [(stage, name)]
+        if item.weight.mcore == EMBEDDING and dims.tied and self._last.pp != stage.pp:
+            ends.append((self._last, OUTPUT))
+        every = [
+            Place(Rank(tp, end.pp, at), end.vpp, end_name)
+            for end, end_name in ends
+            for at in (range(self.layout.ep) if ep is None else [ep])
+            for tp in range(self.layout.tp)
+        ]
+        first = set(self._places(item, dims))
+        return [place for place in every if place not in first]
+
+    def _position(self, item: Item, dims: Dims) -> tuple[Stage, int | None, str]:
+        """The stage of a weight, its expert rank where it has one, and its name in the modules there."""
+        template, layer, expert = item.weight.mcore, item.at.layer, item.at.expert
+        assert template is not None
+        ep = None
+        if expert is not None:
+            experts = (dims.num_experts or 0) // self.layout.ep
+            ep, expert = expert // experts, expert % experts
+        if layer is not None:
+            stage, layer = self._stage_of[layer]
+        else:
+            stage = Stage(0, 0) if template.startswith("embedding.") else self._last
+        return stage, ep, spell(name_in_module(template, self.implementation, self.experts), Index(layer, expert))
+
+    def _key(self, place: Place) -> str:
+        file = self.files[place.rank]
+        local = self._find(place)
+        return f"{file.label(place.chunk)}{place.name if local is None else local.key}"
+
+    def _find(self, place: Place) -> LocalTensor | None:
+        return self.files[place.rank].chunks[place.chunk].get(place.name)
+
+    def _rows(self, weight: Weight, places: list[Place]) -> int | None:
+        """The rows of a vocabulary tensor with its padding: those that the ranks hold together."""
+        local = self._find(places[0])
+        return None if local is None or not local.view.shape else local.view.shape[0] * self.layout.tp
+
+    def _slots(self, item: Item, place: Place, dims: Dims, rows: int | None, findings: Findings) -> list[Slot]:
+        weight, _, state = item
+        key, found = self._key(place), self._find(place)
+        if found is None:  # nothing that its shape, which may be without padding, could be cut by
+            findings.expect(key, None, ())
+            return []
+        shape: Shape = dims.shape(weight.shape)
+        if rows is not None and rows >= shape[0]:
+            shape = (rows, *shape[1:])
+        local = local_of(weight.shard, shape, self.layout.tp, place.rank.tp)
+        if not findings.expect(key, found.meta, local.shape):
+            return []
+        view = found.view
+        if state != PARAM:
+            states = self._states[place.rank][place.chunk].get(place.name, {})
+            if state in states:
+                view = states[state]
+            elif state != MASTER or view.dtype != "float32":  # a parameter in fp32 is its own master copy
+                findings.missing.append(f"{key} ({state})")
+                return []
+        return slots_in_global(found.arrange(view), local)

@@ -1,0 +1,246 @@
+"""Optimizer state in rank files: which of its tensors belongs to which parameter.
+
+Neither form names parameters. Plain optimizers number them group by group, in the order of the modules; the distributed
+one keeps flat buffers in the reverse of that order. The order is that of the file's own `model`, so that no knowledge
+of the modules is needed; every number and length must fit, and the master copies prove the rest (`Proof`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mcore_convert.errors import MappingError, UnreadableCheckpoint
+from mcore_convert.formats.base import Training
+from mcore_convert.formats.files.torch_archive import scalar
+from mcore_convert.formats.mp_rank.parameters import (
+    FLOAT16,
+    MOMENTS,
+    Parameter,
+    are_shared,
+    bucket_size_of,
+    buffer_starts,
+    by_buffer,
+    dealt_to,
+    owned_by,
+)
+from mcore_convert.formats.mp_rank.rank_file import DISTRIBUTED_FILE, RankFile
+from mcore_convert.spec.config import arguments
+from mcore_convert.spec.names import MASTER
+from mcore_convert.storage.views import TensorMeta, View
+
+# What a file holds beside its model, optimizer and random states, under the names of all versions.
+KNOWN = ("args", "checkpoint_version", "iteration", "total_iters", "optimizer", "opt_param_scheduler", "lr_scheduler")
+RANDOM = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+
+# The states of each parameter of a chunk, each a view of the parameter's own shape.
+ChunkStates = Mapping[str, Mapping[str, View]]
+
+
+class Proof(NamedTuple):
+    """A master copy which, cast to the dtype of `param`, must equal it."""
+
+    master: View
+    param: View
+    where: str
+
+
+def states_in(file: RankFile) -> tuple[str, ...]:
+    """The optimizer's states that a rank holds. A plain optimizer of an fp32 model has no master copies."""
+    parts = _parts(file.tree.get("optimizer"))
+    if not any(parts):
+        return ()
+    if _is_distributed(parts):
+        return (MASTER, *MOMENTS)
+    if not any(_inner(part).get("state") for part in parts):
+        return ()
+    return (MASTER, *MOMENTS) if any(_masters(part) is not None for part in parts) else MOMENTS
+
+
+def training_of(file: RankFile) -> Training:
+    """What a run needs to go on, from one rank's file."""
+    parts = _parts(file.tree["optimizer"])
+    iteration = file.iteration
+    rest = arguments.plain({key: value for key, value in file.tree.items() if key not in KNOWN and key not in RANDOM})
+    scalers = [part["grad_scaler"] for part in parts if part.get("grad_scaler")]
+    if scalers:
+        rest["grad_scaler"] = {key: _value(value) for key, value in scalers[0].items()}
+    return Training(
+        iteration if isinstance(iteration, int) else 0,
+        _is_distributed(parts),
+        tuple(group for part in parts for group in _groups_with_steps(_inner(part))),
+        file.tree.get("opt_param_scheduler", file.tree.get("lr_scheduler")),
+        rest,
+    )
+
+
+def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, ...]:
+    """The states of every parameter of a rank, by model chunk and name.
+
+    Raises:
+        MappingError: the optimizer's state does not fit the model's parameters.
+        UnreadableCheckpoint: `distrib_optim.pt` is missing or damaged.
+    """
+    parts = _parts(file.tree.get("optimizer"))
+    found: tuple[dict[str, dict[str, View]], ...] = tuple({} for _ in file.chunks)
+    if len(parts) > 2:
+        raise _refusal(file, [f"{len(parts)} optimizers are chained; known are one, and one more for experts"])
+    owned = owned_by(file, len(parts))
+    if _is_distributed(parts):
+        buffers = _parts(file.distributed)
+        if not buffers:
+            raise UnreadableCheckpoint(
+                f"`{file.path.parent}` has no `{DISTRIBUTED_FILE}`, which holds its optimizer's state",
+                hint="the checkpoint was not copied completely; --no-optimizer does without",
+            )
+        if len(buffers) != len(parts):
+            raise _refusal(file, [f"{DISTRIBUTED_FILE} is of {len(buffers)} optimizers, not of {len(parts)}"])
+        for parameters, buffer in zip(owned, buffers, strict=True):
+            if buffer is not None:  # of what all expert ranks hold, the first alone saves the state
+                _assign(found, _in_buffers(file, parameters, buffer, args))
+    else:
+        for parameters, part in zip(owned, parts, strict=True):
+            _assign(found, _in_groups(file, parameters, part, args))
+    return found
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers that are chained into one: a list, in some versions a dict by number; mostly one alone."""
+    if isinstance(optimizer, list):
+        return optimizer
+    if isinstance(optimizer, dict) and 1 in optimizer and "optimizer" in optimizer[1]:
+        return [optimizer[number] for number in sorted(optimizer)]
+    return [optimizer] if optimizer else []
+
+
+def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """torch's own state dict: `optimizer` in that of a mixed precision optimizer, else the thing itself."""
+    inner = part.get("optimizer", part.get("optimizer_state_dict", part))
+    return inner if isinstance(inner, dict) else {}
+
+
+def _masters(part: Mapping[str, Any]) -> Any:
+    return part.get("fp32_from_fp16_params", part.get("fp32_from_fp16"))
+
+
+def _is_distributed(parts: list[Any]) -> bool:
+    """Whether the state lies elsewhere: the distributed optimizer leaves only its groups here."""
+    return any(part and "state" not in _inner(part) and "param_groups" in _inner(part) for part in parts)
+
+
+def _assign(found: Sequence[dict[str, dict[str, View]]], states: Iterable[tuple[Parameter, str, View]]) -> None:
+    for parameter, state, view in states:
+        found[parameter.chunk].setdefault(parameter.name, {})[state] = view
+
+
+def _refusal(file: RankFile, items: Iterable[str]) -> MappingError:
+    return MappingError(
+        f"the optimizer's state of `{file.path.parent}` does not fit the model's parameters",
+        items=items,
+        hint="--no-optimizer converts the weights alone",
+    )
+
+
+def _in_groups(
+    file: RankFile, parameters: list[Parameter], part: Mapping[str, Any], args: Mapping[str, Any]
+) -> Iterator[tuple[Parameter, str, View]]:
+    """The states of a plain optimizer: numbered through its groups."""
+    inner, masters = _inner(part), _masters(part)
+    groups = inner.get("param_groups", [])
+    dealt = dealt_to(groups, parameters, args)
+    problems = [
+        f"group {number} has {len(group['params'])} parameters, the model has {len(members)} of its kind"
+        for number, (group, members) in enumerate(zip(groups, dealt, strict=True))
+        if len(group["params"]) != len(members)
+    ]
+    if problems:
+        raise _refusal(file, problems)
+    for number, (group, members) in enumerate(zip(groups, dealt, strict=True)):
+        halves = [member for member in members if member.local.view.dtype in FLOAT16]
+        copies = [] if masters is None else list(masters[number])
+        if masters is not None and len(copies) != len(halves):
+            raise _refusal(file, [f"group {number} has {len(copies)} master copies for {len(halves)} parameters"])
+        for member, copy in zip(halves, copies, strict=False):
+            yield member, MASTER, _checked(file, member, MASTER, copy)
+        for member, key in zip(members, group["params"], strict=True):
+            for state in MOMENTS:
+                yield member, state, _checked(file, member, state, inner["state"].get(key, {}).get(state))
+
+
+def _checked(file: RankFile, parameter: Parameter, state: str, view: Any) -> View:
+    wanted = parameter.local.view.shape
+    if not isinstance(view, View) or view.shape != wanted:
+        found = f"{list(view.shape)}" if isinstance(view, View) else "missing"
+        raise _refusal(file, [f"`{state}` of {parameter.name} is {found}, the parameter is {list(wanted)}"])
+    return view
+
+
+def _in_buffers(
+    file: RankFile, parameters: list[Parameter], buffers: Mapping[Any, Any], args: Mapping[str, Any]
+) -> Iterator[tuple[Parameter, str, View]]:
+    """The states of the distributed optimizer: one flat buffer for each chunk and dtype, in their order."""
+    kinds = by_buffer(parameters)
+    stored = [
+        (dtypes[0].name if isinstance(dtypes, tuple) else str(dtypes), tensors)
+        for number in sorted(key for key in buffers if isinstance(key, int))
+        for dtypes, tensors in buffers[number].items()
+    ]
+    if [dtype for dtype, _ in stored] != [dtype for _, dtype in kinds]:
+        raise _refusal(
+            file,
+            [
+                f"{DISTRIBUTED_FILE} has buffers for {', '.join(dtype for dtype, _ in stored) or 'nothing'}",
+                f"the model chunks have parameters in {', '.join(dtype for _, dtype in kinds)}",
+            ],
+        )
+    for members, (_, tensors) in zip(kinds.values(), stored, strict=True):
+        yield from _in_buffer(file, members, tensors, args)
+
+
+def _in_buffer(
+    file: RankFile, members: list[Parameter], tensors: Any, args: Mapping[str, Any]
+) -> Iterator[tuple[Parameter, str, View]]:
+    if not isinstance(tensors, dict) or not all(isinstance(tensors.get(key), View) for key in ("param", *MOMENTS)):
+        raise _refusal(
+            file,
+            [f"{DISTRIBUTED_FILE} is not of one tensor for each state, as Megatron-LM writes it since February 2024"],
+        )
+    views = {MASTER: tensors["param"], **{state: tensors[state] for state in MOMENTS}}
+    length = views[MASTER].shape[0]
+    starts = _fitting_starts([member.local.meta.numel for member in members], members, length, args)
+    if starts is None or any(view.shape != (length,) for view in views.values()):
+        raise _refusal(file, [f"a buffer has {length} elements, which is not what {len(members)} parameters take"])
+    for member, start in zip(members, starts, strict=True):
+        for state, view in views.items():
+            meta = TensorMeta(member.local.view.shape, view.dtype)
+            yield member, state, View.of(view.path, view.offset + start * view.itemsize, meta)
+
+
+def _fitting_starts(
+    sizes: list[int], members: list[Parameter], length: int, args: Mapping[str, Any]
+) -> list[int] | None:
+    """Where the parameters begin, by the first way of cutting buckets that gives a buffer of this length."""
+    alone = [are_shared(member, args) for member in members]
+    cuts = [None, bucket_size_of(args)]
+    for cut in reversed(cuts) if args.get("overlap_grad_reduce") else cuts:
+        starts, end = buffer_starts(sizes, alone, cut)
+        if end == length:
+            return starts
+    return None
+
+
+def _groups_with_steps(inner: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The groups without their parameters, and with the number of steps that torch keeps for each parameter."""
+    for group in inner.get("param_groups", []):
+        plain = {key: value for key, value in group.items() if key != "params"}
+        members = [inner.get("state", {}).get(key, {}) for key in group.get("params", [])]
+        steps = [member["step"] for member in members if "step" in member]
+        if "step" not in plain and steps:
+            plain["step"] = _value(steps[0])
+        elif "step" in plain:
+            plain["step"] = _value(plain["step"])
+        yield plain
+
+
+def _value(value: Any) -> Any:
+    return scalar(value) if isinstance(value, View) else value

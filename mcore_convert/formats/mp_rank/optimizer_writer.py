@@ -1,0 +1,135 @@
+"""Optimizer state of a rank as Megatron-LM saves it, with holes for its tensors: the reverse of `mp_rank_optimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mcore_convert.errors import MappingError
+from mcore_convert.formats.base import Training
+from mcore_convert.formats.files.torch_tree import Hole
+from mcore_convert.formats.megatron.modules import EXPERT
+from mcore_convert.formats.mp_rank.parameters import (
+    FLOAT16,
+    MOMENTS,
+    Parameter,
+    are_shared,
+    bucket_size_of,
+    buffer_starts,
+    by_buffer,
+    dealt_to,
+    owned_by,
+)
+from mcore_convert.formats.mp_rank.rank_file import RankFile
+from mcore_convert.spec.config.arguments import TorchDtype
+from mcore_convert.spec.family import Weight
+from mcore_convert.spec.layout import Rank
+from mcore_convert.storage.views import TensorMeta
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def groups_of(training: Training, weights: Iterable[Weight], *, apart: bool) -> list[Groups]:
+    """The parameter groups of each chained optimizer. Under expert parallelism experts have one of their own.
+
+    Args:
+        apart: whether they do in the run that will load the state; the run that saved it may have had another layout.
+    """
+    dense = [group for group in training.groups if not group.get("is_expert_parallel")]
+    experts = [group for group in training.groups if group.get("is_expert_parallel")]
+    if not apart:
+        return [dense or [{**group, "is_expert_parallel": False} for group in experts]]
+    has_biases = any(
+        weight.mcore is not None and EXPERT in weight.mcore and len(weight.shape) == 1 for weight in weights
+    )
+    own = [{**group, "is_expert_parallel": True} for group in dense if has_biases or group.get("wd_mult") != 0]
+    return [dense, experts or own]
+
+
+def optimizer_of(
+    file: RankFile, chained: Sequence[Groups], training: Training, args: Mapping[str, Any], *, masters: bool
+) -> Any:
+    """The entry `optimizer` of a rank's file: a dict, or a list of them where optimizers are chained.
+
+    Args:
+        masters: whether the optimizer keeps master copies, as that of a model in fp32 does not.
+
+    Raises:
+        MappingError: there is no group for a parameter.
+    """
+    parts = []
+    for parameters, groups in zip(owned_by(file, len(chained)), chained, strict=True):
+        inner, copies = _distributed(groups) if training.distributed else _plain(file, parameters, groups, args)
+        if not masters and not training.distributed:
+            parts.append(inner)
+            continue
+        part: dict[str, Any] = {"optimizer": inner}
+        if scaler := training.rest.get("grad_scaler"):
+            part["grad_scaler"] = {**scaler, "scale": Hole.number(scaler["scale"], (1,))}
+        if copies is not None:
+            part["fp32_from_fp16_params"] = copies
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else parts
+
+
+def buffers_of(file: RankFile, rank: Rank, count: int, args: Mapping[str, Any]) -> Any:
+    """The content of `distrib_optim.pt`, for `count` chained optimizers.
+
+    The data-parallel group of what is no expert's reaches over the expert ranks, and its first rank alone saves.
+    """
+    parts: list[Any] = []
+    for which, parameters in enumerate(owned_by(file, count)):
+        if count > 1 and which == 0 and rank.ep > 0:
+            parts.append(None)
+            continue
+        part: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, ((chunk, dtype), members) in enumerate(by_buffer(parameters).items()):
+            bucketed = args.get("overlap_grad_reduce") and rank.pp == chunk == 0
+            _, length = buffer_starts(
+                [member.local.meta.numel for member in members],
+                [are_shared(member, args) for member in members],
+                bucket_size_of(args) if bucketed else None,
+            )
+            tensors: dict[str, Any] = {state: Hole(TensorMeta((length,), "float32")) for state in ("param", *MOMENTS)}
+            gradients = dtype if args.get("accumulate_allreduce_grads_in_fp32") is False else "float32"
+            part[number] = {(TorchDtype(dtype), TorchDtype(gradients)): {**tensors, "numel_unpadded": length}}
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else parts
+
+
+def _distributed(groups: Groups) -> tuple[dict[str, Any], None]:
+    return {"param_groups": [dict(group) for group in groups]}, None
+
+
+def _plain(
+    file: RankFile, parameters: list[Parameter], groups: Groups, args: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[list[Hole]]]:
+    """torch's own state dict, and the master copies of each group.
+
+    torch counts the steps of each parameter by itself; the fused optimizers of Apex and Transformer Engine, whose
+    groups have `bias_correction`, those of a group.
+    """
+    dealt = dealt_to(groups, parameters, args)
+    held = [parameter.name for members in dealt for parameter in members]
+    without = [parameter.name for parameter in parameters if parameter.name not in held]
+    if without or len(held) != len(parameters):
+        raise MappingError(
+            f"the optimizer has {len(groups)} groups, which do not deal out the parameters of `{file.name}`",
+            items=without,
+            hint="--no-optimizer converts the weights alone",
+        )
+    state: dict[int, dict[str, Any]] = {}
+    stored = []
+    copies = []
+    for group, members in zip(groups, dealt, strict=True):
+        keys = list(range(len(state), len(state) + len(members)))
+        fused = "bias_correction" in group
+        for key, member in zip(keys, members, strict=True):
+            shape = member.local.view.shape
+            step = {} if fused else {"step": Hole.number(group.get("step", 0))}
+            state[key] = step | {moment: Hole(TensorMeta(shape, "float32")) for moment in MOMENTS}
+        plain = {name: value for name, value in group.items() if fused or name != "step"}
+        stored.append({**plain, "params": keys})
+        halves = [member for member in members if member.local.view.dtype in FLOAT16]
+        copies.append([Hole(TensorMeta(member.local.view.shape, "float32")) for member in halves])
+    return {"state": state, "param_groups": stored}, copies

@@ -1,0 +1,181 @@
+"""One rank's files in the format `torch`: its model chunks as local tensors, each with the views that hold it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.megatron.flat import Local
+from mcore_convert.formats.mp_rank import old_classes
+from mcore_convert.spec.shard import Box
+from mcore_convert.storage.views import Slot, TensorMeta, View
+
+MODEL_FILE, DISTRIBUTED_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+# Entries of a state dict that are no weights: state of Transformer Engine's modules, rotary frequencies of old runs.
+NO_WEIGHT = ("_extra_state", "inv_freq")
+
+Arrange = Callable[[View], list[Slot]]
+
+
+def as_it_is(view: View) -> list[Slot]:
+    """A local tensor that is stored as Megatron Core's modules have it."""
+    return [Slot(view, Box.whole(view.shape))]
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A rank's part of a weight: its key on disk, its view, and how a view of its stored shape holds its boxes.
+
+    `arrange` also serves the optimizer's states, which are stored as the parameter is.
+    """
+
+    key: str
+    view: View
+    arrange: Arrange = as_it_is
+
+    @property
+    def meta(self) -> TensorMeta:
+        return TensorMeta(self.view.shape, self.view.dtype)
+
+
+# The tensors of one model chunk by the names that Megatron Core's modules give them, in the order of its file, which is
+# that of the modules.
+Chunk = Mapping[str, LocalTensor]
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank saved. `tree` is the content of its file without the model.
+
+    `reserved_buffers` is the content of a `distrib_optim.pt` that is laid out but not there yet.
+    """
+
+    name: str
+    path: Path
+    tree: Mapping[str, Any]
+    chunks: tuple[Chunk, ...]
+    reserved_buffers: Any = None
+
+    @property
+    def iteration(self) -> Any:
+        """The iteration; `total_iters` is what old versions call it."""
+        return self.tree.get("iteration", self.tree.get("total_iters"))
+
+    def label(self, chunk: int) -> str:
+        """What to put before a key of a chunk: the rank, and the chunk where there are several."""
+        return f"{self.name}: " if len(self.chunks) == 1 else f"{self.name} model{chunk}: "
+
+    @cached_property
+    def distributed(self) -> Any:
+        """The content of `distrib_optim.pt`, or None."""
+        if self.reserved_buffers is not None:
+            return self.reserved_buffers
+        file = self.path.with_name(DISTRIBUTED_FILE)
+        return TorchFile(file).tree if file.is_file() else None
+
+
+def args_of(tree: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The run's arguments, where the file has them."""
+    args = tree.get("args")
+    return dict(vars(args)) if isinstance(args, argparse.Namespace) else None
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The content of a rank's file.
+
+    Raises:
+        UnreadableCheckpoint: it is damaged, or no checkpoint of a model.
+    """
+    tree = TorchFile(path).tree
+    if not isinstance(tree, dict):
+        raise UnreadableCheckpoint(f"`{path}` is not the dict that Megatron-LM saves")
+    return tree
+
+
+def models_of(tree: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    """The state dict of each model chunk: `model`, or `model0`, `model1` and so on with virtual stages.
+
+    Raises:
+        UnreadableCheckpoint: there is none.
+    """
+    models = [tree["model"]] if "model" in tree else []
+    while "model" not in tree and f"model{len(models)}" in tree:
+        models.append(tree[f"model{len(models)}"])
+    if not models or not all(isinstance(model, dict) for model in models):
+        raise UnreadableCheckpoint(f"{where} has no `model`", items=[f"it has `{key}`" for key in tree])
+    return models
+
+
+def chunks_of(tree: Mapping[str, Any], args: Mapping[str, Any], where: str) -> tuple[Chunk, ...]:
+    """The chunks of a rank, whether its model is of Megatron Core's classes or of those before.
+
+    Raises:
+        UnreadableCheckpoint: its experts lie in one tensor.
+        MappingError: the names of an old model are not those of a GPT model.
+    """
+    chunks: list[Chunk] = []
+    for model in models_of(tree, where):
+        if old_classes.is_old(model):
+            chunks.append(_old_chunk(model, tree.get("checkpoint_version") or 0, args))
+            continue
+        joined = [key for key in model if re.search(r"mlp\.experts\.weight[12]$", key)]
+        if joined:
+            raise UnreadableCheckpoint(
+                f"{where} keeps all experts of a layer in one transposed tensor (`GroupedMLP`), which is not read",
+                items=joined,
+                hint="save the run as `torch_dist`, where experts are told apart",
+            )
+        views = {key: view for key, view in model.items() if isinstance(view, View) and not key.endswith(NO_WEIGHT)}
+        chunks.append({key: LocalTensor(key, view) for key, view in views.items()})
+    return tuple(chunks)
+
+
+def _old_chunk(model: Mapping[str, Any], version: float, args: Mapping[str, Any]) -> Chunk:
+    """The chunk of an old model; the order of its q, k and v also is that of the optimizer's states."""
+    tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
+    heads, kv_channels = args["num_attention_heads"], args.get("kv_channels")
+    arrange = functools.partial(
+        old_classes.qkv_slots,
+        version=version,
+        heads=heads // tp,
+        kv_channels=kv_channels or args["hidden_size"] // heads,
+    )
+    return {
+        name: LocalTensor(name, view, arrange if old_classes.QKV in name else as_it_is)
+        for name, view in old_classes.named(model).items()
+    }
+
+
+def num_layers_of(chunk: Chunk, where: str) -> int:
+    """How many decoder layers a chunk holds; they are numbered from 0 in each chunk.
+
+    Raises:
+        UnreadableCheckpoint: a number is left out.
+    """
+    numbers = {int(found[1]) for found in map(LAYER.match, chunk) if found is not None}
+    if numbers != set(range(len(numbers))):
+        raise UnreadableCheckpoint(f"{where} holds the layers {sorted(numbers)}, which leave numbers out")
+    return len(numbers)
+
+
+def slots_in_global(slots: list[Slot], local: Local) -> list[Slot]:
+    """Slots of a local tensor as slots of the global tensor that it is a part of."""
+    found = []
+    for view, box in slots:
+        for inside, outside in local.boxes:
+            common = inside.intersect(box)
+            if common is not None:
+                moved = common.relative_to(inside.offsets)
+                there = Box(tuple(a + b for a, b in zip(moved.offsets, outside.offsets, strict=True)), moved.sizes)
+                found.append(Slot(view.narrow(common.relative_to(box.offsets)), there))
+    return found

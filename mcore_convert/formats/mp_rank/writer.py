@@ -1,0 +1,207 @@
+"""Reserving rank files for a layout: the directory that Megatron-LM itself would have saved there."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import LayoutError
+from mcore_convert.formats.base import LayerSpec, Request, Reservation, Training
+from mcore_convert.formats.files.torch_tree import Hole, reserve_tree
+from mcore_convert.formats.megatron.flat import local_of
+from mcore_convert.formats.megatron.modules import (
+    EXPERT,
+    EXTRA_STATE,
+    SEQUENTIAL,
+    TRANSFORMER_ENGINE,
+    in_module_order,
+    name_in_module,
+)
+from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
+from mcore_convert.formats.mp_rank import layout as mp_rank_layout
+from mcore_convert.formats.mp_rank.checkpoint import MpRankCheckpoint
+from mcore_convert.formats.mp_rank.optimizer_writer import Groups, buffers_of, groups_of, optimizer_of
+from mcore_convert.formats.mp_rank.rank_file import DISTRIBUTED_FILE, MODEL_FILE, Chunk, LocalTensor, RankFile
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
+from mcore_convert.spec.layout import Layout, Rank, Stage
+from mcore_convert.spec.names import MASTER, Index, spell
+from mcore_convert.storage.views import TensorMeta, View
+
+State = dict[str, Hole | None]  # the state dict of a model chunk, its tensors not filled
+
+
+@dataclass(frozen=True)
+class MpRankOptions:
+    """What a user may choose for a target: the `implementation` whose names its modules have; the source's for None."""
+
+    implementation: str | None = None
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is the same on all ranks."""
+
+    rows: Sequence[Weight]
+    dims: Dims
+    dtype_of: Mapping[Item, str]
+    layout: Layout
+    implementation: str
+    experts: str
+
+    def state(self, rank: Rank, vpp: int) -> State:
+        """The state dict of a model chunk: its tensors in the order of the modules, each module's extra state last."""
+        shared = Hole(TensorMeta((len(EXTRA_STATE),), "uint8"), EXTRA_STATE)
+        extra = shared if self.implementation == TRANSFORMER_ENGINE else None
+        state: State = {}
+        stage = Stage(vpp, rank.pp)
+        entries = list(self._entries(stage, rank.ep))
+        for number, (name, weight, at) in enumerate(entries):
+            module, _, _ = name.rpartition(".")
+            if module.endswith("self_attention.linear_proj") and extra is not None and name.endswith("weight"):
+                state[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = extra
+            shape = local_of(
+                weight.shard, self.dims.padded_shape(weight.shape, vocab=weight.vocab), self.layout.tp, rank.tp
+            ).shape
+            state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
+            is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
+            if is_last and self._has_extra_state(module):
+                state[f"{module}._extra_state"] = extra
+        if stage == self._last:
+            state["output_layer._extra_state"] = None
+        return state
+
+    @property
+    def _last(self) -> Stage:
+        return Stage(self.layout.num_virtual_stages - 1, self.layout.pp - 1)
+
+    def _has_extra_state(self, module: str) -> bool:
+        """Every linear layer has one, and with Transformer Engine every norm that is a module of its own."""
+        last = module.rpartition(".")[2]
+        norms = self.implementation == TRANSFORMER_ENGINE and last.endswith("layernorm")
+        return last.startswith("linear_") or norms
+
+    def _entries(self, stage: Stage, ep: int) -> Iterator[tuple[str, Weight, Index]]:
+        """The tensors of a chunk as its modules register them."""
+        for per_layer, group in itertools.groupby(self.rows, key=lambda weight: weight.per_layer):
+            rows = list(group)
+            if per_layer:
+                for local, layer in enumerate(self.layout.stages(self.dims.num_layers)[stage]):
+                    yield from self._layer(rows, local, layer, ep)
+                continue
+            for weight in rows:
+                assert weight.mcore is not None
+                is_first = weight.mcore.startswith("embedding.")
+                if stage == (Stage(0, 0) if is_first else self._last):
+                    yield weight.mcore, weight, Index()
+                if weight.mcore == EMBEDDING:
+                    embedding = weight
+        if stage == self._last and self.dims.tied and stage.pp > 0:
+            yield OUTPUT, embedding, Index()
+
+    def _layer(self, rows: list[Weight], local: int, layer: int, ep: int) -> Iterator[tuple[str, Weight, Index]]:
+        """The tensors of a layer. Experts follow one another, in each linear layer where those are grouped."""
+
+        def module(weight: Weight) -> str:
+            assert weight.mcore is not None
+            if EXPERT not in weight.mcore:
+                return weight.mcore
+            return EXPERT if self.experts == SEQUENTIAL else weight.mcore.rpartition(".")[0]
+
+        for name, group in itertools.groupby(rows, key=module):
+            members = list(group)
+            if EXPERT not in name:
+                yield from ((self._name(weight, Index(local)), weight, Index(layer)) for weight in members)
+                continue
+            for number, expert in enumerate(self.layout.experts(self.dims.num_experts or 0, ep)):
+                for weight in members:
+                    yield self._name(weight, Index(local, number)), weight, Index(layer, expert)
+
+    def _name(self, weight: Weight, at: Index) -> str:
+        assert weight.mcore is not None
+        return spell(name_in_module(weight.mcore, self.implementation, self.experts), at)
+
+
+def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
+    """Lay out the files of every rank, with the tracker file. Their modules are those of the request's layer spec.
+
+    Raises:
+        LayoutError: experts would be cut for another tensor parallelism than the rest of the model.
+        MappingError: the optimizer's groups do not deal out the parameters.
+    """
+    path, dims, dtype_of, layout = request.path, request.dims, request.dtype_of, request.layout
+    common, training = request.common, request.training
+    spec = request.layer_spec or LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL)
+    if request.options.implementation is not None:
+        spec = replace(spec, implementation=request.options.implementation)
+    if dims.num_experts and layout.etp not in (None, layout.tp):
+        raise LayoutError(f"the format `torch` cannot hold experts cut for etp = {layout.etp} beside tp = {layout.tp}")
+    folder = path / name_of(request.iteration)
+    reservation = Reservation(path)
+    rows = in_module_order(
+        [w for w in request.family.weights if w.mcore is not None and w.when(dims)], spec.implementation
+    )
+    model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts)
+    apart = bool(dims.num_experts) and layout.ep > 1
+    chained = None if training is None else groups_of(training, rows, apart=apart)
+    masters = any(item.state == MASTER for item in dtype_of)
+    files = {
+        rank: _reserve_rank(folder, rank, model, common, training, chained, masters, reservation)
+        for rank in layout.ranks()
+    }
+    reservation.texts = {path / TRACKER: tracker_bytes(request.iteration)}
+    stages = layout.stages(dims.num_layers)
+    reserved = MpRankCheckpoint(folder, files, common["args"], layout, stages, spec.implementation, spec.experts)
+    return reserved, reservation
+
+
+def _reserve_rank(
+    folder: Path,
+    rank: Rank,
+    model: _Model,
+    common: Mapping[str, Any],
+    training: Training | None,
+    chained: list[Groups] | None,
+    masters: bool,
+    reservation: Reservation,
+) -> RankFile:
+    """Lay out the files of one rank."""
+    name = mp_rank_layout.rank_name(rank, model.layout)
+    path = folder / name / MODEL_FILE
+    count = model.layout.num_virtual_stages
+    models = ["model"] if count == 1 else [f"model{vpp}" for vpp in range(count)]
+    states: dict[str, Any] = {key: model.state(rank, vpp) for vpp, key in enumerate(models)}
+    args = common["args"]
+    tree: dict[str, Any] = {**common, "args": argparse.Namespace(**args), **states}
+    buffers = None
+    if training is not None and chained is not None:
+        planned = RankFile(name, path, {}, tuple(_planned(path, state) for state in states.values()))
+        tree["optimizer"] = optimizer_of(planned, chained, training, args, masters=masters)
+        if training.scheduler is not None:
+            tree["opt_param_scheduler"] = dict(training.scheduler)
+        tree |= {key: value for key, value in training.rest.items() if key != "grad_scaler"}
+        if training.distributed:
+            content = buffers_of(planned, rank, len(chained), args)
+            buffers = reserve_tree(path.with_name(DISTRIBUTED_FILE), content, reservation)
+    laid_out = reserve_tree(path, tree, reservation)
+    chunks = tuple(_chunk(laid_out.pop(key)) for key in models)
+    return RankFile(name, path, laid_out, chunks, buffers)
+
+
+def _planned(path: Path, state: State) -> Chunk:
+    """A chunk before it is laid out: its tensors' shapes and dtypes count, their offsets do not."""
+    held = {key: hole for key, hole in state.items() if hole is not None and hole.content is None}
+    return {key: LocalTensor(key, View.of(path, 0, hole.meta)) for key, hole in held.items()}
+
+
+def _chunk(views: Mapping[str, View | None]) -> Chunk:
+    return {
+        key: LocalTensor(key, view)
+        for key, view in views.items()
+        if view is not None and not key.endswith("_extra_state")
+    }

@@ -1,0 +1,96 @@
+"""The on-disk formats that are known: those of this package, and those that others register.
+
+Another package adds a format through the entry point `mcore_convert.formats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import ConfigError, ConvertError, UnreadableCheckpoint
+from mcore_convert.formats import hf, mp_rank, torch_dist
+from mcore_convert.formats.base import Format, Side
+
+GROUP = "mcore_convert.formats"
+# The first of each side is what a conversion from the other side writes unless told otherwise.
+OWN = (hf.FORMAT, torch_dist.FORMAT, mp_rank.FORMAT, torch_dist.ZARR_FORMAT)
+
+
+@lru_cache(maxsize=1)
+def formats() -> dict[str, Format]:
+    """Return every known format by its name."""
+    known = {each.name: each for each in OWN}
+    for point in entry_points(group=GROUP):
+        each = point.load()
+        if not isinstance(each, Format) or each.name != point.name:
+            raise ConfigError(f"the entry point `{point.name}` of `{GROUP}` is not a format of that name")
+        if each.name in known:
+            raise ConfigError(f"two formats are called `{each.name}`", hint="uninstall one of their packages")
+        known[each.name] = each
+    return known
+
+
+def targets(side: Side | None = None) -> tuple[str, ...]:
+    """Return the names of the formats that can be written; those of one side where it is given."""
+    return tuple(name for name, each in formats().items() if each.reserve is not None and side in (None, each.side))
+
+
+def target_named(name: str) -> Format:
+    """Return a format that can be written.
+
+    Raises:
+        ConvertError: there is none of this name; those that exist are listed.
+    """
+    if name not in targets():
+        raise ConvertError(f"there is no format `{name}`", hint=f"known are {', '.join(targets())}")
+    return formats()[name]
+
+
+def default_target(side: Side) -> str:
+    """Return the format that is written on a side unless another is asked for."""
+    return targets(side)[0]
+
+
+def directory_of(path: Path) -> Path:
+    """Return the directory of a checkpoint that is named by one of its files or folders; others are themselves.
+
+    Raises:
+        UnreadableCheckpoint: its directory is read from other files.
+    """
+    directories = (each.directory_of(path) for each in formats().values())
+    return next((directory for directory in directories if directory is not None), path)
+
+
+def format_of(path: Path) -> Format | None:
+    """Return the format of a checkpoint's own directory; None where no format claims it.
+
+    Raises:
+        UnreadableCheckpoint: several formats claim it.
+    """
+    claims = [each for each in formats().values() if each.detect(path)]
+    if len(claims) > 1:
+        raise UnreadableCheckpoint(
+            f"`{path}` holds checkpoints in several formats",
+            items=[f"{each.name}: {each.file_names}" for each in claims],
+            hint="keep one of them in the directory",
+        )
+    return claims[0] if claims else None
+
+
+def options_for(target: Format, given: Mapping[str, Any]) -> Any:
+    """Return a format's own options with what a user gave; None stands for what was not given.
+
+    Raises:
+        ConvertError: an option that this format has no use for.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    own = {field.name for field in fields(target.options)}
+    idle = [f"--{name.replace('_', '-')}" for name in values if name not in own]
+    if idle:
+        raise ConvertError(f"the format `{target.name}` has no use for {', '.join(idle)}", hint="leave it out")
+    return target.options(**values)

@@ -1,0 +1,18 @@
+"""The format `torch_dist`: Megatron's distributed checkpoints; and `zarr`, their storage before, read only."""
+
+from mcore_convert.formats.base import Format, Side
+from mcore_convert.formats.torch_dist import zarr
+from mcore_convert.formats.torch_dist.checkpoint import TORCH_DIST, ZARR, detect, directory_of, open_torch_dist
+from mcore_convert.formats.torch_dist.writer import reserve
+
+FORMAT = Format(
+    TORCH_DIST,
+    Side.MEGATRON,
+    detect,
+    open_torch_dist,
+    reserve,
+    file_names=".metadata",
+    holds_optimizer=True,
+    directory_of=directory_of,
+)
+ZARR_FORMAT = Format(ZARR, Side.MEGATRON, zarr.detect, zarr.open_zarr, file_names=".zarray")

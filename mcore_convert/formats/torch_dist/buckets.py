@@ -1,0 +1,185 @@
+"""The form `dp_reshardable` of the distributed optimizer's state: flat buckets, found back by the order of the modules.
+
+A group of data-parallel ranks (one for each tensor and pipeline rank, and for each expert rank where experts have an
+optimizer of their own) has a buffer for each model chunk and dtype, cut into buckets. A bucket holds parameters in the
+reverse of their order in the module, each from a multiple of 64 elements on (Megatron Core, `param_and_grad_buffer.py`,
+`_ParamAndGradBuffer`; `distrib_optimizer.py`, `sharded_param_state_dp_reshardable`). No name is stored. The order is
+that of one of Megatron's layer specs; which of them is found by comparing master copies with the model's weights.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.base import Findings
+from mcore_convert.formats.megatron.flat import slots_of_flat
+from mcore_convert.formats.megatron.module_buffers import Buffer, Found, Misfit, Place, Run, arranged, orders_of
+from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.torch_dist.keys import StateKeys
+from mcore_convert.spec import gpt
+from mcore_convert.spec.config import arguments
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Item
+from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, Index
+from mcore_convert.spec.shard import Box
+from mcore_convert.storage.elements import Files, round_to
+from mcore_convert.storage.views import Slot, View, cut
+
+BUCKET_KEY = re.compile(
+    r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
+    r"\.dtype_\((?:torch\.)?(?P<dtype>\w+),[^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
+)
+KINDS = {MASTER: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
+PROBE = 64  # elements of each parameter that are compared to find the order
+WITHOUT = "leave the optimizer state behind with --no-optimizer"
+
+
+@dataclass(frozen=True)
+class BucketState:
+    """Optimizer state in buckets. `keys` has the key on disk of each kind of state in each bucket."""
+
+    directory: dcp.Directory
+    keys: Mapping[Place, Mapping[str, str]]
+    weights: StateKeys
+    stored_args: Mapping[str, Any] | None
+    found_by_order = True
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What it keeps of every trained weight."""
+        kinds = set().union(*(by_kind.keys() for by_kind in self.keys.values()))
+        return tuple(state for state, kind in KINDS.items() if kind in kinds)
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        """The boxes of one state of one weight; vocabulary rows come with their padding."""
+        slots = []
+        found = self._founds.get((item.weight.mcore or "", item.at), [])
+        for each in found:
+            if not each.is_replica:
+                slots += self._slots(each, item.state)
+        if not found:
+            findings.missing.append(str(item))
+        return slots
+
+    def replicas(self, item: Item, dims: Dims) -> Iterator[tuple[Slot, str]]:
+        """The copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
+        for each in self._founds.get((item.weight.mcore or "", item.at), []):
+            if each.is_replica:
+                for slot in self._slots(each, item.state):
+                    yield slot, f"{each.rank} holds another value of its optimizer state"
+
+    @cached_property
+    def run(self) -> Run:
+        """The model and the layout of the run that saved the buckets.
+
+        Raises:
+            UnreadableCheckpoint: its arguments are not stored, or describe weights that are not known here.
+        """
+        where = f"the optimizer state in `{self.directory.path}`"
+        if self.stored_args is None:
+            raise UnreadableCheckpoint(f"{where} cannot be found: the run's arguments are not stored", hint=WITHOUT)
+        args = arguments.normalise(self.stored_args)
+        reasons = gpt.refusals(args)
+        if reasons:
+            raise UnreadableCheckpoint(
+                f"{where} cannot be found: the weights of such a model are not known", items=reasons, hint=WITHOUT
+            )
+        rows = self.weights.tensors[gpt.EMBEDDING].shape[0]
+        dims = Dims.of(args, vocab_size=rows, padded_vocab_size=rows)
+        return Run.of(args, dims, [weight for weight in gpt.weights(args) if weight.trained])
+
+    @cached_property
+    def _founds(self) -> Mapping[tuple[str, Index], list[Found]]:
+        """Where every parameter lies, in the one order of which a sample of the data proves that it is right.
+
+        Raises:
+            UnreadableCheckpoint: in no known order do the parameters fit the buckets and round to the weights.
+        """
+        buffers = self._buffers()
+        reasons = []
+        for order in orders_of(self.run):
+            try:
+                founds = arranged(self.run, order, buffers, self.weights.dtype_of)
+                self._probe(founds)
+            except Misfit as misfit:
+                reasons.append(f"{order}: {misfit}")
+            else:
+                return founds
+        raise UnreadableCheckpoint(
+            f"the optimizer state in `{self.directory.path}` is not in the order of any known layer spec",
+            items=reasons,
+            hint=f"save it again with --dist-ckpt-optim-fully-reshardable, or {WITHOUT}",
+        )
+
+    def _buffers(self) -> dict[tuple[int, int, int], Buffer]:
+        """The sizes of the buckets of each buffer, without the padding at their ends."""
+        buffers: dict[tuple[int, int, int], Buffer] = {}
+        kinds = {KINDS[state] for state in self.states}
+        for place, by_kind in sorted(self.keys.items()):
+            number = place[3]
+            sizes = {self.directory.tensors[key].shape for key in by_kind.values()}
+            dtypes = {match["dtype"] for key in by_kind.values() if (match := BUCKET_KEY.search(key))}
+            known = buffers.setdefault((place[0], place[1], place[2]), Buffer(min(dtypes), []))
+            if set(by_kind) != kinds or len(sizes) != 1 or len(known.sizes) != number or dtypes != {known.dtype}:
+                raise UnreadableCheckpoint(
+                    f"the optimizer state in `{self.directory.path}` is not whole",
+                    items=[f"{key} {list(self.directory.tensors[key].shape)}" for key in by_kind.values()],
+                )
+            ((size,),) = sizes
+            known.sizes.append(size)
+        return buffers
+
+    def _probe(self, founds: Mapping[tuple[str, Index], list[Found]]) -> None:
+        """Prove on the first elements of every parameter that its master copy rounds to the weight.
+
+        Raises:
+            Misfit: it does not.
+        """
+        rows = {weight.mcore: weight for weight in self.run.rows}
+        with Files() as files:
+            for (name, at), places in founds.items():
+                weights = self.weights.locate(rows[name], at, self.run.dims, Findings())
+                for found in places:
+                    for master in self._slots(found, MASTER, PROBE):
+                        if not all(_rounds_to(files, master, part) for part in cut(weights, master.box)):
+                            raise Misfit(f"the master copy of `{found.name}` on {found.rank} does not round to it")
+
+    def _slots(self, found: Found, state: str, count: int | None = None) -> list[Slot]:
+        """The slots of one parameter on one rank, or of its first elements."""
+        end = found.start + found.local.numel if count is None else found.start + min(count, found.local.numel)
+        key = self.keys[found.place][KINDS[state]]
+        return slots_of_flat(list(self._pieces(key, found.start, end)), found.start, found.local)
+
+    def _pieces(self, key: str, start: int, end: int) -> Iterator[tuple[int, View]]:
+        """A range of a bucket as one-dimensional views, each with its offset. Headers of paddings are not read."""
+        if key not in self._chunks:
+            chunks = sorted(self.directory.chunks[key], key=lambda chunk: chunk.box.offsets)
+            self._chunks[key] = chunks, [chunk.box.offsets[0] for chunk in chunks], {}
+        chunks, offsets, views = self._chunks[key]
+        for number in range(max(0, bisect_right(offsets, start) - 1), len(chunks)):
+            (offset,), (size,) = chunks[number].box
+            low, high = max(offset, start), min(offset + size, end)
+            if offset >= end:
+                break
+            if low < high:
+                view = views.get(number) or views.setdefault(number, self.directory.view(key, chunks[number]))
+                yield low, view.narrow(Box((low - offset,), (high - low,)))
+
+    @cached_property
+    def _chunks(self) -> dict[str, tuple[list[dcp.Chunk], list[int], dict[int, View]]]:
+        return {}
+
+
+def _rounds_to(files: Files, master: Slot, weight: Slot) -> bool:
+    """Whether a master copy, rounded to the weight's dtype, is the weight, which lies within its box."""
+    view = master.view.narrow(weight.box.relative_to(master.box.offsets))
+    values, wanted = files.array(view), files.array(weight.view)
+    if view.dtype != weight.view.dtype:
+        values = round_to(values, weight.view.dtype)
+    return bool((values == wanted).all())

@@ -1,0 +1,251 @@
+"""Directories of `torch.distributed.checkpoint`: `.metadata` and the `.distcp` files, without torch.
+
+A key is a tensor cut into chunks or an object. Each chunk is a `torch.save` archive of its own, somewhere in one of
+the files (torch, `distributed/checkpoint/filesystem.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from mcore_convert.errors import UnreadableCheckpoint, fold
+from mcore_convert.formats.files import pickle_writer, pickles
+from mcore_convert.formats.files.pickle_writer import Call, Global, Instance
+from mcore_convert.formats.files.pickles import are_counts
+from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.spec.config.arguments import TorchDtype
+from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.storage.views import Slot, TensorMeta, View, is_inside, open_error, untiled
+
+logger = logging.getLogger(__name__)
+
+METADATA = ".metadata"
+SIZE = Global("torch", "Size")
+STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+
+
+class Place(NamedTuple):
+    """Where one archive lies."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A box of a key's tensor, and its archive."""
+
+    box: Box
+    place: Place
+
+
+@dataclass(frozen=True)
+class Directory:
+    """What `.metadata` says: for each key its tensor and chunks, or where its object lies.
+
+    `unflattened` has the shape `[sizes]` of a tensor that Megatron Core 0.8 to 0.15 stored as `[*grid, elements]`: cut
+    into equal cells, each of them flattened.
+    """
+
+    path: Path
+    tensors: dict[str, TensorMeta]
+    chunks: dict[str, list[Chunk]]
+    objects: dict[str, Place]
+    unflattened: Mapping[str, Shape] = field(default_factory=dict)
+    flattens: ClassVar[bool] = True
+
+    def check(self, keys: Iterable[str]) -> None:
+        """Prove that the chunks of these keys tile their tensors, and that every file is there and long enough.
+
+        Raises:
+            UnreadableCheckpoint: with every file and every key that is not.
+        """
+        needed: dict[str, int] = {}
+        for place in [chunk.place for chunks in self.chunks.values() for chunk in chunks] + list(self.objects.values()):
+            needed[place.file] = max(needed.get(place.file, 0), place.offset + place.length)
+        problems = []
+        for file, size in sorted(needed.items()):
+            path = self.path / file
+            if not path.is_file():
+                problems.append(f"{file} is missing")
+            elif path.stat().st_size < size:
+                problems.append(f"{file} has {path.stat().st_size} of {size} bytes")
+        if problems:
+            raise UnreadableCheckpoint(
+                f"`{self.path}` is not whole",
+                items=problems,
+                hint="copy the checkpoint again: every rank of the run wrote files of its own",
+            )
+        for key in keys:
+            reason = untiled([chunk.box for chunk in self.chunks[key]], self.tensors[key].shape)
+            if reason is not None:
+                problems.append(f"{key} {list(self.tensors[key].shape)}: {reason}")
+        if problems:
+            raise UnreadableCheckpoint(f"the chunks in `{self.path}` do not make whole tensors", items=problems)
+
+    def slots(self, key: str) -> list[Slot]:
+        """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers."""
+        return [Slot(self.view(key, chunk), chunk.box) for chunk in self.chunks[key]]
+
+    def view(self, key: str, chunk: Chunk) -> View:
+        """The tensor of one chunk; reads its header."""
+        place = chunk.place
+        view = TorchFile(self.path / place.file, place.offset, place.length).tree
+        meta = self.tensors[key]
+        if not isinstance(view, View) or view.shape != chunk.box.sizes or view.dtype != meta.dtype:
+            raise UnreadableCheckpoint(
+                f"`{self.path / place.file}` does not hold what `{METADATA}` says",
+                items=[f"{key} at {list(chunk.box.offsets)}: {list(chunk.box.sizes)} {meta.dtype} expected"],
+            )
+        return view
+
+    def object(self, key: str) -> Any:
+        """The object of a key."""
+        place = self.objects[key]
+        return TorchFile(self.path / place.file, place.offset, place.length).tree
+
+
+def read(path: Path) -> Directory:
+    """Read `.metadata` of a directory; no other file is opened.
+
+    Raises:
+        UnreadableCheckpoint: it is missing, damaged, or uses a storage option that is not supported.
+    """
+    file = path / METADATA
+    try:
+        logger.debug("opened %s for its header", file)
+        with file.open("rb") as opened, _without_collection():
+            return _decoded(path, pickles.load(opened, f"`{file}`"))
+    except OSError as error:
+        raise open_error(file, error) from error
+    except pickles.DAMAGE as error:
+        reason = pickles.reason_of(error)
+        raise UnreadableCheckpoint(f"`{file}` is not the metadata of a checkpoint: {reason}") from error
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Reading makes hundreds of thousands of objects and no garbage: looking for some takes most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
+    places: dict[tuple[str, Shape | None], Place] = {}
+    files = set()
+    for index, info in metadata.storage_data.items():
+        if info.transform_descriptors:
+            raise UnreadableCheckpoint(f"`{path}` stores its chunks compressed, which is not supported")
+        if not are_counts(info.offset, info.length):
+            raise ValueError(f"{index.fqn} lies at {info.offset!r}, {info.length!r} bytes long")
+        file = str(info.relative_path)
+        files.add(file)
+        places[index.fqn, index.offset] = Place(file, info.offset, info.length)
+    outside = sorted(file for file in files if not is_inside(file))
+    if outside:
+        raise UnreadableCheckpoint(f"`{path / METADATA}` names files outside of its directory", items=outside)
+    tensors: dict[str, TensorMeta] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    objects: dict[str, Place] = {}
+    lost = []
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, pickles.TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            if not isinstance(dtype, TorchDtype) or not are_counts(*entry.size):
+                raise ValueError(f"{key} has no shape or no dtype")
+            tensors[key] = TensorMeta(entry.size, dtype.name)
+            chunks[key] = []
+            for chunk in entry.chunks:
+                fits = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+                if not fits or not are_counts(*chunk.offsets, *chunk.sizes):
+                    raise ValueError(f"{key} has a chunk that is no part of it")
+                place = places.get((key, chunk.offsets))
+                if place is None:
+                    lost.append(f"{key} at {list(chunk.offsets)}")
+                else:
+                    chunks[key].append(Chunk(Box(chunk.offsets, chunk.sizes), place))
+        elif (key, None) in places:
+            objects[key] = places[key, None]
+        else:
+            lost.append(key)
+    if lost:
+        raise UnreadableCheckpoint(f"`{path / METADATA}` does not say where these lie", items=fold(lost))
+    return Directory(path, tensors, chunks, objects, _unflattened(metadata, tensors))
+
+
+def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> dict[str, Shape]:
+    """The shapes from before flattening (Megatron Core, `strategies/torch.py`, `mcore_data`)."""
+    found: dict[str, Shape] = {}
+    for key, known in getattr(metadata, "mcore_data", {}).items():
+        shape = known.get("nd_reformulated_orig_global_shape")
+        if shape is None or key not in tensors:
+            continue
+        stored, whole = tensors[key], TensorMeta(tuple(shape), tensors[key].dtype)
+        grid = stored.shape[:-1]
+        if len(grid) != len(shape) or not are_counts(*shape) or stored.numel != whole.numel:
+            raise ValueError(f"{key} {list(stored.shape)} cannot have been {shape!r} before it was flattened")
+        if any(count == 0 or size % count for size, count in zip(shape, grid, strict=True)):
+            raise ValueError(f"{key} {list(stored.shape)} is not made of equal parts of {shape!r}")
+        found[key] = whole.shape
+    return found
+
+
+def metadata_bytes(tensors: dict[str, TensorMeta], chunks: dict[str, list[Chunk]], objects: dict[str, Place]) -> bytes:
+    """The content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it."""
+    entries: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    for key, meta in tensors.items():
+        boxes = [
+            Instance(_dcp("ChunkStorageMetadata"), {"offsets": _size(c.box.offsets), "sizes": _size(c.box.sizes)})
+            for c in chunks[key]
+        ]
+        layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+        memory_format = Call(_dcp("_MEM_FORMAT_ENCODING"), (0,))
+        properties = (TorchDtype(meta.dtype), layout, False, memory_format, False)
+        entries[key] = Instance(
+            _dcp("TensorStorageMetadata"),
+            {"properties": Instance(_dcp("TensorProperties"), properties), "size": _size(meta.shape), "chunks": boxes},
+        )
+        for chunk in chunks[key]:
+            storage[_index(key, _size(chunk.box.offsets))] = _info(chunk.place)
+    for key, place in objects.items():
+        entries[key] = Instance(_dcp("BytesStorageMetadata"), None)
+        storage[_index(key, None)] = _info(place)
+    state = {"state_dict_metadata": entries, "planner_data": None, "storage_data": storage, "storage_meta": None}
+    return pickle_writer.dumps(Instance(_dcp("Metadata"), {**state, "version": None}))
+
+
+def _index(key: str, offset: Call | None) -> Instance:
+    return Instance(_dcp("MetadataIndex"), {"fqn": key, "offset": offset, "index": None})
+
+
+def _info(place: Place) -> Instance:
+    state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
+    return Instance(STORAGE_INFO, state)
+
+
+def _size(shape: Shape) -> Call:
+    return Call(SIZE, (shape,))
+
+
+@lru_cache
+def _dcp(name: str) -> Global:
+    """A class of torch's metadata; always the same object, so that its name is written once."""
+    return Global("torch.distributed.checkpoint.metadata", name)
+
+
+def exists(path: Path) -> bool:
+    """Whether a directory looks like one of these."""
+    return (path / METADATA).is_file()

@@ -1,0 +1,49 @@
+"""Traits of a `torch_dist` checkpoint: the versions that write such files, the form of its optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.formats.base import Common
+
+
+def written_by(common: Common, path: Path) -> str:
+    """The Megatron Core versions that write such files; no version is stored, so it is told from their traits."""
+    args, state = common.args or {}, common.state
+    if "norm_epsilon" in args and "layernorm_epsilon" in args:
+        return "mcore-convert"
+    traits = (
+        ("content_metadata" in state, "0.13", "0.12"),
+        ("layernorm_epsilon" in args, "0.16", "0.15"),
+        ("null_tokenizer_eod_id" in args, "0.18", "0.17"),
+        (not (path / "common.pt").is_file(), "0.19", "0.18"),
+    )
+    low = next((since for there, since, _ in reversed(traits) if there), "0.8")
+    # Only what is absent after the last trait that is there bounds it: an object of arguments may be incomplete.
+    after = traits[[since for _, since, _ in traits].index(low) + 1 :] if low != "0.8" else traits
+    return f"Megatron Core {low} to {after[0][2]}" if after else f"Megatron Core {low} or later"
+
+
+def optimizer_form(common: Common, keys: list[str]) -> str | None:
+    """How the optimizer's tensors are stored; None where there are none."""
+    if not keys:
+        return None
+    state = common.state
+    said = _dict(state, "content_metadata").get("distrib_optim_sharding_type")
+    optimizer = _dict(state, "optimizer")
+    for part in (optimizer, _dict(optimizer, 0)):
+        said = said or part.get("param_state_sharding_type")
+    if said:
+        return f"distributed, {said}"
+    if any(".state.fp32_param." in key for key in keys):
+        return "plain, with fp32 master weights"
+    if any("optimizer.distributed." in key for key in keys):
+        return "distributed, in buckets"
+    return "plain"
+
+
+def _dict(state: Mapping[Any, Any], key: object) -> Mapping[Any, Any]:
+    found = state.get(key)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,156 @@
+"""How `torch_dist` names a tensor of the model, or a state of one that an optimizer keeps under the same name.
+
+A placeholder of a weight's name is either spelled into the key or becomes a leading axis of its tensor. That is the
+whole difference between the three dialects (Megatron Core, `transformer_block.py`, `sharded_state_dict`):
+
+    stacked     decoder.layers.mlp.linear_fc1.weight      [layers, ...], experts [layers, experts, ...]
+    per_layer   decoder.layers.7.mlp.linear_fc1.weight    [...], experts [experts, ...]
+    singleton   decoder.layers.7.mlp.linear_fc1.weight_w  gated parts under two keys, each expert under its own
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from mcore_convert.formats.base import Findings
+from mcore_convert.formats.megatron.flat import Local, slots_of_flat
+from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Weight
+from mcore_convert.spec.names import Index, drop, placeholders_of, spell
+from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.storage.views import Slot, TensorMeta
+
+# Layers whose experts were built from the local spec have their pre-MLP norm under the name that dense layers use.
+DENSE_NORM, EXPERT_NORM, ROUTER = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.", "mlp.router.weight"
+
+
+@dataclass(frozen=True)
+class StateKeys:
+    """One state of all weights. `keys` maps the names of this module's dialects to the keys on disk.
+
+    `label` stands before a name in messages. `reserved` has the slots of a checkpoint that is yet to be written.
+    """
+
+    directory: dcp.Directory
+    keys: Mapping[str, str]
+    label: str = ""
+    reserved: Mapping[str, list[Slot]] | None = None
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        """Shape and dtype by name; a tensor that is stored flattened has the shape that it had before."""
+        found = {}
+        for key, on_disk in self.keys.items():
+            meta = self.directory.tensors[on_disk]
+            found[key] = TensorMeta(self.directory.unflattened.get(on_disk, meta.shape), meta.dtype)
+        return found
+
+    @cached_property
+    def _slots(self) -> dict[str, list[Slot]]:
+        return {}
+
+    def slots(self, key: str) -> list[Slot]:
+        """The chunks of a key; their headers are read once."""
+        if self.reserved is not None:
+            return self.reserved[self.keys[key]]
+        if key not in self._slots:
+            on_disk = self.keys[key]
+            slots = self.directory.slots(on_disk)
+            if on_disk in self.directory.unflattened:
+                grid, whole = self.directory.tensors[on_disk].shape[:-1], self.directory.unflattened[on_disk]
+                slots = [part for slot in slots for part in _unflattened(slot, grid, whole)]
+            self._slots[key] = slots
+        return self._slots[key]
+
+    @cached_property
+    def dialect(self) -> str:
+        """`stacked`, `per_layer` or `singleton`."""
+        if not any(re.search(r"decoder\.layers\.\d+\.", key) for key in self.keys):
+            return "stacked"
+        singleton = re.compile(r"linear_fc1\.(weight|bias)_[wv]$|\.experts\.experts\.\d+\.")
+        return "singleton" if any(singleton.search(key) for key in self.keys) else "per_layer"
+
+    def locate(self, weight: Weight, at: Index, dims: Dims, findings: Findings) -> list[Slot]:
+        """The boxes of one global tensor. What is missing or misshapen is noted in `findings`."""
+        if weight.mcore is None:
+            return []
+        shape = dims.shape(weight.shape)
+        axes = self._axes(weight.mcore)
+        name = spell(drop(weight.mcore, *axes), at)
+        parts = [name]
+        if name not in self.keys and weight.shard.parts == 2 and f"{name}_w" in self.keys:
+            parts = [f"{name}_w", f"{name}_v"]  # gate and up under keys of their own
+            shape = (shape[0] // 2, *shape[1:])
+        leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
+        lead = tuple(leading[axis] for axis in axes)
+        place = tuple(getattr(at, axis) for axis in axes)
+        slots: list[Slot] = []
+        for number, part in enumerate(parts):
+            meta = self.tensors.get(part)
+            wanted = (*lead, *shape)
+            if not findings.expect(f"{self.label}{part}", meta, wanted, rows_at_least=weight.vocab):
+                continue
+            for slot in self.slots(part):
+                selected = _select(slot, place)
+                if selected is not None:
+                    slots.append(_moved(selected, number * shape[0]))
+        return slots
+
+    def dtype_of(self, weight: Weight, at: Index) -> str | None:
+        """The dtype of a weight; None where it is not there."""
+        assert weight.mcore is not None
+        name = spell(drop(weight.mcore, *self._axes(weight.mcore)), at)
+        meta = self.tensors.get(name) or self.tensors.get(f"{name}_w")
+        return None if meta is None else meta.dtype
+
+    def _axes(self, template: str) -> tuple[str, ...]:
+        """Which placeholders are leading axes here."""
+        held = placeholders_of(template)
+        return {"stacked": held, "per_layer": tuple(a for a in held if a == "expert"), "singleton": ()}[self.dialect]
+
+
+def with_expert_norms(keys: Mapping[str, str]) -> dict[str, str]:
+    """The pre-MLP norm of layers with experts under the one name that Transformer Engine models give it."""
+    renamed = {}
+    for key, on_disk in keys.items():
+        head, found, tail = key.partition(DENSE_NORM)
+        has_experts = found and f"{head}{ROUTER}" in keys
+        renamed[f"{head}{EXPERT_NORM}{tail}" if has_experts else key] = on_disk
+    return renamed
+
+
+def _select(slot: Slot, place: tuple[int, ...]) -> Slot | None:
+    """The part of a chunk that lies at one index of each leading axis, without those axes; None where it has none."""
+    view, box = slot.view, slot.box
+    for index in place:
+        if not box.offsets[0] <= index < box.offsets[0] + box.sizes[0]:
+            return None
+        view = view.select(index - box.offsets[0])
+        box = Box(box.offsets[1:], box.sizes[1:])
+    return Slot(view, box)
+
+
+def _moved(slot: Slot, rows: int) -> Slot:
+    box = slot.box
+    return Slot(slot.view, Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)) if rows else slot
+
+
+def _unflattened(slot: Slot, grid: Shape, whole: Shape) -> Iterator[Slot]:
+    """The boxes of a tensor of shape `whole` in a chunk of its flattened form.
+
+    That has the shape `(*grid, elements of a local tensor)`: each cell of the grid was flattened on its own, and a
+    data-parallel rank's share of it begins and ends anywhere.
+    """
+    local = tuple(size // count for size, count in zip(whole, grid, strict=True))
+    for shift in itertools.product(*map(range, slot.box.sizes[:-1])):
+        view = slot.view
+        for index in shift:
+            view = view.select(index)
+        cell = (at + by for at, by in zip(slot.box.offsets, shift, strict=False))
+        outside = Box(tuple(at * size for at, size in zip(cell, local, strict=True)), local)
+        yield from slots_of_flat([(slot.box.offsets[-1], view)], 0, Local(local, ((Box.whole(local), outside),)))

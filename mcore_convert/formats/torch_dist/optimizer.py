@@ -1,0 +1,158 @@
+"""Optimizer state in `torch_dist`: which of Megatron's forms its tensors have.
+
+    optimizer.state.fp32_param.<key>    the plain optimizers, and the distributed one's `fully_sharded_model_space`
+                                        (Megatron Core 0.8 to 0.14), whose tensors are stored flattened
+    optimizer.state.param.<key>         the distributed optimizer's `fully_reshardable` (0.15 and later)
+    optimizer.distributed.dp_group_..   its `dp_reshardable` (0.15 and later): flat buckets, see `torch_dist_buckets`
+
+`exp_avg` and `exp_avg_sq` stand beside either. `<key>` is the weight's own. Optimizers may be chained, one for the
+parameters of experts and one for all others: then a form that is bound to its layout has `chained_N.` before its keys.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
+from mcore_convert.formats.base import Findings
+from mcore_convert.formats.megatron.module_buffers import Place
+from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState
+from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
+from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Item
+from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, OPTIMIZER_STATES
+from mcore_convert.storage.views import Slot
+
+STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+KINDS = {"param": MASTER, "fp32_param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+
+UNREADABLE_TYPES = {
+    "dp_zero_gather_scatter": "save it again without `--no-ckpt-fully-parallel-save`, or",
+    "fully_sharded_bucket_space": "save it again with Megatron Core 0.8 or later, or",
+    "fsdp_dtensor": "save it again without Megatron-FSDP, or",
+}
+WITHOUT = "leave the optimizer state behind with --no-optimizer"
+
+
+@dataclass(frozen=True)
+class NamedState:
+    """Optimizer state under the names of the weights.
+
+    What was flattened is `found_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
+    transposed parameter, flattens that, and says the shape only.
+    """
+
+    by_state: Mapping[str, StateKeys]
+    found_by_order: bool
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What it keeps of every trained weight."""
+        return tuple(state for state in OPTIMIZER_STATES if state in self.by_state)
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        """The boxes of one state of one weight."""
+        if item.state not in self.by_state:
+            findings.missing.append(str(item))
+            return []
+        return self.by_state[item.state].locate(item.weight, item.at, dims, findings)
+
+    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
+        """None: every element is stored once."""
+        return ()
+
+
+OptimizerState = NamedState | BucketState
+
+
+def find(
+    directory: dcp.Directory,
+    prefix: str,
+    weights: StateKeys,
+    keys: Iterable[str],
+    common: Mapping[str, Any],
+    reserved: Mapping[str, list[Slot]] | None = None,
+) -> OptimizerState | None:
+    """The optimizer state of a checkpoint; None where it has none.
+
+    Args:
+        prefix: what a wrapper around the model put before every key.
+        keys: of everything that belongs to the optimizer.
+        common: the common state.
+        reserved: the slots of a checkpoint that is yet to be written.
+
+    Raises:
+        MappingError: a tensor that has no place in a weight's state; nothing is left out in silence.
+        UnreadableCheckpoint: a form that is bound to its ranks, or in which no order of the modules fits.
+    """
+    named: dict[str, dict[str, str]] = {}
+    buckets: dict[Place, dict[str, str]] = {}
+    unknown = []
+    for on_disk in keys:
+        key = on_disk.removeprefix(prefix)
+        is_tensor = on_disk in directory.tensors
+        if is_tensor and (state := STATE_KEY.fullmatch(key)) and state[1] in KINDS:
+            named.setdefault(state[1], {})[state[2].removeprefix(prefix)] = on_disk
+        elif is_tensor and (bucket := BUCKET_KEY.fullmatch(key)) and bucket["kind"] in KINDS:
+            chain, group, buffer, number = (int(bucket[name] or 0) for name in ("chain", "group", "buffer", "bucket"))
+            buckets.setdefault((chain, group, buffer, number), {})[bucket["kind"]] = on_disk
+        elif is_tensor or not (found := GROUP_KEY.fullmatch(key)) or found[3] == "param_state":
+            unknown.append(on_disk)
+    _refuse_types(directory, common)
+    if unknown:
+        raise MappingError(
+            f"{len(unknown)} keys of the optimizer in `{directory.path}` have no place in the state of a weight",
+            items=fold(unknown),
+            hint=f"only Adam's state is known; {WITHOUT}",
+        )
+    if named and buckets:
+        raise UnreadableCheckpoint(f"`{directory.path}` holds optimizer state in two forms", hint=WITHOUT)
+    if buckets:
+        args = common.get("args")
+        return BucketState(directory, buckets, weights, dict(vars(args)) if isinstance(args, Namespace) else None)
+    return _named_state(directory, weights, named, reserved) if named else None
+
+
+def _named_state(
+    directory: dcp.Directory,
+    weights: StateKeys,
+    named: Mapping[str, Mapping[str, str]],
+    reserved: Mapping[str, list[Slot]] | None,
+) -> NamedState:
+    if {"param", "fp32_param"} <= named.keys():
+        raise UnreadableCheckpoint(f"`{directory.path}` holds two master copies of its weights", hint=WITHOUT)
+    by_state = {}
+    strangers = []
+    for kind, keys in named.items():
+        keys = with_expert_norms(keys)
+        strangers += [on_disk for key, on_disk in keys.items() if key not in weights.keys]
+        by_state[KINDS[kind]] = StateKeys(directory, keys, f"optimizer.state.{kind}.", reserved)
+    if strangers:
+        raise MappingError(
+            f"{len(strangers)} tensors of the optimizer in `{directory.path}` belong to no weight of its model",
+            items=fold(strangers),
+            hint=WITHOUT,
+        )
+    # Megatron Core 0.16 cuts `fully_reshardable` states at shifted places where a buffer has padding between buckets
+    # (`sharded_param_state_fully_reshardable`), with a warning only: so master copies are held against the weights.
+    return NamedState(by_state, bool(directory.unflattened) or "param" in named)
+
+
+def _refuse_types(directory: dcp.Directory, common: Mapping[str, Any]) -> None:
+    for kind in sorted(sharding_types(common) & UNREADABLE_TYPES.keys()):
+        raise UnreadableCheckpoint(
+            f"the optimizer state in `{directory.path}` has the form `{kind}`, which is not read",
+            hint=f"{UNREADABLE_TYPES[kind]} {WITHOUT}",
+        )
+    is_flat = "fully_sharded_model_space" in sharding_types(common) and directory.flattens
+    if is_flat and not directory.unflattened:
+        raise UnreadableCheckpoint(
+            f"the optimizer state in `{directory.path}` is flattened, and the shapes from before are not stored",
+            hint=f"save it again with Megatron Core 0.8 or later, or {WITHOUT}",
+        )

@@ -1,0 +1,186 @@
+"""What `torch_dist` holds of an optimizer beside its tensors: parameter groups, steps, loss scale, scheduler.
+
+Optimizers whose form can be resharded have it in the common state; one that is bound to its layout has an object for
+each data-parallel group (Megatron Core 0.8 to 0.19, `optimizer.py` and `distrib_optimizer.py`, `sharded_state_dict`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.base import Training
+from mcore_convert.formats.files.torch_archive import scalar
+from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.spec.config import arguments
+from mcore_convert.spec.family import Item
+from mcore_convert.spec.names import MASTER, placeholders_of
+from mcore_convert.storage.views import View
+
+GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
+FULLY_RESHARDABLE = "fully_reshardable"
+
+# What tells two parameter groups apart (Megatron Core, `optimizer.py`, `param_group_identifier_keys`).
+IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+# What has a place of its own in `Training`, or describes the form and not the run.
+NOT_REST = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "content_metadata")
+
+
+def sharding_types(common: Mapping[str, Any]) -> set[str]:
+    """What Megatron's distributed optimizers said that their form is; nothing for plain ones and before 0.8."""
+    said = [(common.get("content_metadata") or {}).get("distrib_optim_sharding_type")]
+    said += [each.get("param_state_sharding_type") for each in _optimizers(common)]
+    return {each for each in said if isinstance(each, str)}
+
+
+def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], common: Mapping[str, Any]) -> Training:
+    """What a run needs to go on.
+
+    Args:
+        prefix: what a wrapper around the model put before every key.
+        keys: of everything that belongs to the optimizer.
+        common: the common state.
+
+    Raises:
+        UnreadableCheckpoint: there are no parameter groups, or they do not agree on the steps that they took.
+    """
+    by_chain: dict[int, dict[str, Any]] = {}
+    for on_disk in sorted(keys, key=_natural):
+        found = GROUP_KEY.fullmatch(on_disk.removeprefix(prefix))
+        if found is not None and found[3] in ("optimizer", "grad_scaler"):
+            content = directory.object(on_disk)
+            if isinstance(content, list) and len(content) == 1:  # a sharded object is saved as a list of one
+                (content,) = content
+            _add_rank(by_chain.setdefault(int(found[1] or 0), {}), found[3], content)
+    groups: list[dict[str, Any]] = []
+    rest = arguments.plain({name: value for name, value in common.items() if name not in NOT_REST})
+    for optimizer in [by_chain[chain] for chain in sorted(by_chain)] or _optimizers(common):
+        inner = optimizer.get("optimizer", optimizer)
+        state = inner.get("state")
+        step = state.get("common_step") if isinstance(state, dict) else None
+        for group in inner.get("param_groups", ()):
+            groups.append({name: _value(value) for name, value in group.items() if name != "params"})
+            if step is not None:
+                groups[-1]["step"] = _value(step)
+        if optimizer.get("grad_scaler"):
+            rest["grad_scaler"] = {name: _value(value) for name, value in optimizer["grad_scaler"].items()}
+    steps = {group["step"] for group in groups if group.get("step") is not None}
+    if len(steps) != 1:
+        raise UnreadableCheckpoint(
+            f"the parameter groups of the optimizer in `{directory.path}` "
+            + (
+                f"took {' and '.join(map(str, sorted(steps)))} steps"
+                if steps
+                else "do not say how many steps they took"
+            ),
+            hint="leave the optimizer state behind with --no-optimizer",
+        )
+    (step,) = steps
+    iteration, scheduler = common.get("iteration"), common.get("opt_param_scheduler")
+    return Training(
+        iteration if isinstance(iteration, int) else 0,
+        bool(sharding_types(common)),
+        tuple({**group, "step": step} for group in groups),
+        {name: _value(value) for name, value in scheduler.items()} if isinstance(scheduler, dict) else None,
+        rest,
+    )
+
+
+def _optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What the common state holds of each optimizer: of one, or of several that are chained."""
+    stored = common.get("optimizer")
+    if not isinstance(stored, dict):
+        return []
+    chained = stored and all(isinstance(key, int) for key in stored)
+    return [stored[key] for key in sorted(stored)] if chained else [stored]
+
+
+def _add_rank(optimizer: dict[str, Any], name: str, content: Any) -> None:
+    """Add what one more data-parallel group stores of an optimizer: groups that the ones before do not have."""
+    if name != "optimizer":
+        optimizer.setdefault(name, content)
+        return
+    groups = optimizer.setdefault("optimizer", {"param_groups": []})["param_groups"]
+    known = [(_identifiers(group), group.get("step")) for group in groups]
+    for group in content.get("param_groups", ()):
+        if (_identifiers(group), group.get("step")) not in known:
+            groups.append(group)
+
+
+def _identifiers(group: Mapping[str, Any]) -> list[Any]:
+    return [group.get(name, group.get(f"pre_{name}")) for name in IDENTIFIERS]  # NeMo's names have a prefix
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", key)]
+
+
+def _value(value: Any) -> Any:
+    """A number that may be stored as a tensor, as a number."""
+    return scalar(value) if isinstance(value, View) else value
+
+
+def common_of(
+    training: Training, args: Mapping[str, Any], items: Collection[Item], *, scale: Any = None
+) -> dict[str, Any]:
+    """What Megatron Core 0.16 to 0.19 stores in the common state beside an optimizer that can be resharded.
+
+    Args:
+        args: of the run that will load it: experts that are spread over ranks have an optimizer of their own.
+        items: the model's tensors. Without master copies a plain optimizer is that of an fp32 model.
+        scale: stands for the loss scale of fp16, which has to be a tensor.
+    """
+    has_masters = any(item.state == MASTER for item in items)
+    has_expert_biases = any("expert" in placeholders_of(w.mcore or "") and len(w.shape) == 1 for w, _, _ in items)
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if training.distributed:
+        metadata |= {
+            "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
+    rest = dict(training.rest)
+    scaler = rest.pop("grad_scaler", None)
+    optimizers = []
+    for groups in _chained(training.groups, args, has_expert_biases):
+        optimizer = _optimizer(groups, training.distributed, has_masters)
+        if scaler is not None and (has_masters or training.distributed):
+            optimizer["grad_scaler"] = {**scaler, "scale": scale}
+        optimizers.append(optimizer)
+    scheduler = {} if training.scheduler is None else {"opt_param_scheduler": dict(training.scheduler)}
+    chained = optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+    return {**rest, "optimizer": chained, **scheduler, "content_metadata": metadata}
+
+
+def _optimizer(groups: Sequence[Mapping[str, Any]], distributed: bool, has_masters: bool) -> dict[str, Any]:
+    if distributed:
+        inner = {"param_groups": [dict(group) for group in groups]}
+        return {"optimizer": inner, "param_state_sharding_type": FULLY_RESHARDABLE}
+    # torch's Adam counts steps for each parameter, Megatron stores their one number; Apex and Transformer Engine count
+    # for each group, and would not take it
+    counted = {"common_step": groups[0]["step"]} if groups and "amsgrad" in groups[0] else {}
+    without = "step" if counted else None
+    plain = {
+        "state": counted,
+        "param_groups": [{name: value for name, value in group.items() if name != without} for group in groups],
+    }
+    return {"optimizer": plain} if has_masters else plain
+
+
+def _chained(
+    groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any], has_expert_biases: bool
+) -> list[list[Mapping[str, Any]]]:
+    """The groups of each optimizer (Megatron Core, `optimizer/__init__.py`, `get_megatron_optimizer`)."""
+    dense = [group for group in groups if not group.get("is_expert_parallel")]
+    experts = [group for group in groups if group.get("is_expert_parallel")]
+    is_split = args.get("overlap_param_gather_with_optimizer_step")  # the first model chunk is apart
+    chain = [dense, dense] if is_split else [dense]
+    if not args.get("num_experts") or (args.get("expert_model_parallel_size") or 1) == 1:
+        return chain
+    if not experts:
+        alike = [group for group in dense if not group.get("is_decoupled_lr") and group.get("lr_mult", 1.0) == 1.0]
+        decayed = [group for group in alike if group.get("wd_mult", 1.0) != 0.0 or has_expert_biases]
+        experts = [{**group, "is_expert_parallel": True} for group in decayed]
+    return [*chain, experts]

@@ -1,0 +1,226 @@
+"""Reserving a `torch_dist` directory that every Megatron-LM from 0.11 on loads with default strictness and no flags.
+
+Stacked keys; one chunk per layer, cut for the chosen TP; the `_extra_state` objects that any model asks for; the common
+state in both places where the versions look for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import MappingError, fold
+from mcore_convert.formats.base import Request, Reservation, Training
+from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.megatron.modules import EXTRA_STATE, LOCAL
+from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
+from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, TorchDistCheckpoint
+from mcore_convert.formats.torch_dist.keys import DENSE_NORM, EXPERT_NORM
+from mcore_convert.formats.torch_dist.training import common_of
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
+from mcore_convert.spec.shard import Box
+from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View
+
+# A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
+MAX_CHUNK = 2**30
+MAX_FILE = 2**31  # several files of this size are read in parallel
+ALIGNMENT = 64
+STATE_PREFIX = "optimizer.state."
+
+METADATA_JSON = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass
+class _Files:
+    """The `.distcp` files as they fill up."""
+
+    folder: Path
+    reservation: Reservation
+    number: int = 0
+    end: int = 0
+
+    def place(self, archive: torch_file.Archive) -> dcp.Place:
+        """Append an archive to the current file, or to a new one."""
+        start = -(-self.end // ALIGNMENT) * ALIGNMENT
+        if start and start + archive.size > MAX_FILE:
+            self.number, start = self.number + 1, 0
+        name = f"__{self.number}_0.distcp"
+        path = self.folder / name
+        self.end = self.reservation.sizes[path] = start + archive.size
+        self.reservation.literals += [(path, start + at, content) for at, content in archive.literals]
+        return dcp.Place(name, start, archive.size)
+
+
+@dataclass
+class _Content:
+    """The keys of the checkpoint as they are laid out."""
+
+    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    chunks: dict[str, list[dcp.Chunk]] = field(default_factory=dict)
+    slots: dict[str, list[Slot]] = field(default_factory=dict)
+    objects: dict[str, dcp.Place] = field(default_factory=dict)
+
+
+def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
+    """Lay out a checkpoint directory with its tracker file.
+
+    The layout says how many chunks a layer's tensor is cut into; any tensor parallelism can load them. A `release`
+    needs no flags to load.
+    """
+    path, dims, dtype_of, tp = request.path, request.dims, request.dtype_of, request.layout.tp
+    common, training = request.common, request.training
+    folder = path / name_of(request.iteration)
+    reservation = Reservation(path)
+    files = _Files(folder, reservation)
+    content = _Content()
+    distributed = training is not None and training.distributed
+    for item, dtype in dtype_of.items():
+        if item.weight.mcore is not None:
+            _reserve_weight(item, _prefix(item.state, distributed), dtype, dims, tp, files, content)
+    _refuse_mixed(dtype_of)
+    blob = _filled(torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]), EXTRA_STATE)
+    for key in _extra_state_keys([item.weight for item in dtype_of], dims):
+        content.objects[key] = files.place(blob)
+    content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, listed=True))
+    reservation.texts = {
+        folder / COMMON: _common_state(common, training, dtype_of, listed=False).literals[0][1],
+        **({} if request.run_config is None else {folder / "run_config.yaml": request.run_config.encode()}),
+        folder / "metadata.json": json.dumps(METADATA_JSON).encode(),
+        folder / dcp.METADATA: _metadata(content, common["args"]),
+        path / TRACKER: tracker_bytes(request.iteration),
+    }
+    directory = dcp.Directory(folder, content.tensors, content.chunks, content.objects)
+    keys = {key: key for key in content.tensors if not key.startswith(STATE_PREFIX)}
+    return TorchDistCheckpoint(folder, directory, keys, "", content.slots), reservation
+
+
+def _metadata(content: _Content, args: Mapping[str, Any]) -> bytes:
+    """`.metadata`, with the norm of layers with experts under the name that the run's layer spec asks for.
+
+    Megatron's own spec maps it to the name that dense layers use (`gpt_layer_specs.py`, `sharded_state_dict_keys_map`).
+    """
+    local = args.get("transformer_impl") == LOCAL and args.get("num_experts")
+
+    def on_disk(key: str) -> str:
+        return key.replace(EXPERT_NORM, DENSE_NORM) if local else key
+
+    tensors = {on_disk(key): meta for key, meta in content.tensors.items()}
+    chunks = {on_disk(key): parts for key, parts in content.chunks.items()}
+    return dcp.metadata_bytes(tensors, chunks, content.objects)
+
+
+def _prefix(state: str, distributed: bool) -> str:
+    """What stands before a weight's key in the key of one of its states."""
+    if state == PARAM:
+        return ""
+    masters = "param" if distributed else "fp32_param"
+    return f"{STATE_PREFIX}{masters if state == MASTER else state}."
+
+
+def _common_state(
+    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], *, listed: bool
+) -> torch_file.Archive:
+    """The archive of the common state, complete: as it stands, or `listed` as objects are saved."""
+    state = {**common, "args": argparse.Namespace(**common["args"])}
+
+    def tree(refs: list[Any]) -> Any:
+        whole = state
+        if training is not None:
+            beside = common_of(training, common["args"], dtype_of, scale=refs[0] if refs else None)
+            whole = {**beside, **state}
+        return [whole] if listed else whole
+
+    scaler = None if training is None else training.rest.get("grad_scaler")
+    if scaler is None:
+        return _filled(torch_file.lay_out(tree, []))
+    return _filled(torch_file.lay_out(tree, [TensorMeta((1,), "float32")]), struct.pack("<f", scaler["scale"]))
+
+
+def _reserve_weight(item: Item, prefix: str, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
+    """Add the chunks of one state of one weight of one layer to its stacked key."""
+    weight, at, _ = item
+    assert weight.mcore is not None
+    axes = placeholders_of(weight.mcore)
+    leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
+    lead = tuple(leading[axis] for axis in axes)
+    place = tuple(getattr(at, axis) for axis in axes)
+    key = prefix + spell(drop(weight.mcore, *axes), at)
+    shape = dims.padded_shape(weight.shape, vocab=weight.vocab)
+    content.tensors.setdefault(key, TensorMeta((*lead, *shape), dtype))
+    chunks = content.chunks.setdefault(key, [])
+    slots = content.slots.setdefault(key, [])
+    for box in itertools.chain.from_iterable(_bounded(b, dtype) for b in weight.shard.grid(shape, tp)):
+        chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
+        meta = TensorMeta(chunk.sizes, dtype)
+        archive = torch_file.lay_out(lambda refs: refs[0], [meta])
+        where = files.place(archive)
+        chunks.append(dcp.Chunk(chunk, where))
+        slots.append(Slot(View.of(files.folder / where.file, where.offset + archive.holes[0], meta), chunk))
+
+
+def _bounded(box: Box, dtype: str) -> list[Box]:
+    """The box cut along its first dimension into boxes of at most MAX_CHUNK bytes."""
+    row = box.numel // box.sizes[0] * DTYPE_SIZES[dtype]
+    rows = max(1, MAX_CHUNK // row)
+    return [
+        Box((box.offsets[0] + at, *box.offsets[1:]), (min(rows, box.sizes[0] - at), *box.sizes[1:]))
+        for at in range(0, box.sizes[0], rows)
+    ]
+
+
+def _refuse_mixed(dtype_of: Mapping[Item, str]) -> None:
+    """A stacked key has one dtype for all its layers."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for item, dtype in dtype_of.items():
+        if item.weight.mcore is not None:
+            found.setdefault((item.weight.mcore, item.state), {}).setdefault(dtype, str(item))
+    mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
+    if mixed:
+        raise MappingError(
+            "a weight has another dtype in other layers, which `torch_dist` cannot hold", items=fold(mixed)
+        )
+
+
+def _filled(archive: torch_file.Archive, *contents: bytes) -> torch_file.Archive:
+    """An archive with what belongs into its holes: complete."""
+    pieces = sorted([*archive.literals, *zip(archive.holes, contents, strict=True)])
+    return torch_file.Archive(archive.size, ((0, b"".join(content for _, content in pieces)),), ())
+
+
+def _extra_state_keys(weights: list[Weight], dims: Dims) -> list[str]:
+    """The `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
+
+    Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14.
+    """
+    modules: dict[str, None] = {}
+    for weight in weights:
+        if weight.mcore is None:
+            continue
+        module = weight.mcore.rpartition(".")[0]
+        last = module.rpartition(".")[2]
+        if last.startswith("linear_") or last.endswith("layernorm"):
+            modules[module] = None
+        if last == "linear_proj":
+            modules[f"{module.rpartition('.')[0]}.core_attention"] = None
+    keys = []
+    for module in modules:
+        axes = placeholders_of(module)
+        sizes = [{"layer": dims.num_layers, "expert": dims.num_experts or 0}[axis] for axis in axes] or [1]
+        for place in itertools.product(*map(range, sizes)):
+            shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, sizes))}"
+            keys.append(f"{drop(module, *axes)}._extra_state/{shard}")
+    return keys

@@ -1,0 +1,1 @@
+"""One checkpoint: description, statistics, pages."""

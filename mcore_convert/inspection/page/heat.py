@@ -1,0 +1,144 @@
+"""Heat maps of values: a row for each weight, a column for each layer, a measure to choose. What has no layer is apart.
+
+Colours are steps on a scale; they are computed here, so that the page only paints them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from mcore_convert.comparison.change import Change, total_relative
+from mcore_convert.inspection.outliers import Outlier
+from mcore_convert.inspection.statistics import WeightStatistics, total_rms
+from mcore_convert.spec.names import PARAM
+from mcore_convert.text.grouping import Said, folded, in_layers
+from mcore_convert.text.scale import linear, logarithmic
+
+STEPS = 9  # of the colour scale; a page has a colour for each
+DIGITS = 5  # of a number in a page
+
+Data = dict[str, Any]
+Row = tuple[str, str]  # a weight and a state
+
+
+@dataclass(frozen=True)
+class Measure(Generic[Said]):
+    """Something to colour by: its `value` for the tensors of one weight in one layer, which are several with experts.
+
+    `style` says how a value is written: `number`, `percent` or `count`; those are coloured on a linear scale, and
+    numbers on a logarithmic one. `per_row`: the scale compares the layers of one weight, and not all weights.
+    """
+
+    key: str
+    label: str
+    style: str
+    value: Callable[[Sequence[Said]], float]
+    explained: str
+    per_row: bool = False
+
+
+def _norm(of: Sequence[WeightStatistics]) -> float:
+    return math.hypot(*(weight.norm for weight in of))
+
+
+def _share(parts: Iterable[int], of: Sequence[WeightStatistics] | Sequence[Change]) -> float:
+    return sum(parts) / max(1, sum(each.numel for each in of))
+
+
+STATISTICS: tuple[Measure[WeightStatistics], ...] = (
+    Measure("rms", "rms", "number", total_rms, "root of the mean square", per_row=True),
+    Measure("norm", "norm", "number", _norm, "L2 norm", per_row=True),
+    Measure("largest", "largest", "number", lambda of: max(w.largest for w in of), "largest magnitude", per_row=True),
+    Measure("zeros", "zeros", "percent", lambda of: _share((w.zeros for w in of), of), "elements that are zero"),
+    Measure("bad", "NaN, inf", "count", lambda of: sum(w.num_nan + w.num_inf for w in of), "elements not finite"),
+)
+CHANGES: tuple[Measure[Change], ...] = (
+    Measure("relative", "relative change", "number", total_relative, "norm of b - a over that of a"),
+    Measure("share", "changed", "percent", lambda of: _share((c.num_changed for c in of), of), "elements that changed"),
+    Measure("largest", "largest", "number", lambda of: max(c.largest for c in of), "largest change of an element"),
+    Measure("bad", "NaN, inf", "count", lambda of: sum(c.num_bad[1] for c in of), "elements of b that are not finite"),
+)
+
+
+def heat_data(said: Sequence[Said], measures: Sequence[Measure[Said]], outliers: Sequence[Outlier] = ()) -> Data:
+    """The rows of a heat map, their values and steps, and what is said of single cells."""
+    rows = {(of[0].weight, of[0].state): of for of in folded(said)}
+    layers = list(in_layers(said))
+    layered = {row: of for row, of in rows.items() if of[0].layer is not None}
+    alone = {row: of for row, of in rows.items() if of[0].layer is None}
+    held = {row: in_layers(of) for row, of in layered.items()}
+    # several tensors with experts, none where a layer lacks the weight
+    cells = {row: [of.get(layer, []) for layer in layers] for row, of in held.items()}
+    values = {m.key: {row: [_value(m, cell) for cell in of] for row, of in cells.items()} for m in measures}
+    steps = {measure.key: _steps(measure, values[measure.key]) for measure in measures}
+    return {
+        "steps": STEPS,
+        "layers": layers,
+        "measures": [
+            {"key": m.key, "label": m.label, "style": m.style, "explained": m.explained, "perRow": m.per_row}
+            for m in measures
+        ],
+        "rows": [
+            {
+                "name": name,
+                "state": state,
+                "shape": layered[name, state][0].shape,
+                "each": max(map(len, cells[name, state])),
+                "values": {measure.key: [_short(v) for v in values[measure.key][name, state]] for measure in measures},
+                "steps": {measure.key: steps[measure.key][name, state] for measure in measures},
+                "notes": _notes(outliers, (name, state)),
+            }
+            for name, state in layered
+        ],
+        "alone": [
+            {
+                "name": name,
+                "state": state,
+                "shape": of[0].shape,
+                "values": {measure.key: _short(_value(measure, of)) for measure in measures},
+                "notes": [o.text for o in outliers if (o.weight, o.state) == (name, state)],
+            }
+            for (name, state), of in alone.items()
+        ],
+        "states": list(dict.fromkeys((PARAM, *(state for _, state in rows)))),
+    }
+
+
+def _value(measure: Measure[Said], cell: Sequence[Said]) -> float | None:
+    return measure.value(cell) if cell else None
+
+
+def _steps(measure: Measure[Said], values: Mapping[Row, list[float | None]]) -> dict[Row, list[int | None]]:
+    """The steps of every row, on a scale for each row or on one for all."""
+
+    def scale(listed: Sequence[float | None]) -> list[int | None]:
+        return logarithmic(listed, STEPS) if measure.style == "number" else linear(listed, STEPS)
+
+    if measure.per_row:
+        return {row: scale(of) for row, of in values.items()}
+    every = scale([value for of in values.values() for value in of])
+    found, start = {}, 0
+    for row, of in values.items():
+        found[row] = every[start : start + len(of)]
+        start += len(of)
+    return found
+
+
+def _notes(outliers: Sequence[Outlier], row: Row) -> dict[int, list[str]]:
+    """What is said of the layers of a weight."""
+    found: dict[int, list[str]] = {}
+    for outlier in outliers:
+        if (outlier.weight, outlier.state) == row:
+            for layer in outlier.layers:
+                found.setdefault(layer, []).append(outlier.text)
+    return found
+
+
+def _short(value: float | None) -> float | str | None:
+    """A number of few digits; infinity, which JSON does not have, in a word."""
+    if value is None or math.isnan(value):
+        return None
+    return "infinite" if math.isinf(value) else float(f"{value:.{DIGITS}g}")

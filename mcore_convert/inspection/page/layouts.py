@@ -1,0 +1,194 @@
+"""What a page needs to draw layouts: how each weight is cut, which layers each stage has, and what there is to choose.
+
+The three are independent: tensor parallelism decides the boxes of a weight, the pipeline the layers of a stage, and
+expert parallelism the experts. So the page has each of them once and combines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from mcore_convert.checkpoints.contents import family_of
+from mcore_convert.checkpoints.identify import Model
+from mcore_convert.errors import ConvertError, LayoutError
+from mcore_convert.formats.base import Findings, Side
+from mcore_convert.inspection.describe import dims_at, dtype_of, saved_layout
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.layout import Layout
+from mcore_convert.spec.names import OPTIMIZER_STATES, Index, placeholders_of
+from mcore_convert.storage.views import DTYPE_SIZES
+
+TP_CHOICES = (1, 2, 4, 8, 16, 32)
+PP_CHOICES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+VPP_CHOICES = (None, 2, 4)
+MOST_PIPELINES = 24
+MOST_BANDS = 600
+
+Data = dict[str, Any]
+
+
+def layout_data(model: Model, planned: Layout | None) -> Data | None:
+    """Everything about layouts of a model; None where its weights are not known.
+
+    None too where a run does not tell its layout, or cut its experts over other ranks than the rest (ETP): no grid.
+
+    Args:
+        planned: a layout that was asked for; else one that differs from that of the checkpoint is proposed.
+    """
+    try:
+        weights = [w for w in family_of(model).weights if w.mcore is not None and w.when(model.dims)]
+    except ConvertError:
+        return None
+    saved = saved_layout(model)
+    if saved is None and model.checkpoint.side is Side.MEGATRON:
+        return None
+    start = saved or Layout()
+    try:
+        start.check(model.dims)
+        saved_cuts = _cuts(weights, model.dims, start.tp)
+    except LayoutError:
+        return None
+    proposed = planned or _proposed(model.dims, start)
+    tps = sorted({proposed.tp, *(tp for tp in TP_CHOICES if _fits(model.dims, Layout(tp=tp)))})
+    pipelines = _pipelines(model.dims, start, proposed)
+    optimizer, is_known = _optimizer_bytes(model)
+    return {
+        "numLayers": model.dims.num_layers,
+        "tied": model.dims.tied,
+        "itemsize": DTYPE_SIZES[dtype_of(model)],
+        "dtype": dtype_of(model),
+        "optimizerBytes": optimizer,
+        "optimizerKnown": is_known,
+        "weights": [_weight(weight, model) for weight in weights],
+        "cuts": [saved_cuts, *(_cuts(weights, dims_at(model, tp), tp) for tp in tps)],
+        "pipelines": [_pipeline(layout, model.dims.num_layers) for layout in pipelines],
+        "experts": _expert_choices(model.dims, start, proposed),
+        "saved": {"cut": 0, "pipeline": pipelines.index(_pipe(start)), "ep": start.ep, "isStored": saved is None},
+        "planned": {
+            "cut": 1 + tps.index(proposed.tp),
+            "pipeline": pipelines.index(_pipe(proposed)),
+            "ep": proposed.ep,
+            "isAsked": planned is not None,
+        },
+    }
+
+
+def _weight(weight: Weight, model: Model) -> Data:
+    """A row of the family: where it is, how it is cut, and which Hugging Face tensors lie in it."""
+    name = weight.name
+    held = placeholders_of(name)
+    row = next((each for each in model.family.weights if each.mcore == name), weight)
+    end = "embedding" if name.startswith("embedding.") else "output"
+    return {
+        "name": name,
+        "place": "layer" if "layer" in held else end,
+        "expert": "expert" in held,
+        "dim": weight.shard.dim,
+        "parts": weight.shard.parts,
+        "shape": model.dims.shape(weight.shape),
+        "vocab": weight.vocab,
+        "copied": weight.vocab and model.dims.tied,
+        "trained": weight.trained,
+        "hf": row.hf,
+        "bands": _bands(row, model.dims),
+    }
+
+
+def _bands(row: Weight, dims: Dims) -> list[tuple[int, int, int]]:
+    """Which rows of the global tensor come from which Hugging Face tensor: its number, the first row, how many."""
+    if len(row.hf) < 2:
+        return []
+    pieces = row.pack.pieces(dims.shape(row.shape), dims)
+    bands = sorted((piece.mcore.offsets[0], piece.tensor, piece.mcore.sizes[0]) for piece in pieces)
+    return [(tensor, first, count) for first, tensor, count in bands] if len(bands) <= MOST_BANDS else []
+
+
+def _cuts(weights: Iterable[Weight], dims: Dims, tp: int) -> Data:
+    """The boxes of every weight on each tensor-parallel rank: offsets and sizes."""
+    cuts = []
+    for weight in weights:
+        shape = dims.shape(weight.shape)
+        if weight.vocab:
+            shape = (dims.padded_vocab_size, *shape[1:])
+        cuts.append({"shape": shape, "boxes": [weight.shard.boxes(shape, tp, rank) for rank in range(tp)]})
+    return {"tp": tp, "weights": cuts}
+
+
+def _pipe(layout: Layout) -> Layout:
+    """A layout's pipeline alone, in one spelling."""
+    chunks = layout.num_virtual_stages
+    return replace(layout, tp=1, ep=1, etp=None, vpp=chunks if chunks > 1 else None)
+
+
+def _pipeline(layout: Layout, num_layers: int) -> Data:
+    stages = layout.stages(num_layers)
+    counts = [len(layers) for layers in stages.values()]
+    words = f"{layout.pp} stage{'s' * (layout.pp > 1)}"
+    if layout.num_virtual_stages > 1:
+        words += f", {layout.num_virtual_stages} chunks each"
+    if len(set(counts)) > 1:
+        words += f" ({'/'.join(map(str, counts))} layers)"
+    return {
+        "pp": layout.pp,
+        "vpp": layout.num_virtual_stages,
+        "label": words,
+        "stages": [[stage.pp, stage.vpp, layers.start, layers.stop] for stage, layers in stages.items()],
+    }
+
+
+def _pipelines(dims: Dims, *wanted: Layout) -> list[Layout]:
+    """The pipelines to choose from, those that are wanted among them, from few ranks to many."""
+    regular = (Layout(pp=pp, vpp=vpp) for pp in PP_CHOICES for vpp in VPP_CHOICES if pp > 1 or vpp is None)
+    fitting = [layout for layout in regular if _fits(dims, layout)][:MOST_PIPELINES]
+    found = list(dict.fromkeys([*fitting, *map(_pipe, wanted)]))
+    return sorted(found, key=lambda layout: (layout.pp, layout.num_virtual_stages))
+
+
+def _expert_choices(dims: Dims, *wanted: Layout) -> Data:
+    """The experts of each rank, for every expert-parallel size; that of a model without experts is 1."""
+    if not dims.num_experts:
+        return {"1": [None]}
+    sizes = {layout.ep for layout in wanted} | {ep for ep in TP_CHOICES if dims.num_experts % ep == 0}
+    found = {}
+    for ep in sorted(sizes):
+        ranges = [Layout(ep=ep).experts(dims.num_experts, rank) for rank in range(ep)]
+        found[str(ep)] = [[experts.start, experts.stop] for experts in ranges]
+    return found
+
+
+def _fits(dims: Dims, layout: Layout) -> bool:
+    try:
+        layout.check(dims)
+    except LayoutError:
+        return False
+    return True
+
+
+def _proposed(dims: Dims, start: Layout) -> Layout:
+    """Some other layout, to begin with."""
+    ranks = start.tp * start.pp
+    tps = [tp for tp in (8, 4, 2, 1) if ranks % tp == 0]
+    as_many = [Layout(tp=tp, pp=ranks // tp, ep=start.ep) for tp in tps]  # the widest TP within a node first
+    for layout in [*as_many, Layout(tp=2, pp=2, ep=start.ep), Layout(tp=2, ep=start.ep), Layout(pp=2, ep=start.ep)]:
+        is_other = (layout.tp, layout.pp) != (start.tp, start.pp)
+        if is_other and _fits(dims, layout):
+            return layout
+    return start
+
+
+def _optimizer_bytes(model: Model) -> tuple[int, bool]:
+    """Bytes of optimizer state for each trained element, and whether the checkpoint has them.
+
+    One that has none would get Adam's moments in fp32, and a master copy where the weights are not fp32.
+    """
+    checkpoint = model.checkpoint
+    states = [state for state in checkpoint.states if state in OPTIMIZER_STATES]
+    if not states:
+        return (8 if dtype_of(model) == "float32" else 12), False
+    first = next(weight for weight in family_of(model).weights if weight.trained and weight.mcore is not None)
+    at = Index(0 if first.per_layer else None)
+    slots = [checkpoint.locate(Item(first, at, state), model.dims, Findings()) for state in states]
+    return sum(found[0].view.itemsize for found in slots if found), True

@@ -1,0 +1,136 @@
+"""The public functions that look at values: `inspect` and `diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_convert.checkpoints.contents import Contents, contents_of, stored_contents
+from mcore_convert.checkpoints.download import local_path
+from mcore_convert.checkpoints.identify import Opened, in_one_family, open_any
+from mcore_convert.comparison.distance import Comparison, compare_contents
+from mcore_convert.errors import ConvertError, MappingError
+from mcore_convert.inspection.describe import Inspection, inspection_of, planned_ranks
+from mcore_convert.inspection.outliers import find_outliers
+from mcore_convert.inspection.page.pages import comparison_page, inspection_page
+from mcore_convert.inspection.page.render import check_place, write_page
+from mcore_convert.inspection.statistics import measure
+from mcore_convert.spec.layout import Layout
+from mcore_convert.storage.elements import Progress
+from mcore_convert.storage.phases import phase
+from mcore_convert.storage.views import file_errors
+
+PathLike = str | Path
+
+
+@file_errors()
+def inspect(
+    path: PathLike,
+    *,
+    stats: bool | None = None,
+    optimizer: bool = False,
+    planned: Layout | None = None,
+    ignore_keys: Sequence[str] = (),
+    html: PathLike | None = None,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Look at a checkpoint: what it is, and what is in it. Reads headers only, unless statistics are asked for.
+
+    Args:
+        stats: read every weight once and say what its values are like, and which stand out. Without a word about it,
+            a page has them where they can be had.
+        optimizer: with the statistics of the optimizer's state.
+        planned: a layout, to see what each of its ranks would hold.
+        ignore_keys: as for `convert`.
+        html: also write one self-contained page there.
+        progress: called with the bytes read so far and their total.
+
+    Raises:
+        UnreadableCheckpoint: it is no checkpoint, or it is damaged.
+        ConvertError: its weights are not known, so that they have no statistics.
+        LayoutError: the model does not fit the planned layout.
+    """
+    if html is not None:
+        check_place(Path(html))
+    with phase(progress, "opening"):
+        opened = open_any(Path(path), ignore_keys=ignore_keys)
+        found = inspection_of(opened)
+        if planned is not None:
+            found = replace(found, planned=planned_ranks(opened, planned))
+    if stats or (stats is None and html is not None):
+        try:
+            contents, notes = _to_measure(opened, optimizer)
+            weights = measure(contents, progress=progress)
+            found = replace(found, statistics=weights, outliers=tuple(find_outliers(weights)))
+        except ConvertError as error:
+            if stats:
+                raise
+            notes = [f"no statistics: {error.message}"]
+        found = replace(found, notes=(*found.notes, *notes))
+    if html is not None:
+        with phase(progress, "writing the page"):
+            write_page(Path(html), inspection_page(found, opened, planned))
+    return found
+
+
+def _to_measure(opened: Opened, optimizer: bool) -> tuple[Contents, list[str]]:
+    """What statistics are made of, and what to say of it: a quantised model, for one, is taken as it is stored."""
+    try:
+        return contents_of(opened, optimizer=optimizer), []
+    except MappingError as error:
+        if not opened.checkpoint.whole_views:
+            raise
+        return stored_contents(opened.checkpoint), [f"tensors are taken as they are stored: {error.message}"]
+
+
+@file_errors()
+def diff(
+    a: PathLike,
+    b: PathLike,
+    *,
+    optimizer: bool = False,
+    hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
+    vocab_size: int | None = None,
+    html: PathLike | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Say how far two checkpoints are apart, in any two formats and layouts, weight by weight.
+
+    Args:
+        a, b: Hugging Face or Megatron directories, or Hub ids; b is what became of a.
+        optimizer: with the states of the optimizer, where both have them.
+        hf_config, ignore_keys, vocab_size: as for `convert`.
+        html: also write one self-contained page there.
+        progress: called with the bytes read so far and their total.
+
+    Raises:
+        ConvertError: one of them cannot be read, or they are different models.
+    """
+    if html is not None:
+        check_place(Path(html))
+    config = None if hf_config is None else Path(hf_config)
+    paths = [local_path(str(path)) for path in (a, b)]
+    with phase(progress, "opening"):
+        first, second = (
+            open_any(path, hf_config=config, vocab_size=vocab_size, ignore_keys=ignore_keys) for path in paths
+        )
+    if first.model is not None and second.model is not None:
+        models = in_one_family(first.model, second.model)
+        first, second = replace(first, model=models[0]), replace(second, model=models[1])
+    found = compare_contents(*_to_compare(first, second, optimizer), progress=progress)
+    if html is not None:
+        with phase(progress, "writing the page"):
+            write_page(Path(html), comparison_page(found))
+    return found
+
+
+def _to_compare(a: Opened, b: Opened, optimizer: bool) -> tuple[Contents, Contents]:
+    """The tensors of both; those of Hugging Face as they are stored where one of them is not as its family says."""
+    try:
+        return contents_of(a, optimizer=optimizer), contents_of(b, optimizer=optimizer)
+    except MappingError:
+        if not (a.checkpoint.whole_views and b.checkpoint.whole_views):
+            raise
+        return stored_contents(a.checkpoint), stored_contents(b.checkpoint)

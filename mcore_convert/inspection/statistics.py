@@ -1,0 +1,247 @@
+"""What the values of a checkpoint are like, weight by weight: norm, largest value, zeros, NaN. Read once, in blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_convert.checkpoints.contents import Contents, Tensor
+from mcore_convert.spec.names import Index
+from mcore_convert.spec.shard import Shape
+from mcore_convert.storage.blocks import (
+    ADDABLE,
+    FINITE,
+    Bits,
+    Scratch,
+    added_up,
+    is_float,
+    lanes,
+    magnitudes,
+    number,
+    read,
+    sum_of,
+    sum_of_squares,
+)
+from mcore_convert.storage.elements import Bytes, Files, Meter, Progress, as_float, blocks_of
+from mcore_convert.storage.phases import phase
+from mcore_convert.storage.spans import Block, Part, Span, spans_of
+
+
+@dataclass(frozen=True)
+class WeightStatistics:
+    """The values of one tensor, without vocabulary padding.
+
+    `norm`, `mean` and `largest` are those of its finite elements: `norm` is the root of their sum of squares,
+    `largest` the largest magnitude, at `largest_at` of the global tensor. `zeros`, `num_nan` and `num_inf` count
+    elements. `dead_rows` are the rows, indices of the first dimension, that are zero throughout; `first_bad` is where
+    the first NaN or infinity stands.
+    """
+
+    name: str
+    weight: str
+    layer: int | None
+    expert: int | None
+    state: str
+    shape: Shape
+    dtype: str
+    norm: float
+    mean: float
+    largest: float
+    largest_at: Shape | None
+    zeros: int
+    num_nan: int
+    num_inf: int
+    dead_rows: tuple[range, ...]
+    first_bad: Shape | None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_finite(self) -> int:
+        return self.numel - self.num_nan - self.num_inf
+
+    @property
+    def rms(self) -> float:
+        """Root of the mean square."""
+        return total_rms([self])
+
+    @property
+    def share_of_zeros(self) -> float:
+        return self.zeros / self.numel if self.numel else 0.0
+
+    @property
+    def peak(self) -> float:
+        """The largest magnitude over the rms."""
+        return self.largest / self.rms if self.rms else 0.0
+
+    @property
+    def num_dead_rows(self) -> int:
+        return sum(map(len, self.dead_rows))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; ranges of rows as first and last."""
+        return {
+            **asdict(self),
+            "dead_rows": [[rows[0], rows[-1]] for rows in self.dead_rows],
+            "rms": self.rms,
+            "share_of_zeros": self.share_of_zeros,
+        }
+
+
+def total_rms(weights: Sequence[WeightStatistics]) -> float:
+    """The rms of several tensors taken as one, of what is finite in them."""
+    count = sum(weight.num_finite for weight in weights)
+    return math.hypot(*(weight.norm for weight in weights)) / math.sqrt(count) if count else 0.0
+
+
+@dataclass
+class Tally:
+    """What was added up of some elements of a tensor."""
+
+    squares: float = 0.0
+    total: float = 0.0
+    largest: float = 0.0
+    zeros: int = 0
+    num_nan: int = 0
+    num_inf: int = 0
+    largest_at: Shape | None = None
+    first_bad: Shape | None = None
+
+    def add(self, other: Tally) -> None:
+        """Take in what was added up of other elements, which come later."""
+        self.squares += other.squares
+        self.total += other.total
+        self.zeros += other.zeros
+        self.num_nan += other.num_nan
+        self.num_inf += other.num_inf
+        if other.largest > self.largest:
+            self.largest, self.largest_at = other.largest, other.largest_at
+        self.first_bad = self.first_bad or other.first_bad
+
+
+def measure(contents: Contents, *, progress: Progress | None = None) -> tuple[WeightStatistics, ...]:
+    """Read every tensor once and say what its values are like.
+
+    Raises:
+        UnreadableCheckpoint: a file is shorter than its header says.
+    """
+    spans = (spans_of(tensor.slots) for tensor in contents.tensors)
+    with phase(progress, "measuring", contents.nbytes), Files() as files:
+        meter = Meter(contents.nbytes, progress)
+        tallies = added_up(spans, Tally, lambda part, scratch: _tally(part, files, scratch), meter)
+        return tuple(_statistics(t, tally, files) for t, tally in zip(contents.tensors, tallies, strict=True))
+
+
+def _tally(part: Part, files: Files, scratch: Scratch) -> Tally:
+    """Add up one part of a tensor."""
+    (view,) = part.span.views
+    found = Tally()
+    for block in part.blocks:
+        found.add(_tally_block(read(files, view, block, scratch, "bits"), scratch, found.largest, part.span, block))
+    return found
+
+
+def _tally_block(bits: Bits, scratch: Scratch, known: float, span: Span, block: Block) -> Tally:
+    """Add up a block. Where its largest magnitude is not above `known`, its place is not looked for."""
+    if not is_float(bits.dtype):
+        return _tally_exactly(bits, span, block)
+    sizes = magnitudes(bits, scratch)
+    highest = int(sizes.max())
+    if highest > FINITE[bits.dtype]:
+        return _tally_exactly(bits, span, block)
+    found = Tally(largest=number(highest, bits.dtype))
+    if found.largest > ADDABLE:
+        return _tally_exactly(bits, span, block)
+    if int(sizes.min()) == 0:
+        found.zeros = bits.numel - int(np.count_nonzero(sizes))
+    if found.largest > known:
+        found.largest_at = span.place(block.start + int(sizes.argmax()))
+    for lane in lanes(bits, scratch, "lane"):
+        found.total += sum_of(lane)
+        found.squares += sum_of_squares(lane)
+    return found
+
+
+def _tally_exactly(bits: Bits, span: Span, block: Block) -> Tally:
+    """The same in fp64, of any dtype, and with what is no number counted and left out."""
+    values = as_float(bits.exact, bits.dtype)
+    good = np.isfinite(values)
+    found = Tally(zeros=int(np.count_nonzero(values == 0)), num_nan=int(np.count_nonzero(np.isnan(values))))
+    found.num_inf = values.size - int(np.count_nonzero(good)) - found.num_nan
+    if found.num_nan or found.num_inf:
+        found.first_bad = span.place(block.start + int(good.argmin()))
+        values[~good] = 0
+    sizes = np.abs(values)
+    at = int(sizes.argmax())
+    found.largest, found.largest_at = float(sizes[at]), span.place(block.start + at)
+    with np.errstate(over="ignore", under="ignore"):
+        found.squares = float(np.square(values).sum())
+    found.total = float(values.sum())
+    return found
+
+
+def _statistics(tensor: Tensor, tally: Tally, files: Files) -> WeightStatistics:
+    numel = math.prod(tensor.shape)
+    finite = numel - tally.num_nan - tally.num_inf
+    at: Index = tensor.at
+    return WeightStatistics(
+        tensor.name,
+        tensor.weight,
+        at.layer,
+        at.expert,
+        tensor.state,
+        tensor.shape,
+        tensor.dtype,
+        math.sqrt(tally.squares),
+        tally.total / finite if finite else 0.0,
+        tally.largest,
+        tally.largest_at if tally.largest else None,
+        tally.zeros,
+        tally.num_nan,
+        tally.num_inf,
+        _dead_rows(tensor, tally.zeros, files),
+        tally.first_bad,
+    )
+
+
+def _dead_rows(tensor: Tensor, zeros: int, files: Files) -> tuple[range, ...]:
+    """The rows of a matrix that are zero throughout; looked for only where there are zeros enough for one."""
+    shape = tensor.shape
+    if len(shape) < 2 or zeros < math.prod(shape[1:]):
+        return ()
+    if zeros == math.prod(shape):
+        return (range(shape[0]),)
+    alive = np.zeros(shape[0], bool)
+    for slot in tensor.slots:
+        array = files.array(slot.view)
+        first = slot.box.offsets[0]
+        for block in blocks_of(slot.view.shape, slot.view.itemsize):
+            part = _has_value(array[block], slot.view.dtype)
+            start = first + (block[0].start if block else 0)
+            alive[start : start + len(part)] |= part.reshape(len(part), -1).any(axis=1)
+    return tuple(_ranges(np.flatnonzero(~alive)))
+
+
+def _has_value(array: Bytes, dtype: str) -> NDArray[np.bool_]:
+    """Which elements are not zero; the sign of a zero does not count."""
+    values = np.left_shift(array, 1) if is_float(dtype) else as_float(array, dtype)
+    found: NDArray[np.bool_] = values != 0
+    return found
+
+
+def _ranges(rows: Sequence[int] | NDArray[np.intp]) -> list[range]:
+    """Ascending numbers as ranges."""
+    found: list[range] = []
+    for row in map(int, rows):
+        if found and found[-1].stop == row:
+            found[-1] = range(found[-1].start, row + 1)
+        else:
+            found.append(range(row, row + 1))
+    return found

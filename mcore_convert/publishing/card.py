@@ -1,0 +1,202 @@
+"""The model card of an export: `README.md`, with the metadata that the Hub reads and where the model comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.checkpoints.identify import Model
+from mcore_convert.checkpoints.runs import History, Run
+from mcore_convert.formats.files.model_folder import CARD
+from mcore_convert.spec.config.arguments import normalise
+from mcore_convert.version import VERSION
+
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# What the card of the original says that holds for what was made of it, too.
+INHERITED = ("license", "license_name", "license_link", "language")
+TAGS = ("megatron-core", "mcore-convert")
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is known of an export before its tensors are written.
+
+    `repo` is the repository on the Hub that it goes to, `revision` its branch there; None where it goes to none, or to
+    the main branch. `dtypes` are those of the source, `dtype` that of what is written.
+    """
+
+    model: Model
+    run: Run | None
+    history: History
+    config: Mapping[str, Any]
+    dtypes: tuple[str, ...]
+    dtype: str
+    has_tokenizer: bool
+    has_chat_template: bool
+    title: str
+    repo: str | None = None
+    revision: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def render(card: Card, checksum: str) -> bytes:
+    """The card as Markdown. It says nothing of the machine or the time, so that equal exports have equal cards."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    tables = [("Architecture", [*_architecture(card)]), ("Training", [*_training(card)])]
+    tables.append(("How it was made", [*_provenance(card), ("checksum of the weights", f"`{checksum}`")]))
+    made = ModelCard.from_template(
+        ModelCardData(**metadata_of(card)),
+        template_str=TEMPLATE.read_text(),
+        title=card.title,
+        summary=_summary(card),
+        model=_model_words(card),
+        has_tokenizer=card.has_tokenizer,
+        has_chat_template=card.has_chat_template,
+        tables=[(heading, rows) for heading, rows in tables if rows],
+        picture=card.run.picture.name if card.run and card.run.picture else None,
+    )
+    return f"{str(made).strip()}\n".encode()
+
+
+def metadata_of(card: Card) -> dict[str, Any]:
+    """The metadata of the card: what the user gave, else what the original's card and the run say."""
+    folder = card.model.folder
+    base = base_model(card.history.base_model, card.config)
+    found = {
+        "base_model": base,
+        **(inherited(folder / CARD) if folder is not None else {}),
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": [*TAGS, str(card.config.get("model_type", card.model.family.name))],
+        **card.metadata,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def inherited(file: Path) -> dict[str, Any]:
+    """What a card says that holds for a model made of this one, too; nothing where it has no readable metadata."""
+    from huggingface_hub import ModelCard
+
+    if not file.is_file():
+        return {}
+    try:
+        data = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # YAML's own errors, and what the client makes of other nonsense: a card is no reason to refuse
+        return {}
+    return {name: data[name] for name in INHERITED if data.get(name)}
+
+
+def base_model(said: str | None, config: Mapping[str, Any]) -> str | None:
+    """The name on the Hub of the model that training started from, where one is known."""
+    for name in (said, config.get("_name_or_path")):
+        if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
+            return name
+    return None
+
+
+def _summary(card: Card) -> str:
+    kind = next(iter(card.config.get("architectures") or ()), card.model.family.name)
+    count = f"{card.model.num_parameters:,}"
+    iteration = (
+        f", exported from iteration {card.history.iteration:,} of its training" if card.history.iteration else ""
+    )
+    return f"A `{kind}` of {count} parameters in {card.dtype}{iteration}."
+
+
+def _model_words(card: Card) -> str:
+    """The arguments of a loading function: the repository, or the directory that the reader stands in."""
+    if card.repo is None:
+        return '"."'
+    return f'"{card.repo}"' + (f', revision="{card.revision}"' if card.revision else "")
+
+
+def _architecture(card: Card) -> Iterator[tuple[str, str]]:
+    dims, args = card.model.dims, card.model.args
+    heads = str(dims.num_attention_heads)
+    if dims.num_query_groups != dims.num_attention_heads:
+        heads += f", {dims.num_query_groups} for keys and values"
+    activation = "SwiGLU" if args.get("swiglu") else "GELU"
+    rope = f"rotary, base {args.get('rotary_base'):,}" if args.get("rotary_base") else "rotary"
+    if args.get("use_rope_scaling"):
+        rope += f", scaled by {args.get('rope_scaling_factor'):g}"
+    positions = {"rope": rope, "learned_absolute": "learned"}
+    yield "family", card.model.family.name
+    yield "parameters", f"{card.model.num_parameters:,}"
+    yield "layers", str(dims.num_layers)
+    yield "hidden size", f"{dims.hidden_size:,}"
+    yield "attention heads", heads
+    yield "feed-forward size", f"{args.get('ffn_hidden_size'):,}, {activation}"
+    yield "norm", str(args.get("normalization"))
+    yield "positions", positions.get(str(args.get("position_embedding_type")), str(args.get("position_embedding_type")))
+    yield "context", f"{dims.max_position_embeddings:,} tokens"
+    yield "vocabulary", f"{dims.vocab_size:,}"
+    yield "embeddings", "tied" if dims.tied else "untied"
+    yield "dtype", card.dtype
+
+
+def _training(card: Card) -> Iterator[tuple[str, str]]:
+    history = card.history
+    if history.iteration is None:
+        return
+    of_all = f" of {history.last_iteration:,}" if history.last_iteration else ""
+    yield "iteration", f"{history.iteration:,}{of_all}"
+    if history.tokens:
+        yield "tokens", f"{history.tokens:,}"
+    if history.batch:
+        yield "batch", f"{history.batch[0]:,} x {history.batch[1]:,} tokens"
+    for name, loss in (card.run.loss_at(history.iteration) if card.run else {}).items():
+        yield ("loss" if name == "train" else f"loss, {name}"), f"{loss:.4f}"
+    if history.data:
+        names = [name if weight is None else f"{name} ({weight:g})" for name, weight in history.data]
+        yield "data", ", ".join(f"`{name}`" for name in names)
+
+
+def _layout(card: Card) -> str:
+    """How the run was spread over ranks: `tp 2, pp 2, on 4 ranks`."""
+    checkpoint = card.model.checkpoint
+    if checkpoint.common.args is None:
+        return ""
+    args = normalise(checkpoint.common.args)
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+    }
+    sizes = {short: args[name] for short, name in names.items() if isinstance(args.get(name), int)}
+    if not sizes:
+        return ""
+    kept = {short: size for short, size in sizes.items() if size > 1 or short in ("tp", "pp")}
+    ranks = args.get("world_size")
+    words = ", ".join(f"{short} {size}" for short, size in kept.items())
+    return f"{words}, on {ranks} rank{'s' * (ranks != 1)}" if isinstance(ranks, int) else words
+
+
+def _provenance(card: Card) -> Iterator[tuple[str, str]]:
+    checkpoint, dims = card.model.checkpoint, card.model.dims
+    yield "made with", f"`mcore-convert export` {VERSION}"
+    name = (
+        f"`{checkpoint.path.resolve().name}` of `{card.run.name}`"
+        if card.run
+        else f"`{checkpoint.path.resolve().name}`"
+    )
+    yield "source", f"{name}, in the format `{checkpoint.format}`"
+    layout = _layout(card)
+    if layout:
+        yield "parallel layout of the source", layout
+    stored = " and ".join(card.dtypes)
+    cast = card.dtypes != (card.dtype,)
+    rounded = "" if card.dtype == "float32" else ", rounded to nearest"
+    yield "dtype of the source", f"{stored}, cast to {card.dtype}{rounded}" if cast else stored
+    if card.model.ignored:
+        yield "unknown keys of `config.json`, taken to change nothing", ", ".join(card.model.ignored)
+    if dims.padded_vocab_size != dims.vocab_size:
+        yield "embedding of the source", f"{dims.padded_vocab_size:,} rows, of which {dims.vocab_size:,} are kept"

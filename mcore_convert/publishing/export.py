@@ -1,0 +1,234 @@
+"""One export: a checkpoint as a complete Hugging Face directory, proven, with all that a user of the model needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.checkpoints.identify import Model, identify
+from mcore_convert.checkpoints.runs import PICTURE, History, Run, find_run, history_of, run_around
+from mcore_convert.checkpoints.weights import find_weights
+from mcore_convert.conversion.execute import execute
+from mcore_convert.conversion.plan import Plan
+from mcore_convert.conversion.prepare import plan_conversion
+from mcore_convert.conversion.target import Target
+from mcore_convert.errors import ConfigError, ConvertError, UnwritableTarget
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.files.json_file import json_bytes
+from mcore_convert.formats.files.model_folder import CARD, CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, carried_files
+from mcore_convert.formats.megatron.run_directory import iteration_of
+from mcore_convert.formats.registry import default_target, directory_of
+from mcore_convert.publishing import companions
+from mcore_convert.publishing.card import Card, render
+from mcore_convert.publishing.hf_tensors import HfTensor, hf_tensors
+from mcore_convert.publishing.readback import read_back
+from mcore_convert.publishing.tokenizer import Tokenizer
+from mcore_convert.spec.config.arguments import DTYPES
+from mcore_convert.storage.elements import Meter, Progress
+from mcore_convert.storage.phases import Part, phase
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may ask of an export. `None` means: as the checkpoint has it.
+
+    `tokenizer` is a directory or a name on the Hub; without `with_tokenizer` none goes along. `metadata` are fields of
+    the card, over those that are found. The others are those of `convert`.
+    """
+
+    tokenizer: str | None = None
+    with_tokenizer: bool = True
+    dtype: str | None = None
+    family: str | None = None
+    hf_config: Path | None = None
+    ignore_keys: Sequence[str] = ()
+    vocab_size: int | None = None
+    given: Mapping[str, Any] | None = None
+    max_shard_size: int | None = None
+    allow_drift: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An export that is planned and proven complete. Nothing has been written."""
+
+    plan: Plan
+    tensors: tuple[HfTensor, ...]
+    card: Card
+    tokenizer: Tokenizer | None
+
+    @property
+    def path(self) -> Path:
+        """The directory to make."""
+        return self.plan.reservation.path
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The size of every file but the card, which is not known yet."""
+        reservation = self.plan.reservation
+        sizes = {
+            **reservation.sizes,
+            **{target: source.stat().st_size for target, source in reservation.carried.items()},
+            **{target: len(text) for target, text in reservation.texts.items()},
+        }
+        return {str(path.relative_to(self.path)): size for path, size in sizes.items()}
+
+
+def prepare(
+    source: Path,
+    destination: Path | None,
+    options: Options,
+    *,
+    repo: str | None = None,
+    revision: str | None = None,
+) -> Prepared:
+    """Plan an export completely.
+
+    Args:
+        source: a checkpoint, or the directory of a run, whose newest is taken.
+        destination: the directory to make; `default_destination` unless given.
+        repo: the repository on the Hub that it goes to; `revision` is its branch there.
+
+    Raises:
+        ConvertError: the source cannot be exported, or there is no tokenizer that fits it.
+    """
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype `{options.dtype}` of weights", hint=f"known are {', '.join(DTYPES)}")
+    model = _identified(source, options)
+    source = directory_of(source)
+    run = find_run(source) or run_around(source)
+    if model.checkpoint.side is Side.HUGGING_FACE:
+        _refuse_idle(options)
+    history = history_of(model.checkpoint.common)
+    notes: list[str] = []
+    tokenizer = None
+    if options.with_tokenizer:
+        tokenizer = companions.tokenizer_of(model, history, options.tokenizer)
+        if not model.vocab_is_said and companions.is_the_vocabulary(tokenizer, model):
+            notes.append(f"the vocabulary is the tokenizer's: {tokenizer.size} tokens")
+            model = _identified(source, options, vocab_size=tokenizer.size)
+        companions.check_fit(tokenizer, model, notes)
+    final = destination or default_destination(source, model.checkpoint.path, run)
+    target = Target(
+        final,
+        default_target(Side.HUGGING_FACE),
+        options={"max_shard_size": options.max_shard_size},
+        tokenizer=tokenizer.place if tokenizer else None,
+        allow_drift=options.allow_drift,
+        dtype=options.dtype,
+    )
+    plan = plan_conversion(model, target)
+    config = _complete(plan, model, tokenizer, run, replace=options.tokenizer is not None)
+    sources = find_weights(model.family, model.dims, model.checkpoint, allow_drift=options.allow_drift)
+    dtypes = tuple(sorted(set(sources.dtype_of.values())))
+    card = Card(
+        model=model,
+        run=run,
+        history=history,
+        config=config,
+        dtypes=dtypes,
+        dtype=options.dtype or " and ".join(dtypes),
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        title=_title(repo, run, history, final),
+        repo=repo,
+        revision=revision,
+        metadata=options.metadata,
+    )
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    return Prepared(plan, tuple(hf_tensors(model.family, model.dims, sources)), card, tokenizer)
+
+
+def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | None = None) -> str:
+    """Write an export, prove every bit of it, and return the checksum of its source.
+
+    The directory appears when it is complete and proven, or not at all.
+
+    Raises:
+        ConvertError: as `execute`; or what was written is not what was read.
+    """
+    plan = prepared.plan
+    written = plan.target
+    nbytes = sum(tensor.meta.nbytes for tensor in prepared.tensors)
+    total = plan.nbytes + nbytes
+    found: list[str] = []
+
+    def proven(partial: Path) -> Mapping[Path, bytes]:
+        views = {name: view._replace(path=partial / view.path.name) for name, view in written.whole_views.items()}
+        told = None if progress is None else Part(progress, plan.nbytes, total)
+        with phase(progress, "reading again", nbytes):
+            found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
+        return {prepared.path / CARD: render(prepared.card, found[0])}
+
+    copied = None if progress is None else Part(progress, 0, total)
+    execute(plan, overwrite=overwrite, progress=copied, conclude=proven)
+    return found[0]
+
+
+def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path:
+    """Where an export lies unless a user says where: `RUN/hf/iter_*`, or `SOURCE-hf` beside what is no run.
+
+    Raises:
+        UnwritableTarget: the source is the root of a file system.
+    """
+    if run is not None and iteration_of(checkpoint) is not None:
+        return run.path / "hf" / checkpoint.name
+    place = source if source.name not in ("", "..") else source.resolve()
+    if not place.name:
+        raise UnwritableTarget(f"there is no place beside `{source}`", hint="name a destination")
+    return place.with_name(f"{place.stem if place.is_file() else place.name}-hf")
+
+
+def _identified(path: Path, options: Options, *, vocab_size: int | None = None) -> Model:
+    return identify(
+        path,
+        family=options.family,
+        hf_config=options.hf_config,
+        vocab_size=vocab_size or options.vocab_size,
+        given=options.given,
+        ignore_keys=options.ignore_keys,
+    )
+
+
+def _refuse_idle(options: Options) -> None:
+    """Refuse what only a Megatron checkpoint has a use for."""
+    said = {"--hf-config": options.hf_config, "--vocab-size": options.vocab_size, "--arg": options.given}
+    idle = [name for name, value in said.items() if value]
+    if idle:
+        raise ConvertError(f"a Hugging Face source has no use for {', '.join(idle)}", hint="leave it out")
+
+
+def _complete(
+    plan: Plan, model: Model, tokenizer: Tokenizer | None, run: Run | None, *, replace: bool
+) -> Mapping[str, Any]:
+    """Add what goes along to the files of a plan; returns the configuration that is written."""
+    reservation = plan.reservation
+    path = reservation.path
+    config: dict[str, Any] = json.loads(reservation.texts[path / CONFIG])
+    left = (CARD, GENERATION_CONFIG, *carried_files(model.folder, TOKENIZER_FILES)) if model.folder else ()
+    for name in left:
+        reservation.carried.pop(path / name, None)
+    if tokenizer is not None:
+        reservation.carried |= {path / name: file for name, file in tokenizer.files.items()}
+        reservation.texts |= {path / name: text for name, text in tokenizer.texts.items()}
+        config = companions.with_token_ids(config, tokenizer, replace=replace, pad=False)
+        reservation.texts[path / CONFIG] = json_bytes(config)
+    generation = companions.generation_config(model, config, tokenizer, replace=replace)
+    if generation:
+        reservation.texts[path / GENERATION_CONFIG] = json_bytes(generation)
+    if run is not None and run.picture is not None:
+        reservation.carried[path / PICTURE] = run.picture
+    return config
+
+
+def _title(repo: str | None, run: Run | None, history: History, final: Path) -> str:
+    if repo is not None:
+        return repo.rpartition("/")[2]
+    if run is not None and history.iteration is not None:
+        return f"{run.name}, iteration {history.iteration:,}"
+    return final.absolute().name

@@ -1,0 +1,264 @@
+"""The public functions that hand a model over: `export` to a complete Hugging Face directory, and `push` to the Hub."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.checkpoints.identify import open_checkpoint
+from mcore_convert.conversion.plan import Plan
+from mcore_convert.errors import ConvertError, HubError, UnreadableCheckpoint
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.registry import directory_of, format_of
+from mcore_convert.publishing.export import Options, Prepared, prepare, write
+from mcore_convert.publishing.tokenizer import Tokenizer
+from mcore_convert.publishing.upload import MAIN, Destination, Upload, checked, upload
+from mcore_convert.storage.destination import check_free
+from mcore_convert.storage.elements import Progress
+from mcore_convert.storage.phases import phase
+from mcore_convert.storage.views import file_errors
+
+PathLike = str | Path
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export did, or would do (`dry_run`). Sizes in bytes.
+
+    `path` is the directory; None where it was made to be sent to the Hub only. `files` are those of the directory by
+    name; a planned export lacks the card. `checksum` is that of the weights as the source stores them.
+    """
+
+    plan: Plan
+    tokenizer: Tokenizer | None
+    path: Path | None
+    files: Mapping[str, int]
+    checksum: str | None
+    upload: Upload | None
+    dry_run: bool
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: what was cut, left behind or rounded."""
+        return self.plan.notes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plan, tokenizer = self.plan, self.tokenizer
+        dtypes = {meta.dtype for meta in plan.target.tensors.values()}
+        return {
+            "source": {"path": str(plan.source.path), "format": plan.source.format},
+            "path": None if self.path is None else str(self.path),
+            "files": dict(self.files),
+            "family": plan.family.name,
+            "num_parameters": plan.num_parameters,
+            "num_tensors": len(plan.target.tensors),
+            "dtypes": sorted(dtypes),
+            "tokenizer": None if tokenizer is None else {"place": tokenizer.place, "size": tokenizer.size},
+            "checksum": self.checksum,
+            "upload": None if self.upload is None else self.upload.as_dict(),
+            "dry_run": self.dry_run,
+            "notes": list(self.notes),
+        }
+
+
+@file_errors()
+def export(
+    source: PathLike,
+    destination: PathLike | None = None,
+    *,
+    tokenizer: str | None = None,
+    with_tokenizer: bool = True,
+    dtype: str | None = None,
+    family: str | None = None,
+    hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
+    vocab_size: int | None = None,
+    given: Mapping[str, Any] | None = None,
+    max_shard_size: int | None = None,
+    allow_drift: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    push_to_hub: str | None = None,
+    private: bool = False,
+    branch: str = MAIN,
+    tag: str | None = None,
+    commit_message: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    bars: bool = False,
+) -> Export:
+    """Make a complete Hugging Face directory of a checkpoint: weights, configuration, tokenizer and model card.
+
+    What was written is read again and compared with the source, bit for bit, before the directory appears.
+
+    Args:
+        source: a checkpoint in any format, or the directory of a training run, whose newest is taken.
+        destination: the directory to make. Without one it is `RUN/hf/iter_*` for an iteration of a run, and `SOURCE-hf`
+            else; with `push_to_hub` it is temporary.
+        tokenizer: a directory or a name on the Hub; that of the original model or of the run unless given.
+        with_tokenizer: false exports the model without one.
+        dtype: `float32`, `float16` or `bfloat16`, to which weights are rounded to nearest; as stored unless given.
+        family, hf_config, ignore_keys, vocab_size, given, max_shard_size, allow_drift: as for `convert`.
+        metadata: fields of the model card (`license`, `datasets`), over those that are found.
+        push_to_hub: a repository on the Hub that it goes to.
+        private, branch, tag, commit_message: as for `push`.
+        overwrite: replace a destination that exists.
+        dry_run: plan and prove, write and send nothing.
+        progress: called with the bytes copied and proven so far and their total, by one thread at a time.
+        bars: let the Hub's client show its own progress on stderr.
+
+    Raises:
+        ConvertError: the export is refused; nothing is left behind. See `mcore_convert.errors` for the kinds.
+    """
+    options = Options(
+        tokenizer=tokenizer,
+        with_tokenizer=with_tokenizer,
+        dtype=dtype,
+        family=family,
+        hf_config=None if hf_config is None else Path(hf_config),
+        ignore_keys=ignore_keys,
+        vocab_size=vocab_size,
+        given=given,
+        max_shard_size=max_shard_size,
+        allow_drift=allow_drift,
+        metadata=metadata or {},
+    )
+    target = None
+    if push_to_hub is not None:
+        target = checked(Destination(push_to_hub, private, branch, tag, commit_message), writable=not dry_run)
+    elif (private, branch, tag, commit_message) != (False, MAIN, None, None):
+        raise ConvertError("--private, --branch, --tag and --commit-message are for the Hub", hint="pass --push-to-hub")
+    place = None if destination is None else Path(destination)
+    return hand_over(
+        Path(source), place, options, target, overwrite=overwrite, dry_run=dry_run, progress=progress, bars=bars
+    )
+
+
+def hand_over(
+    source: Path,
+    destination: Path | None,
+    options: Options,
+    target: Destination | None,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    bars: bool = False,
+) -> Export:
+    """What `export` does, with its arguments put together. `target` is a destination on the Hub that was checked."""
+    if destination is None and target is not None:
+        with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
+            prepared = _prepared(source, _in(folder, source), options, target, progress)
+            return _run(prepared, target, overwrite=False, dry_run=dry_run, progress=progress, bars=bars, kept=False)
+    prepared = _prepared(source, destination, options, target, progress)
+    check_free(prepared.path, overwrite=overwrite or dry_run)
+    return _run(prepared, target, overwrite=overwrite, dry_run=dry_run, progress=progress, bars=bars, kept=True)
+
+
+def _in(folder: str, source: Path) -> Path:
+    """A directory within a temporary one, with the name of the source."""
+    return Path(folder, source.absolute().name or "model")
+
+
+def _prepared(
+    source: Path,
+    destination: Path | None,
+    options: Options,
+    target: Destination | None,
+    progress: Progress | None,
+) -> Prepared:
+    with phase(progress, "planning"):
+        if target is None:
+            return prepare(source, destination, options)
+        revision = None if target.branch == MAIN else target.branch
+        return prepare(source, destination, options, repo=target.repo, revision=revision)
+
+
+def _run(
+    prepared: Prepared,
+    target: Destination | None,
+    *,
+    overwrite: bool,
+    dry_run: bool,
+    progress: Progress | None,
+    bars: bool,
+    kept: bool,
+) -> Export:
+    path = prepared.path if kept else None
+    if dry_run:
+        return Export(prepared.plan, prepared.tokenizer, path, prepared.files, None, None, True)
+    checksum = write(prepared, overwrite=overwrite, progress=progress)
+    files = {name: file.stat().st_size for name, file in _files_in(prepared.path).items()}
+    sent = None
+    if target is not None:
+        try:
+            sent = upload(prepared.path, target, progress=progress, bars=bars)
+        except HubError as error:
+            if kept:
+                hint = f"the export is in `{path}`: go on with `mcore-convert push {path} {target.repo}`"
+                raise HubError(error.message, items=error.items, hint=f"{error.hint}; {hint}") from error
+            raise
+    return Export(prepared.plan, prepared.tokenizer, path, files, checksum, sent, False)
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@file_errors()
+def push(
+    source: PathLike,
+    repo: str,
+    *,
+    private: bool = False,
+    branch: str = MAIN,
+    tag: str | None = None,
+    commit_message: str | None = None,
+    ignore_keys: Sequence[str] = (),
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    bars: bool = False,
+) -> Upload:
+    """Send a model to the Hub, in one commit. What is there already is not sent again.
+
+    Args:
+        source: a Hugging Face directory. Any other checkpoint is exported to a temporary directory first, as `export`
+            does with its defaults.
+        repo: `OWNER/NAME`, or `NAME` for the holder of the token; it is made where it lacks.
+        private: make a new repository private.
+        branch: made where it lacks, of the repository's first commit.
+        tag: a name for the commit.
+        commit_message: its message.
+        ignore_keys: as for `export`.
+        dry_run: say what would be sent, and send nothing.
+        progress: as for `export`, where one is made.
+        bars: let the Hub's client show its own progress on stderr.
+
+    Raises:
+        HubError: the Hub refuses, or cannot be reached; the same call goes on where this one ended.
+        ConvertError: the source is no whole model, or cannot be exported.
+    """
+    path, target = directory_of(Path(source)), Destination(repo, private, branch, tag, commit_message)
+    if path.is_dir() and _is_hugging_face(path):
+        open_checkpoint(path)  # whole, as far as headers and the index tell
+        return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
+    if not path.exists():
+        raise UnreadableCheckpoint(f"`{path}` does not exist")
+    target = checked(target, writable=not dry_run)
+    with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
+        prepared = _prepared(path, _in(folder, path), Options(ignore_keys=ignore_keys), target, progress)
+        write(prepared, progress=progress)
+        return upload(prepared.path, target, dry_run=dry_run, progress=progress, bars=bars)
+
+
+__all__ = ["Export", "export", "push"]
+
+
+def _is_hugging_face(path: Path) -> bool:
+    """Whether a directory needs no export: it is what one would make."""
+    kind = format_of(path)
+    return kind is not None and kind.side is Side.HUGGING_FACE

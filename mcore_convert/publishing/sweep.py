@@ -1,0 +1,179 @@
+"""Every iteration of a run, exported once: to a directory each, or to a branch each of a repository on the Hub.
+
+What is done is seen from what is there, so a sweep may be stopped at any moment and started again: a directory has its
+name when it is complete and proven, and a branch gets its model in one commit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mcore_convert.checkpoints.identify import open_checkpoint
+from mcore_convert.checkpoints.runs import Run, find_run, history_of
+from mcore_convert.errors import ConvertError, HubError, MappingError, UnreadableCheckpoint
+from mcore_convert.publishing.export import Options
+from mcore_convert.publishing.publish import Export, PathLike, hand_over
+from mcore_convert.publishing.upload import Destination, Upload, checked, has_model, upload
+from mcore_convert.storage.elements import Progress
+from mcore_convert.storage.phases import phase
+from mcore_convert.storage.views import file_errors
+
+POLL_SECONDS = 30.0
+
+State = Literal["exported", "there", "refused"]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What became of one iteration: exported now, `there` already, or refused with an error.
+
+    `path` is its directory, where it has one; `upload` what was sent to the Hub.
+    """
+
+    iteration: int
+    state: State
+    path: Path | None
+    export: Export | None = None
+    upload: Upload | None = None
+    error: ConvertError | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "iteration": self.iteration,
+            "state": self.state,
+            "path": None if self.path is None else str(self.path),
+            "export": None if self.export is None else self.export.as_dict(),
+            "upload": None if self.upload is None else self.upload.as_dict(),
+            "error": None if self.error is None else str(self.error),
+        }
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """What holds for all iterations of a sweep."""
+
+    folder: Path | None
+    target: Destination | None
+    options: Options
+    bars: bool
+    progress: Progress | None
+
+
+def export_all(
+    run: PathLike,
+    destination: PathLike | None = None,
+    *,
+    push_to_hub: str | None = None,
+    private: bool = False,
+    watch: bool = False,
+    interval: float = POLL_SECONDS,
+    until: int | None = None,
+    progress: Progress | None = None,
+    bars: bool = False,
+    **options: Any,
+) -> Iterator[Swept]:
+    """Export every iteration of a run that is not exported yet, in their order; tells of each when it is done.
+
+    An iteration whose checkpoint cannot be exported is told as `refused`, and the others go on.
+
+    Args:
+        run: the directory of a training run, or the one that has its `iter_*`.
+        destination: where the directories `iter_*` are made; `RUN/hf` unless given. With `push_to_hub` none stays
+            unless one is given.
+        push_to_hub: a repository that gets a branch `iter_*` for each.
+        private: make a new repository private.
+        watch: wait for further iterations, until the last that the run says it will have.
+        interval: seconds between two looks at a running training.
+        until: end after this iteration, and do not watch for others.
+        progress, bars: as for `export`.
+        options: fields of `mcore_convert.publishing.export.Options`, as for `export`.
+
+    Raises:
+        ConvertError: there is no such run, or an error that is not that of one iteration: no tokenizer, no room, no
+            answer from the Hub.
+    """
+    path = Path(run)
+    if not path.is_dir():
+        raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory of a training run")
+    target = None if push_to_hub is None else checked(Destination(push_to_hub, private))
+    folder = Path(destination) if destination is not None else None
+    wishes = Options(**options)
+    done: dict[int, State] = {}
+    while True:
+        with file_errors():
+            found = find_run(path)
+            if found is None and not watch:
+                raise UnreadableCheckpoint(
+                    f"`{path}` is no training run", hint="its checkpoints are called iter_*, in it or in `checkpoints`"
+                )
+            waiting = _waiting(found, done, until)
+        if found is not None and folder is None and target is None:
+            folder = found.path / "hf"
+        sweep = _Sweep(folder, target, wishes, bars, progress)
+        for iteration, checkpoint in waiting.items():
+            told = _one(sweep, iteration, checkpoint, watch=watch)
+            if told is None:  # removed by the run, or to be tried again
+                continue
+            done[iteration] = told.state
+            yield told
+        last = until if until is not None else _last_of(found)
+        left = [iteration for iteration, checkpoint in waiting.items() if iteration not in done and checkpoint.exists()]
+        if not watch or (last is not None and max(done, default=-1) >= last and not left):
+            return
+        with phase(progress, "waiting for iterations"):
+            time.sleep(interval)
+
+
+def _waiting(run: Run | None, done: dict[int, State], until: int | None) -> dict[int, Path]:
+    """The iterations that are there and have not been looked at."""
+    found = {} if run is None else run.iterations()
+    return {n: path for n, path in found.items() if n not in done and (until is None or n <= until)}
+
+
+def _last_of(run: Run | None) -> int | None:
+    """The iteration that a training ends with, as its newest checkpoint says."""
+    try:
+        with file_errors():
+            newest = max((run.iterations() if run else {}).items(), default=None)
+            checkpoint = None if newest is None else open_checkpoint(newest[1])
+            return None if checkpoint is None else history_of(checkpoint.common).last_iteration
+    except ConvertError:
+        return None
+
+
+def _one(sweep: _Sweep, iteration: int, checkpoint: Path, *, watch: bool) -> Swept | None:
+    """See to one iteration; None where it is not to be told of."""
+    final = None if sweep.folder is None else sweep.folder / checkpoint.name
+    try:
+        return _export_one(sweep, iteration, checkpoint, final)
+    except (UnreadableCheckpoint, MappingError) as error:
+        return Swept(iteration, "refused", final, error=error) if checkpoint.exists() else None
+    except HubError:
+        if not watch:
+            raise
+        return None  # the connection may be back at the next look
+
+
+def _export_one(sweep: _Sweep, iteration: int, checkpoint: Path, final: Path | None) -> Swept:
+    target = sweep.target
+    is_there = final is not None and final.exists()
+    if is_there and final is not None:
+        open_checkpoint(final)  # whole, as far as headers and the index tell
+    if target is not None and has_model(target.repo, checkpoint.name):
+        return Swept(iteration, "there", final)
+    if target is None and is_there:
+        return Swept(iteration, "there", final)
+    if target is not None:
+        message = f"Export of iteration {iteration}"
+        target = replace(target, branch=checkpoint.name, message=message)
+        if is_there and final is not None:
+            return Swept(
+                iteration, "exported", final, upload=upload(final, target, progress=sweep.progress, bars=sweep.bars)
+            )
+    made = hand_over(checkpoint, final, sweep.options, target, progress=sweep.progress, bars=sweep.bars)
+    return Swept(iteration, "exported", final, export=made, upload=made.upload)

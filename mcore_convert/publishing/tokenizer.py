@@ -1,0 +1,222 @@
+"""A tokenizer as files: how many tokens it has, and which are special, read without transformers or tokenizers."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.files.json_file import json_bytes, read_json
+from mcore_convert.formats.files.model_folder import CONFIG, TOKENIZER_FILES, carried_files
+from mcore_convert.storage.views import open_error
+
+SPECIAL = ("bos_token", "eos_token", "pad_token")
+# What the classes of transformers take where no file names a special token.
+CLASS_DEFAULTS = {
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+}
+# The files of which one holds all tokens, in transformers' order of preference.
+VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model", "*.tiktoken", "vocab.txt")
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The files of a tokenizer, by the names that they have in a model's directory, and where they were found.
+
+    `size` is one more than the largest token id: as many rows an embedding must have. `special` are the ids of
+    `bos_token_id`, `eos_token_id` and `pad_token_id`, as far as they are known. `texts` are files yet to be written.
+    """
+
+    place: str
+    files: Mapping[str, Path]
+    size: int
+    special: Mapping[str, int]
+    has_chat_template: bool
+    texts: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def read_tokenizer(place: Path) -> Tokenizer | None:
+    """The tokenizer in a folder, or that of one of its files; None where there is none.
+
+    Raises:
+        UnreadableCheckpoint: its files are damaged.
+    """
+    folder = folder_of(place)
+    if folder.is_dir():
+        return _read(place, {name: folder / name for name in carried_files(folder, TOKENIZER_FILES)})
+    return _read(place, {"tokenizer.model": place} if place.is_file() else {})
+
+
+def read_gpt2_bpe(vocabulary: Path, merges: Path) -> Tokenizer | None:
+    """The tokenizer of two files as Megatron-LM's `--vocab-file` and `--merge-file` name them; None where one lacks.
+
+    Raises:
+        UnreadableCheckpoint: the vocabulary is damaged.
+    """
+    if not vocabulary.is_file() or not merges.is_file():
+        return None
+    return _read(vocabulary, {"vocab.json": vocabulary, "merges.txt": merges})
+
+
+def folder_of(place: Path) -> Path:
+    """The folder of a tokenizer that a user names by itself or by one of its files."""
+    is_part = any(fnmatch(place.name, pattern) for pattern in TOKENIZER_FILES)
+    return place.parent if is_part and place.is_file() else place
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file that may be a tokenizer; what is in it is not read."""
+    return any(any(folder.glob(pattern)) for pattern in (*VOCABULARIES, "tokenizer_config.json"))
+
+
+def is_bare_bpe(folder: Path) -> bool:
+    """Whether a folder has the two files of GPT-2's tokenizer, and none that says of which class it is."""
+    return _class_of({name: folder / name for name in carried_files(folder, TOKENIZER_FILES)}) == "GPT2Tokenizer"
+
+
+def _read(place: Path, files: Mapping[str, Path]) -> Tokenizer | None:
+    """The tokenizer of these files, each under the name that it has in a model's folder."""
+    try:
+        return _tokenizer(place, files)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UnreadableCheckpoint(f"the tokenizer in `{place}` cannot be read: {error!r}") from error
+    except OSError as error:
+        raise open_error(Path(error.filename or place), error) from error
+
+
+def _tokenizer(place: Path, files: Mapping[str, Path]) -> Tokenizer | None:
+    ids = _vocabulary(files)
+    if ids is None:
+        return None
+    config, texts = _json(files, "tokenizer_config.json"), {}
+    kind = _class_of(files)
+    if kind is not None:
+        config = {"tokenizer_class": kind}
+        # a token that the vocabulary lacks would be added to it
+        config |= {key: token if token in ids else None for key, token in CLASS_DEFAULTS[kind].items()}
+        texts = {"tokenizer_config.json": json_bytes(config)}
+    ids |= _added(files, config)
+    named = _named(files, config)
+    for token in (*named.values(), *_extra(config)):
+        if token not in ids:  # transformers adds it behind all others
+            ids[token] = max(ids.values(), default=-1) + 1
+    special = {f"{key}_id": ids[token] for key, token in named.items()}
+    has_chat_template = bool(config.get("chat_template")) or any(name in files for name in CHAT_TEMPLATES)
+    return Tokenizer(str(place), files, max(ids.values(), default=-1) + 1, special, has_chat_template, texts)
+
+
+def _class_of(files: Mapping[str, Path]) -> str | None:
+    """The class of transformers for files that do not say it; None where they do, or where none is known.
+
+    The configuration of a model beside them says it, too.
+    """
+    beside = {file.parent / CONFIG for file in files.values()}
+    if "tokenizer_config.json" in files or "tokenizer.json" in files or any(file.is_file() for file in beside):
+        return None
+    if "vocab.json" in files and "merges.txt" in files:
+        return "GPT2Tokenizer"
+    return "LlamaTokenizer" if "tokenizer.model" in files and _is_sentencepiece(files["tokenizer.model"]) else None
+
+
+def _is_sentencepiece(file: Path) -> bool:
+    """Whether a file is a SentencePiece model: a message whose first field is a piece. tiktoken's files are text."""
+    with file.open("rb") as opened:
+        return opened.read(1) == b"\n"
+
+
+def _json(files: Mapping[str, Path], name: str) -> dict[str, Any]:
+    return read_json(files[name]) if name in files else {}
+
+
+def _vocabulary(files: Mapping[str, Path]) -> dict[str, int] | None:
+    """The ids of all tokens, from the first of the files that holds them, in transformers' order of preference."""
+    name = next((name for pattern in VOCABULARIES for name in files if fnmatch(name, pattern)), None)
+    if name is None:
+        return None
+    file = files[name]
+    if name == "tokenizer.json":
+        content = read_json(file)
+        vocab = content["model"]["vocab"]
+        ids = dict(vocab) if isinstance(vocab, dict) else {piece[0]: number for number, piece in enumerate(vocab)}
+        return ids | {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+    if name == "vocab.json":
+        return {token: int(number) for token, number in read_json(file).items()}
+    if name == "vocab.txt":
+        return {token: number for number, token in enumerate(file.read_text().splitlines())}
+    return dict(_pieces(file.read_bytes()) if _is_sentencepiece(file) else _ranks(file.read_bytes()))
+
+
+def _pieces(content: bytes) -> Iterator[tuple[str, int]]:
+    """The pieces of a SentencePiece model: field 1 of its protobuf message, and field 1 of each."""
+    number = 0
+    for number_of, value in _fields(memoryview(content)):
+        if number_of == 1 and isinstance(value, memoryview):
+            piece = next(part for inner, part in _fields(value) if inner == 1)
+            yield bytes(piece).decode(errors="replace") if isinstance(piece, memoryview) else "", number
+            number += 1
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int]]:
+    """The fields of a protobuf message: numbers, or bytes where they have a length."""
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        if tag & 7 == 0:
+            value, at = _varint(message, at)
+            yield tag >> 3, value
+            continue
+        size = {1: 8, 5: 4}.get(tag & 7)
+        if tag & 7 == 2:
+            size, at = _varint(message, at)
+        if size is None or at + size > len(message):
+            raise ValueError("no SentencePiece model")
+        yield tag >> 3, message[at : at + size]
+        at += size
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
+        if byte < 0x80:
+            return value, at
+
+
+def _ranks(content: bytes) -> Iterator[tuple[str, int]]:
+    """The tokens of a tiktoken file: a line `BASE64 RANK` each."""
+    for line in content.splitlines():
+        token, rank = line.split()
+        yield base64.b64decode(token).decode(errors="backslashreplace"), int(rank)
+
+
+def _added(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, int]:
+    """The tokens that are added to a vocabulary, with their ids."""
+    decoder = config.get("added_tokens_decoder") or {}
+    return {
+        **{token: int(number) for token, number in _json(files, "added_tokens.json").items()},
+        **{_text(token): int(number) for number, token in decoder.items()},
+    }
+
+
+def _extra(config: Mapping[str, Any]) -> list[str]:
+    """Special tokens beside the named ones; transformers 4 and 5 have their own words for them."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    return [_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+
+
+def _named(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by what they are for."""
+    kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
+    found = {**CLASS_DEFAULTS.get(kind, {}), **_json(files, "special_tokens_map.json"), **config}
+    return {key: _text(found[key]) for key in SPECIAL if found.get(key)}
+
+
+def _text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)

@@ -1,0 +1,128 @@
+"""Megatron-Bridge's `run_config.yaml`, without which it takes a checkpoint for one of Megatron-LM and guesses more.
+
+Facts are from Megatron-Bridge 0.1 to 0.6 and main (August 2026): `training/model_load_save.py: load_model_config`
+instantiates `model`, `training/checkpointing.py` reads the parallel sizes and three keys of `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+from mcore_convert.spec.config.arguments import Values, normalise
+
+# In every version under this name, for all families; the providers of single families came and went.
+PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
+BRIDGED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+)  # the families that Megatron-Bridge has a bridge for, so that it can export them
+
+# A function is written as what to import and not to call.
+ACTIVATIONS = {
+    "silu": "torch.nn.functional.silu",
+    "gelu": "torch.nn.functional.gelu",
+    "squared_relu": "megatron.core.activations.squared_relu",
+}
+
+# The provider's fields that have the name and the value of an argument.
+FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "attention_dropout",
+    "hidden_dropout",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "make_vocab_size_divisible_by",
+    "vocab_size",
+    "fp16",
+    "bf16",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+def run_config(args: Values, family_name: str) -> str:
+    """The text of `run_config.yaml` for the arguments that `arguments.complete` made.
+
+    `vocab_size` is the true one, which the provider pads for the parallel size of the moment. Versions before 0.3 do
+    not know `rope_scaling`; they drop it with a warning, which changes what the model computes but not an export.
+
+    Raises:
+        ConfigError: arguments without a vocabulary.
+    """
+    args = normalise(args)
+    if args.get("vocab_size") is None:
+        raise ConfigError("Megatron-Bridge needs `vocab_size`, and the arguments do not tell it")
+    activation = "silu" if args["swiglu"] else "squared_relu" if args.get("squared_relu") else "gelu"
+    dtype = _symbol(f"torch.{'bfloat16' if args.get('bf16') else 'float16' if args.get('fp16') else 'float32'}")
+    model: dict[str, Any] = {"_target_": PROVIDER}
+    model |= {name: args[name] for name in FIELDS if name in args}
+    # older providers do not know these: they are written only where they say something
+    model |= {name: args[name] for name in ("no_rope_freq", "window_size") if args.get(name) is not None}
+    model |= {
+        "gated_linear_unit": args["swiglu"],
+        "activation_func": _symbol(ACTIVATIONS[activation]),
+        # a gelu fused with its bias is another function than the plain one
+        "bias_activation_fusion": {"silu": True, "gelu": args["bias_gelu_fusion"]}.get(activation, False),
+        "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
+        "rope_scaling": args["use_rope_scaling"],
+        "rope_scaling_factor": args["rope_scaling_factor"],
+        "seq_len_interpolation_factor": args.get("rotary_seq_len_interpolation_factor"),
+        "seq_length": args["max_position_embeddings"],
+        "should_pad_vocab": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+    }
+    checkpoint = {"save_optim": False, "save_rng": False, "fully_parallel_save": False}
+    return "\n".join(
+        [
+            "# For Megatron-Bridge: load_megatron_model and export_ckpt, given the directory that holds this file.",
+            *(
+                []
+                if family_name in BRIDGED
+                else [f"# Megatron-Bridge loads this model, but has no bridge for `{family_name}`."]
+            ),
+            *_section("model", model),
+            *_section("checkpoint", checkpoint),
+            "",
+        ]
+    )
+
+
+def _symbol(path: str) -> dict[str, Any]:
+    return {"_target_": path, "_call_": False}
+
+
+def _section(name: str, values: dict[str, Any]) -> list[str]:
+    lines = [f"{name}:"]
+    for key, value in values.items():
+        if isinstance(value, dict):
+            lines += [f"  {key}:", *(f"    {inner}: {_scalar(each)}" for inner, each in value.items())]
+        else:
+            lines.append(f"  {key}: {_scalar(value)}")
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    """JSON scalars are YAML scalars, but for small floats: YAML 1.1 reads `1e-05` as a string, `1.0e-05` as a float."""
+    text = json.dumps(value, default=str)
+    if isinstance(value, float) and "e" in text and "." not in text:
+        return text.replace("e", ".0e")
+    return text

@@ -1,0 +1,249 @@
+"""Elements as numbers, a block at a time: read into buffers that are used again, and widened to fp32 by numpy alone.
+
+A block becomes one or two *lanes* of fp32, padded with zeros to whole rows, in whatever order is cheapest: the two
+halves of each 32-bit word where elements are bfloat16. What is added up over them needs no order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.storage.elements import WORKERS, Bytes, Files, Meter, as_float
+from mcore_convert.storage.spans import Block, Part, Span, parts_of
+from mcore_convert.storage.views import View
+
+ROW = 1024  # elements that are added up in fp32; the sums of rows are added up in fp64
+LEAST_SQUARES, MOST_SQUARES = 1e-24, 1e36  # sums of squares of a block that fp32 has not rounded to zero or infinity
+ADDABLE = 1e30  # magnitudes that fp32 can add up
+
+Floats = NDArray[np.float32]
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Addable(Protocol):
+    """What is known of some elements, to which what is known of others can be added."""
+
+    def add(self, other: Self) -> None: ...
+
+
+Total = TypeVar("Total", bound=Addable)
+
+
+class Small(NamedTuple):
+    """How a narrow float becomes fp32: its bits, sign extended, are shifted, masked and scaled."""
+
+    shift: int
+    mask: int
+    scale: float
+
+
+SMALL = {
+    "float16": Small(13, 0x8FFFFFFF, 2.0**112),
+    "float8_e5m2": Small(21, 0x8FFFFFFF, 2.0**112),
+    "float8_e4m3fn": Small(20, 0x87FFFFFF, 2.0**120),
+}
+# The largest magnitude, as bits without the sign, that is a finite number.
+FINITE = {
+    "float32": 0x7F7FFFFF,
+    "bfloat16": 0x7F7F,
+    "float16": 0x7BFF,
+    "float8_e5m2": 0x7B,
+    "float8_e4m3fn": 0x7E,
+}
+
+
+class Bits(NamedTuple):
+    """The elements of a block as unsigned integers, `padded` with zeros to whole rows; `numel` of them are elements."""
+
+    padded: Bytes
+    numel: int
+    dtype: str
+
+    @property
+    def exact(self) -> Bytes:
+        return self.padded[: self.numel]
+
+
+class Scratch:
+    """Named buffers that are used again; one such object for each thread."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, NDArray[np.uint8]] = {}
+
+    def array(self, name: str, dtype: Any, count: int) -> NDArray[Any]:
+        """The first elements of a buffer, with whatever they were left at."""
+        kind = np.dtype(dtype)
+        nbytes = kind.itemsize * count
+        if name not in self._held or self._held[name].nbytes < nbytes:
+            self._held[name] = np.empty(nbytes, np.uint8)
+        return self._held[name][:nbytes].view(kind)
+
+
+def read(files: Files, view: View, block: Block, scratch: Scratch, name: str) -> Bits:
+    """The elements of a block.
+
+    Raises:
+        UnreadableCheckpoint: the file ends before them.
+    """
+    count = block.stop - block.start
+    step = 2 * ROW
+    padded = scratch.array(name, f"u{view.itemsize}", -(-count // step) * step)
+    padded[count:] = 0
+    if len(view.shape) == 1 and view.strides[0] == view.itemsize:
+        _read_bytes(files, view, view.offset + block.start * view.itemsize, padded[:count].data.cast("B"))
+    else:
+        part = files.array(view)[block.where]
+        np.copyto(padded[:count].reshape(part.shape), part)
+    return Bits(padded, count, view.dtype)
+
+
+def _read_bytes(files: Files, view: View, at: int, into: memoryview) -> None:
+    fd = files.fd(view.path)
+    while into:
+        done = os.preadv(fd, [into], at)
+        if done == 0:
+            raise UnreadableCheckpoint(f"`{view.path}` is shorter than its header says")
+        into, at = into[done:], at + done
+
+
+def magnitudes(bits: Bits, scratch: Scratch) -> Bytes:
+    """The bits without the sign, which are ordered as the magnitudes of floats are."""
+    exact = bits.exact
+    mask = exact.dtype.type((1 << (8 * exact.itemsize - 1)) - 1)
+    sizes: Bytes = np.bitwise_and(exact, mask, out=scratch.array("magnitudes", exact.dtype, bits.numel))
+    return sizes
+
+
+def is_float(dtype: str) -> bool:
+    """Whether a dtype becomes lanes; others are few, and go the slow way through fp64."""
+    return dtype in FINITE
+
+
+@lru_cache(maxsize=1024)
+def number(bits: int, dtype: str) -> float:
+    """The value of one element."""
+    size = np.dtype("uint8").itemsize if dtype.startswith("float8") else 2 if dtype.endswith("16") else 4
+    return float(as_float(np.array([bits], f"u{size}"), dtype)[0])
+
+
+class Lane(NamedTuple):
+    """Every `step`-th element of a block from `first` on, as fp32, with zeros behind the last.
+
+    `is_copy`: the values may be changed; else they are those that were read.
+    """
+
+    values: Floats
+    first: int
+    step: int
+    is_copy: bool = True
+
+    @property
+    def rows(self) -> Floats:
+        return self.values.reshape(-1, ROW)
+
+
+def is_true_in_lanes(bits: Bits, scratch: Scratch) -> bool:
+    """Whether lanes say what a block holds: those of narrow floats make numbers of infinity and NaN."""
+    return bits.dtype not in SMALL or int(magnitudes(bits, scratch).max()) <= FINITE[bits.dtype]
+
+
+def lanes(bits: Bits, scratch: Scratch, name: str, *, in_order: bool = False) -> Iterator[Lane]:
+    """The elements as fp32, one lane after the other in the same buffer: use each before the next is drawn.
+
+    `in_order`: in one lane, so that those of two dtypes can be paired.
+    """
+    padded, dtype = bits.padded, bits.dtype
+    if dtype == "float32":
+        yield Lane(padded.view(np.float32), 0, 1, is_copy=False)
+    elif dtype == "bfloat16" and not in_order:  # little endian: the first of two is the lower half of a word
+        words = padded.view(np.uint32)
+        wide: NDArray[Any] = scratch.array(name, np.uint32, len(words))
+        yield Lane(np.left_shift(words, 16, out=wide).view(np.float32), 0, 2)
+        yield Lane(np.bitwise_and(words, 0xFFFF0000, out=wide).view(np.float32), 1, 2)
+    elif dtype == "bfloat16":
+        wide = scratch.array(name, np.uint32, len(padded))
+        np.copyto(wide, padded)
+        yield Lane(np.left_shift(wide, 16, out=wide).view(np.float32), 0, 1)
+    else:
+        small = SMALL[dtype]
+        wide = scratch.array(name, np.uint32, len(padded))
+        np.copyto(wide.view(np.int32), padded.view(f"i{padded.itemsize}"))
+        np.left_shift(wide, small.shift, out=wide)
+        np.bitwise_and(wide, small.mask, out=wide)
+        values: Floats = wide.view(np.float32)
+        yield Lane(np.multiply(values, np.float32(small.scale), out=values), 0, 1)
+
+
+def sum_of_squares(lane: Lane) -> float:
+    """The squares added up, of values however large or small; not finite where one of them is not.
+
+    Values whose squares fp32 cannot add up are scaled, in a copy.
+    """
+    rows = lane.rows
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        squares = float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64))
+    if LEAST_SQUARES <= squares <= MOST_SQUARES:
+        return squares
+    highest = float(np.abs(lane.values).max())
+    if highest == 0 or not math.isfinite(highest):
+        return highest
+    power = min(max(-math.frexp(highest)[1], -126), 126)
+    scaled = np.multiply(rows, np.float32(2.0**power))
+    squares = float(np.matmul(scaled[:, None, :], scaled[:, :, None]).sum(dtype=np.float64))
+    return math.ldexp(squares, -2 * power)
+
+
+ONES = np.ones((ROW, 1), np.float32)
+
+
+def sum_of(lane: Lane) -> float:
+    """The values added up."""
+    return float(np.matmul(lane.rows[:, None, :], ONES).sum(dtype=np.float64))
+
+
+def each(jobs: Iterable[Job], work: Callable[[Job, Scratch], Result]) -> Iterator[Result]:
+    """The results of a function for each job, in order, computed by a few threads that each have their buffers.
+
+    An error, or the end of the caller's interest, ends what has not begun.
+    """
+    own = threading.local()
+
+    def run(job: Job) -> Result:
+        if not hasattr(own, "scratch"):
+            own.scratch = Scratch()
+        return work(job, own.scratch)
+
+    pool = ThreadPoolExecutor(WORKERS)
+    try:
+        yield from pool.map(run, jobs)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def added_up(
+    spans: Iterable[Sequence[Span]], start: Callable[[], Total], work: Callable[[Part, Scratch], Total], meter: Meter
+) -> list[Total]:
+    """What `work` finds in the parts of each tensor, given by its spans, added up in the order of the parts."""
+    listed = list(spans)
+    jobs = [(place, part) for place, of in enumerate(listed) for part in parts_of(of)]
+    totals = [start() for _ in listed]
+
+    def run(job: tuple[int, Part], scratch: Scratch) -> Total:
+        found = work(job[1], scratch)
+        meter.add(job[1].nbytes)
+        return found
+
+    for (place, _), found in zip(jobs, each(jobs, run), strict=True):
+        totals[place].add(found)
+    return totals

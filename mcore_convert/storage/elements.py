@@ -1,0 +1,285 @@
+"""The elements that views describe: reading, copying and comparing them, a block at a time and from several threads.
+
+Runs of bytes are copied by the kernel; what is transposed or cut across rows goes from one memory map to another, so
+that no tensor is ever held in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.spec.shard import Shape
+from mcore_convert.storage.views import DTYPE_SIZES, Slot, View
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
+CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its two dtypes stays in the cache
+KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
+WORKERS = min(4, os.cpu_count() or 1)
+
+Progress = Callable[[int, int], None]
+Bytes = NDArray[Any]
+
+
+class Meter:
+    """Counts bytes from any thread and tells `progress` how many of all are done."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+        if self._progress is not None:
+            with self._lock:
+                self._done += nbytes
+                self._progress(self._done, self._total)
+
+
+class Files:
+    """Open files and their memory maps, shared by all threads."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self._fds: dict[tuple[Path, bool], int] = {}
+        self._maps: dict[tuple[Path, bool], mmap.mmap] = {}
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def fd(self, path: Path, *, write: bool = False) -> int:
+        """A file descriptor; the file stays open until all are closed."""
+        with self._lock:
+            if (path, write) not in self._fds:
+                fd = _opened(path, os.O_RDWR if write else os.O_RDONLY)
+                self._stack.callback(os.close, fd)
+                self._fds[path, write] = fd
+                logger.debug("opened %s to %s", path, "write" if write else "read")
+            return self._fds[path, write]
+
+    def map(self, path: Path, *, write: bool = False) -> mmap.mmap:
+        """A memory map of the whole file."""
+        fd = self.fd(path, write=write)
+        with self._lock:
+            if (path, write) not in self._maps:
+                size = os.fstat(fd).st_size
+                if write:
+                    os.posix_fallocate(fd, 0, size)  # a full disk must be an error here, not a signal while writing
+                access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+                self._maps[path, write] = mmap.mmap(fd, size, prot=access)
+            return self._maps[path, write]
+
+    def array(self, view: View, *, write: bool = False) -> Bytes:
+        """The elements of a view, as unsigned integers of their size: they are moved, never computed with."""
+        mapped = self.map(view.path, write=write)
+        kind = np.dtype(f"u{view.itemsize}")
+        return np.ndarray(view.shape, kind, mapped, view.offset, view.strides)
+
+
+def _opened(path: Path, flags: int) -> int:
+    """A descriptor. The usual limit of 1024 is too low for a checkpoint of a thousand files, so it is raised then."""
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return os.open(path, flags)
+
+
+def copy_view(files: Files, source: View, target: View) -> Iterator[int]:
+    """Copy one view to another of equal shape, cast to its dtype; yields the bytes read after each block.
+
+    Raises:
+        OverflowError: as `cast`.
+    """
+    if source.dtype != target.dtype:
+        yield from _cast_view(files, source, target)
+        return
+    shape, source_strides, target_strides = _joined(source, target)
+    run = shape[-1] * source.itemsize
+    in_runs = source_strides[-1] == target_strides[-1] == source.itemsize
+    if in_runs and (len(shape) == 1 or (len(shape) == 2 and run >= KERNEL_RUN)):
+        for row in range(shape[0] if len(shape) == 2 else 1):
+            lead = row if len(shape) == 2 else 0
+            start = source.offset + lead * source_strides[0]
+            yield from _copy_run(files, source.path, start, target.path, target.offset + lead * target_strides[0], run)
+        return
+    from_array, to_array = files.array(source), files.array(target, write=True)
+    for block in blocks_of(source.shape, source.itemsize):
+        to_array[block] = from_array[block]
+        yield int(to_array[block].nbytes)
+
+
+def _cast_view(files: Files, source: View, target: View) -> Iterator[int]:
+    from_array, to_array = files.array(source), files.array(target, write=True)
+    for block in blocks_of(source.shape, source.itemsize, CAST_BLOCK):
+        part = from_array[block]
+        to_array[block] = cast(part, source.dtype, target.dtype)
+        yield int(part.nbytes)
+
+
+def _copy_run(files: Files, source: Path, start: int, target: Path, at: int, count: int) -> Iterator[int]:
+    """Copy bytes inside the kernel where it can, else from a memory map."""
+    reading, writing = files.fd(source), files.fd(target, write=True)
+    while count:
+        step = min(count, BLOCK)
+        try:
+            done = os.copy_file_range(reading, writing, step, start, at)
+        except OSError as error:  # another file system, or one that cannot
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            done = os.pwrite(writing, memoryview(files.map(source))[start : start + step], at)
+        if done == 0:
+            raise UnreadableCheckpoint(f"`{source}` became shorter while it was read")
+        start, at, count = start + done, at + done, count - done
+        yield done
+
+
+def _joined(source: View, target: View) -> tuple[Shape, Shape, Shape]:
+    """Shape and strides with neighbouring dimensions joined where both views allow it."""
+    shape: list[int] = []
+    steps: list[tuple[int, int]] = []
+    for size, step in zip(source.shape, zip(source.strides, target.strides, strict=True), strict=True):
+        if size == 1:
+            continue
+        if shape and all(outer == size * inner for outer, inner in zip(steps[-1], step, strict=True)):
+            shape[-1], steps[-1] = shape[-1] * size, step
+        else:
+            shape.append(size)
+            steps.append(step)
+    if not shape:
+        return (1,), (source.itemsize,), (source.itemsize,)
+    return tuple(shape), tuple(s for s, _ in steps), tuple(t for _, t in steps)
+
+
+def blocks_of(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple[slice, ...]]:
+    """Slices of the first dimension, each of about `limit` bytes; of the next where one index is larger."""
+    if not shape:
+        yield ()
+        return
+    inner = itemsize
+    for size in shape[1:]:
+        inner *= size
+    if inner > limit and len(shape) > 1:
+        for index in range(shape[0]):
+            for rest in blocks_of(shape[1:], itemsize, limit):
+                yield (slice(index, index + 1), *rest)
+        return
+    step = max(1, limit // max(inner, 1))
+    for start in range(0, shape[0], step):
+        yield (slice(start, min(start + step, shape[0])),)
+
+
+def differing(files: Files, a: View, b: View) -> Iterator[tuple[Bytes, Bytes, Bytes]]:
+    """The blocks in which two views of equal shape and dtype differ: where, and what either holds."""
+    first, second = files.array(a), files.array(b)
+    for block in blocks_of(a.shape, a.itemsize):
+        unequal = first[block] != second[block]
+        if unequal.any():
+            yield unequal, first[block], second[block]
+
+
+def global_tensor(files: Files, slots: list[Slot], shape: Shape) -> Bytes:
+    """A weight's global tensor in memory, as unsigned integers of its element size."""
+    whole = np.empty(shape, f"u{slots[0].view.itemsize}")
+    for slot in slots:
+        place = tuple(slice(at, at + size) for at, size in zip(slot.box.offsets, slot.box.sizes, strict=True))
+        whole[place] = files.array(slot.view)
+    return whole
+
+
+def as_float(array: Bytes, dtype: str) -> NDArray[np.float64]:
+    """The values of elements that were read as unsigned integers."""
+    if dtype in FP8:
+        return FP8[dtype][array]
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        if dtype == "bfloat16":
+            return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return np.ascontiguousarray(array).view(dtype).astype(np.float64)
+
+
+def _float8(exponent_bits: int, *, finite: bool) -> NDArray[np.float64]:
+    """The value of every byte. `finite` floats have no infinity, and NaN only where all bits are set."""
+    mantissa_bits = 7 - exponent_bits
+    bias = 2 ** (exponent_bits - 1) - 1
+    byte = np.arange(256)
+    exponent, mantissa = (byte & 0x7F) >> mantissa_bits, byte & (2**mantissa_bits - 1)
+    normal = np.ldexp(1 + mantissa / 2**mantissa_bits, exponent - bias)
+    values = np.where(exponent == 0, np.ldexp(mantissa / 2**mantissa_bits, 1 - bias), normal)
+    if finite:
+        values[byte & 0x7F == 0x7F] = np.nan
+    else:
+        top = exponent == 2**exponent_bits - 1
+        values[top] = np.where(mantissa[top] == 0, np.inf, np.nan)
+    signed: NDArray[np.float64] = np.where(byte & 0x80, -values, values)
+    return signed
+
+
+FP8 = {"float8_e4m3fn": _float8(4, finite=True), "float8_e5m2": _float8(5, finite=False)}
+
+
+# The fp32 bits, without the sign, of the least number that rounds to infinity: half a step above the largest finite.
+INFINITE_FROM = {"bfloat16": 0x7F7F8000, "float16": 0x477FF000}
+INFINITY = 0x7F800000  # in fp32; what is above is no number
+
+
+def round_to(array: Bytes, dtype: str) -> Bytes:
+    """fp32 values, read as unsigned integers, rounded to the nearest of a dtype, ties to even, as torch does."""
+    bits = np.ascontiguousarray(array)
+    if dtype == "bfloat16":
+        raised: Bytes = bits >> 16  # in place, as each array more costs as much as the rounding
+        raised &= 1
+        raised += 0x7FFF
+        raised += bits
+        raised >>= 16
+        nearest: Bytes = raised.astype(np.uint16)
+        no_number = (bits & 0x7FFFFFFF) > INFINITY
+        if no_number.any():  # the payload of a NaN could round up to a number
+            nearest[no_number] = bits[no_number] >> 16 | 0x40
+        return nearest
+    with np.errstate(over="ignore"):
+        rounded: Bytes = bits.view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
+    return rounded
+
+
+def cast(array: Bytes, source: str, target: str) -> Bytes:
+    """Floating-point elements of one dtype as those of another, both as unsigned integers, rounded as torch does.
+
+    Raises:
+        OverflowError: a number is beyond the largest of the target, and would become infinite.
+    """
+    if source == target:
+        return array
+    if source == "bfloat16":
+        exact: Bytes = array.astype(np.uint32) << 16
+    elif source == "float16":
+        exact = np.ascontiguousarray(array).view(np.float16).astype(np.float32).view(np.uint32)
+    else:
+        exact = array
+    if target == "float32":
+        return exact
+    sizes = exact & 0x7FFFFFFF
+    beyond = INFINITE_FROM[target]
+    if sizes.max(initial=0) >= beyond and ((sizes >= beyond) & (sizes < INFINITY)).any():
+        raise OverflowError(f"a number beyond the largest of {target}")
+    return round_to(exact, target)

@@ -1,0 +1,154 @@
+"""Elements in the order in which files hold them: what may be looked at in any order is read as fast as a file is."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.storage.elements import blocks_of
+from mcore_convert.storage.views import Slot, View, contiguous_strides, cut
+
+# Bytes that are looked at in one step. Large enough that threads do not wait for each other between numpy's
+# operations, small enough for a processor's cache.
+STEP = 2 * 2**20
+PART = 64 * 2**20  # bytes that one thread takes at a time
+
+
+class Piece(NamedTuple):
+    """A box of the global tensor whose first element is number `start` of a span; `axes` vary slowest to fastest."""
+
+    start: int
+    box: Box
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements of one global tensor, and where each of several files has them: views of equal shape.
+
+    Boxes that lie one behind the other in every file are one span, so that a tensor of many pieces is read at once.
+    """
+
+    views: tuple[View, ...]
+    pieces: tuple[Piece, ...]
+
+    def place(self, index: int) -> Shape:
+        """Where element `index` of the span stands in the global tensor."""
+        piece = self.pieces[bisect.bisect_right(self.pieces, index, key=lambda piece: piece.start) - 1]
+        left = index - piece.start
+        at = list(piece.box.offsets)
+        for axis in reversed(piece.axes):
+            left, step = divmod(left, piece.box.sizes[axis])
+            at[axis] += step
+        return tuple(at)
+
+
+class Block(NamedTuple):
+    """A part of a span that is looked at in one step: elements `start` to `stop`, which `where` selects from a view."""
+
+    start: int
+    stop: int
+    where: tuple[slice, ...]
+
+
+class Part(NamedTuple):
+    """Some blocks of a span, for one thread."""
+
+    span: Span
+    blocks: tuple[Block, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.stop - block.start for block in self.blocks) * sum(v.itemsize for v in self.span.views)
+
+
+def spans_of(slots: Sequence[Slot]) -> list[Span]:
+    """The elements that slots hold, each once, in the order of the files."""
+    return _joined(((slot.view,), slot.box) for slot in slots)
+
+
+def paired_spans(mine: Sequence[Slot], theirs: Sequence[Slot]) -> list[Span]:
+    """The elements that two lists of slots have in common, with both views of each, in the order of the first."""
+    pairs = []
+    for slot in mine:
+        for part in cut(list(theirs), slot.box):
+            view = slot.view.narrow(part.box.relative_to(slot.box.offsets))
+            pairs.append(((view, part.view), part.box))
+    return _joined(pairs)
+
+
+def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Span]:
+    """One span for what lies together in every file."""
+    spans: list[Span] = []
+    views: tuple[View, ...] = ()
+    pieces: list[Piece] = []
+    for each, box in sorted(held, key=lambda pair: (pair[0][0].path, pair[0][0].offset)):
+        if not box.numel:
+            continue
+        axes = tuple(sorted(range(len(box.sizes)), key=lambda axis: -each[0].strides[axis]))
+        turned = tuple(_flat(_turned(view, axes)) for view in each)
+        if not all(len(view.shape) == 1 for view in turned):  # one of them is not contiguous: all keep their shape
+            turned = tuple(_turned(view, axes) for view in each)
+            spans.append(Span(turned, (Piece(0, box, axes),)))
+            continue
+        if views and all(_follows(view, before) for view, before in zip(turned, views, strict=True)):
+            pieces.append(Piece(views[0].shape[0], box, axes))
+            views = tuple(
+                before._replace(shape=(before.shape[0] + view.shape[0],))
+                for before, view in zip(views, turned, strict=True)
+            )
+            continue
+        if views:
+            spans.append(Span(views, tuple(pieces)))
+        views, pieces = turned, [Piece(0, box, axes)]
+    if views:
+        spans.append(Span(views, tuple(pieces)))
+    return spans
+
+
+def _turned(view: View, axes: tuple[int, ...]) -> View:
+    """The view with its dimensions in another order; a number becomes a list of one."""
+    shape = tuple(view.shape[axis] for axis in axes) or (1,)
+    strides = tuple(view.strides[axis] for axis in axes) or (view.itemsize,)
+    return view._replace(shape=shape, strides=strides)
+
+
+def _flat(view: View) -> View:
+    """The view as one dimension where its elements are one run of bytes; else as it is."""
+    if not view.is_contiguous:
+        return view
+    shape = (Box.whole(view.shape).numel,)
+    return view._replace(shape=shape, strides=contiguous_strides(shape, view.itemsize))
+
+
+def _follows(view: View, before: View) -> bool:
+    return (view.path, view.dtype, view.offset) == (before.path, before.dtype, before.offset + before.nbytes)
+
+
+def parts_of(spans: Iterable[Span]) -> Iterator[Part]:
+    """The spans in parts that threads can take; the same parts whatever the number of threads."""
+    for span in spans:
+        blocks: list[Block] = []
+        nbytes = 0
+        for block in _blocks(span):
+            blocks.append(block)
+            nbytes += (block.stop - block.start) * span.views[0].itemsize
+            if nbytes >= PART:
+                yield Part(span, tuple(blocks))
+                blocks, nbytes = [], 0
+        if blocks:
+            yield Part(span, tuple(blocks))
+
+
+def _blocks(span: Span) -> Iterator[Block]:
+    """Neighbouring elements, about STEP bytes of the first file at a time."""
+    shape = span.views[0].shape
+    start = 0
+    for where in blocks_of(shape, span.views[0].itemsize, STEP):
+        inner = shape[len(where) :]
+        stop = start + Box.whole(tuple(part.stop - part.start for part in where) + inner).numel
+        yield Block(start, stop, where)
+        start = stop

@@ -1,0 +1,1 @@
+"""What is written for people: quantities, names grouped by weight and layer, steps of a scale."""

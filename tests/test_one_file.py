@@ -67,7 +67,7 @@ def test_a_rank_that_was_torn_from_its_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_export_lies_beside_the_file(published: Path, tmp_path: Path) -> None:
-    renamed = shutil.copy(published, tmp_path / "gpt2-345m.pt")
+    renamed = Path(shutil.copy(published, tmp_path / "gpt2-345m.pt"))
     done = export(renamed, given=GIVEN, with_tokenizer=False)
     assert done.path == tmp_path / "gpt2-345m-hf"
     assert f"`{renamed.name}`" in (tmp_path / "gpt2-345m-hf/README.md").read_text()

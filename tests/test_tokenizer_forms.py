@@ -74,9 +74,10 @@ def test_two_files_of_gpt2_are_a_tokenizer_of_their_own(bpe: Path) -> None:
         assert found.special == {"bos_token_id": oracle.bos_token_id, "eos_token_id": oracle.eos_token_id}
         assert loaded.eod == oracle.eos_token_id
         assert loaded.hf(TEXT)["input_ids"] == oracle(TEXT)["input_ids"]
-    named = read_gpt2_bpe(bpe / "vocab.json", bpe / "merges.txt")
+    named, whole = read_gpt2_bpe(bpe / "vocab.json", bpe / "merges.txt"), read_tokenizer(bpe)
     assert named is not None
-    assert named.texts == found.texts
+    assert whole is not None
+    assert named.texts == whole.texts
 
 
 def test_a_token_that_the_vocabulary_lacks_is_not_added(bpe: Path) -> None:

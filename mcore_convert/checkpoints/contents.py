@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mcore_convert.checkpoints.identify import Model, Opened
@@ -60,11 +60,12 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a checkpoint. `model` is None where no family knows it."""
+    """The tensors of a checkpoint. `model` is None where no family knows it, and `error` says why."""
 
     checkpoint: Checkpoint
     model: Model | None
     tensors: tuple[Tensor, ...]
+    error: ConfigError | None = None
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +86,7 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     if model is None:
         if not checkpoint.whole_views:
             raise opened.error or ConfigError(f"the weights in `{checkpoint.path}` are not known")
-        return stored_contents(checkpoint)
+        return replace(stored_contents(checkpoint), error=opened.error)
     checkpoint.check_whole()
     family = family_of(model)
     states = checkpoint.states if optimizer else (PARAM,)

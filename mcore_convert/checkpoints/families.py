@@ -71,11 +71,14 @@ def of_config(config: Mapping[str, Any]) -> Family:
 
 
 def _reader_of(config: Mapping[str, Any]) -> Family | None:
+    """The family that reads a `config.json`; of several, as where a package has its own, the most prevalent."""
     architectures, kind = architectures_of(config), config.get("model_type")
-    for family in families().values():
-        if set(architectures) & set(family.architectures) or (not architectures and kind in _model_types(family)):
-            return family
-    return None
+    readers = [
+        family
+        for family in families().values()
+        if set(architectures) & set(family.architectures) or (not architectures and kind in _model_types(family))
+    ]
+    return max(readers, key=lambda family: family.prevalence, default=None)
 
 
 def _model_types(family: Family) -> list[str]:
@@ -130,14 +133,14 @@ def choose(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> 
             items=dict.fromkeys(refusals[nearest.name]),
             hint=ADD,
         )
-    left, why = fitting, ""
+    left, why = fitting, list[str]()
     for reason, cost in _rules(args, reader):
         if len(left) == 1:
             break
         costs = {family.name: cost(family) for family in left}
         kept = [family for family in left if costs[family.name] == min(costs.values())]
         if len(kept) < len(left):
-            left, why = kept, reason
+            left, why = kept, [*why, reason]
     if len(left) > 1:
         raise ConfigError(
             "several families fit this model, and nothing tells which it is",
@@ -145,7 +148,7 @@ def choose(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> 
             hint="--family chooses",
         )
     others = tuple(family for family in fitting if family is not left[0])
-    return Choice(left[0], others, why)
+    return Choice(left[0], others, "; of those, ".join(filter(None, why)))
 
 
 def _rules(args: Mapping[str, Any], reader: Family | None) -> Iterator[tuple[str, Callable[[Family], int]]]:

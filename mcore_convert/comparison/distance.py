@@ -124,7 +124,12 @@ def _refuse_other_models(a: Contents, b: Contents) -> None:
         if (a.model is None) != (b.model is None):
             known, unknown = (b, a) if a.model is None else (a, b)
             name = known.model.family.name if known.model else ""
-            raise VerificationError(f"`{unknown.checkpoint.path}` is no `{name}`, and of no family that is known")
+            error = unknown.error
+            raise VerificationError(
+                f"`{unknown.checkpoint.path}` is no `{name}`, and of no family that is known",
+                items=() if error is None else (error.message, *error.items),
+                hint=None if error is None else error.hint,
+            )
         return
     both_megatron = all(each.checkpoint.side is Side.MEGATRON for each in (a, b))
     if not both_megatron and a.model.family.name != b.model.family.name:

@@ -122,6 +122,7 @@ def test_the_count_is_that_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.oracle
 def test_the_count_is_what_torch_counts(family: str) -> None:
     """But for the half of the attention that is masked, which torch counts, and tables of rotary angles."""
     import transformers

@@ -140,6 +140,7 @@ def test_statistics_in_every_format(name: str, steps: None, hf_checkpoint: HfMak
             assert_statistics(found[key], tensor[:vocab] if key in VOCABULARY else tensor)
 
 
+@pytest.mark.oracle
 def test_statistics_of_optimizer_state() -> None:
     """Of a real run: the master copies and moments that Megatron saved, as torch loads them."""
     path = real_checkpoint("llama_tp2pp2")
@@ -421,6 +422,7 @@ def test_what_must_be_zero_is_not_missed(hf_checkpoint: HfMaker, tmp_path: Path)
     assert diff(tmp_path / "other", tmp_path / "dist").only_in_a == ("model.layers.1.self_attn.o_proj.bias",)
 
 
+@pytest.mark.oracle
 def test_optimizer_states_are_compared_on_request() -> None:
     a, b = real_checkpoint("llama_tp2pp2"), real_checkpoint("llama_legacy_tp2pp2")
     assert {change.state for change in diff(a, b).changes} == {"param"}

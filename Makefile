@@ -6,6 +6,7 @@
 #   docs    the documentation site, in build/site
 #   bench   the benchmarks, with their targets
 #   dist    the packages of a release, in dist/
+#   sbom    what an installed release consists of (CycloneDX), in build/sbom.cdx.json
 #
 #   PYTHON=...                which Python makes .venv; found by itself when not given
 #   PIP_EXTRA_INDEX_URL=...   pip's own setting: an index with a CPU build of torch spares the download of CUDA
@@ -15,7 +16,7 @@ INSTALLED := .venv/.installed
 TORCH := torch==2.13.0
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: install demo check test lint docs bench dist clean
+.PHONY: install demo check test lint docs bench dist sbom clean
 
 install: $(INSTALLED)
 
@@ -42,6 +43,16 @@ dist: $(INSTALLED)
 	rm -rf dist
 	$(PIP_INSTALL) build
 	$(BIN)/python -m build
+
+# Of a fresh environment with the package alone, so that nothing of development is in it.
+RUNTIME := build/runtime/bin/python
+sbom: dist
+	$(BIN)/python -m venv --clear build/runtime
+	$(RUNTIME) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(TORCH)
+	$(RUNTIME) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	$(PIP_INSTALL) cyclonedx-bom
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+		--output-format JSON --output-file build/sbom.cdx.json $(RUNTIME)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.convert --json build/bench.json; convert=$$?; \

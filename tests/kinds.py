@@ -28,8 +28,8 @@ FILES = {
         page pickles project report tracker values verify
     """,
     "oracle": """
-        benchmarks config dialects expert_norm export fixtures layout megatron_fixtures megatron_load megatron_room mp_rank
-        mp_rank_real old_classes push ranks real_checkpoints reshard reshard_errors resume serve shifted_state streams
+        benchmarks config dialects expert_norm export fixtures layout megatron_fixtures megatron_load megatron_room
+        mp_rank mp_rank_real old_classes push ranks real_checkpoints reshard reshard_errors resume serve shifted_state streams
         sweep tokenizer_files torch_dist_optimizer zarr
     """,
     "train": """

@@ -58,7 +58,7 @@ alone: list[str] = []  # the unit test that runs now, if it may start no process
 
 def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
     if alone and event in STARTS:
-        raise ProcessInUnitTest(f"{alone[-1]} starts a process ({event}): mark it with `process`, or move it")
+        raise ProcessInUnitTest(f"{alone[-1]} starts a process ({event}): mark it with `slow`, or move it")
 
 
 sys.addaudithook(_refuse_processes)
@@ -67,7 +67,7 @@ sys.addaudithook(_refuse_processes)
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Let unit tests start no process unless they say so; their fixtures neither."""
-    bound = item.get_closest_marker("unit") is not None and item.get_closest_marker("process") is None
+    bound = item.get_closest_marker("unit") is not None and item.get_closest_marker("slow") is None
     alone[:] = [item.nodeid] if bound else []
     try:
         return (yield)

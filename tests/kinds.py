@@ -8,8 +8,8 @@
 | browser | open pages in Chromium |
 
 A test is of the kind of its file, and a file of the kind of its folder. A marker of a kind on a test comes before that:
-a few tests in files of units run a model. A unit test that starts a process is marked `process`, and left out of
-`make check`; one that is not marked fails (see `conftest.py`).
+a few tests in files of units run a model. A unit test that starts a process or takes seconds is marked `slow` and left
+out of `make check`; one that starts a process and is not marked fails (see `conftest.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FILES = {
     """,
     "oracle": """
         benchmarks config dialects expert_norm export fixtures layout megatron_fixtures megatron_load megatron_room
-        mp_rank mp_rank_real old_classes push ranks real_checkpoints reshard reshard_errors resume serve shifted_state streams
-        sweep tokenizer_files torch_dist_optimizer zarr
+        mp_rank mp_rank_real old_classes push ranks real_checkpoints reshard reshard_errors resume serve shifted_state
+        streams sweep tokenizer_files torch_dist_optimizer zarr
     """,
     "train": """
         data_prepare data_sets flows hand_over readme train_benchmark train_checkpoints train_config train_damaged

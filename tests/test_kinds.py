@@ -45,7 +45,7 @@ def test_unit_tests_start_no_process() -> None:
             start()
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_unless_they_are_marked() -> None:
     """As `make check` lists its files."""
     done = subprocess.run(

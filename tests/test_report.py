@@ -678,6 +678,7 @@ def has(picture: Image, colour: str) -> bool:
         pytest.param([*range(8, 4, -1), *[4.0] * 200, 4e4, *[4.0] * 200], [], (True, False, False), id="spike"),
     ],
 )
+@pytest.mark.slow
 def test_the_picture_shows_what_there_is(
     tmp_path: Path, losses: list[float | None], valid: list[int], shows: tuple[bool, bool, bool]
 ) -> None:

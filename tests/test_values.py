@@ -126,6 +126,7 @@ def unknown_model(path: Path, tensors: Tensors) -> Path:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+@pytest.mark.slow
 def test_statistics_in_every_format(name: str, steps: None, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     """Global tensors have the same values wherever they lie, and they are those that torch loads."""
     source = hf_checkpoint(name, fill="normal", dtype="bfloat16")
@@ -350,6 +351,7 @@ def test_differences_of_every_dtype(dtypes: tuple[str, str], steps: None, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+@pytest.mark.slow
 def test_differences_between_formats(name: str, steps: None, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     """Two models in every pair of formats, transposed and cut differently on both sides, against what torch loads."""
     sources = [hf_checkpoint(name, fill="normal", seed=seed, dtype="bfloat16") for seed in (0, 1)]

@@ -1,4 +1,12 @@
-# `make test`, `make demo`, `make lint` and `make bench` need nothing but a Python of 3.11 or newer: each makes .venv first.
+# Every target needs nothing but a Python of 3.11 or newer: each makes .venv first.
+#
+#   check   types and unit tests, under a minute: for every change
+#   test    everything: before a change is handed in
+#   lint    ruff and mypy
+#   docs    the documentation site, in build/site
+#   bench   the benchmarks, with their targets
+#   dist    the packages of a release, in dist/
+#   sbom    what an installed release consists of (CycloneDX), in build/sbom.cdx.json
 #
 #   PYTHON=...                which Python makes .venv; found by itself when not given
 #   PIP_EXTRA_INDEX_URL=...   pip's own setting: an index with a CPU build of torch spares the download of CUDA
@@ -8,12 +16,16 @@ INSTALLED := .venv/.installed
 TORCH := torch==2.13.0
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo check test lint docs bench dist sbom clean
 
 install: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m fixtures.demo
+
+# Processes, models, networks and browsers are left out: tests/kinds.py says what is.
+check: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "unit and not slow" $$($(BIN)/python -m tests.kinds unit)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -22,6 +34,25 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(PIP_INSTALL) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(INSTALLED)
+	rm -rf dist
+	$(PIP_INSTALL) build
+	$(BIN)/python -m build
+
+# Of a fresh environment with the package alone, so that nothing of development is in it.
+RUNTIME := build/runtime/bin/python
+sbom: dist
+	$(BIN)/python -m venv --clear build/runtime
+	$(RUNTIME) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(TORCH)
+	$(RUNTIME) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	$(PIP_INSTALL) cyclonedx-bom
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+		--output-format JSON --output-file build/sbom.cdx.json $(RUNTIME)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.convert --json build/bench.json; convert=$$?; \

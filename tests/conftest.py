@@ -1,12 +1,15 @@
-"""Tiny checkpoints shared by tests: each is made once in a run, and never written to."""
+"""What all tests share: the marker of their kind, and tiny checkpoints, made once in a run and never written to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kinds import KINDS, kind_of
 
 SHARED = Path(__file__).parents[2] / "shared" / "megatron_checkpoints"
 
@@ -35,3 +38,38 @@ def real_checkpoint(name: str) -> Path:
     if not path.is_dir():
         pytest.skip(f"the real Megatron-LM checkpoint {name} is not at hand")
     return path
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test the marker of its kind: its own one, or that of its file."""
+    for item in items:
+        if not any(item.get_closest_marker(kind) for kind in KINDS):
+            item.add_marker(kind_of(item.path))
+
+
+class ProcessInUnitTest(Exception):
+    """A unit test starts a process, which `make check` promises not to do."""
+
+
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}  # Python's audit events
+alone: list[str] = []  # the unit test that runs now, if it may start no process
+
+
+def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
+    if alone and event in STARTS:
+        raise ProcessInUnitTest(f"{alone[-1]} starts a process ({event}): mark it with `slow`, or move it")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let unit tests start no process unless they say so; their fixtures neither."""
+    bound = item.get_closest_marker("unit") is not None and item.get_closest_marker("slow") is None
+    alone[:] = [item.nodeid] if bound else []
+    try:
+        return (yield)
+    finally:
+        alone.clear()

@@ -118,6 +118,7 @@ def test_families_shows_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gated_column  decoder.layers.{layer}.mlp.linear_fc1.weight" in out
 
 
+@pytest.mark.slow
 def test_the_module_is_a_command(hf_checkpoint: HfMaker) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mcore_convert", "inspect", str(hf_checkpoint("gpt2"))],

@@ -249,6 +249,7 @@ def small_disk(path: Path, size: str, *, unmount: str = "") -> Iterator[None]:
         subprocess.run(["umount", *places], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_seen_beforehand(source: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "400k"):
         shown = refusal(source, to=tmp_path / "disk" / "DST")
@@ -256,6 +257,7 @@ def test_a_disk_without_room_is_seen_beforehand(source: Path, tmp_path: Path) ->
     assert shown.endswith(" are needed\n")
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up(source: Path, tmp_path: Path) -> None:
     """Someone else takes the room while the conversion runs."""
 
@@ -270,6 +272,7 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["torch_dist", "hf"])
+@pytest.mark.slow
 def test_files_that_may_not_grow(target: str, source: Path, tmp_path: Path) -> None:
     limits = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
     code, err = finished(started(source, tmp_path / "DST", "--to", target, limits=limits))
@@ -277,6 +280,7 @@ def test_files_that_may_not_grow(target: str, source: Path, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["SRC"]
 
 
+@pytest.mark.slow
 def test_more_files_than_may_be_open(source: Path, tmp_path: Path) -> None:
     assert run("convert", source, tmp_path / "many", "--to", "hf", "--max-shard-size", "1B").code == 0
     assert len(list((tmp_path / "many").glob("*.safetensors"))) == 21
@@ -286,6 +290,7 @@ def test_more_files_than_may_be_open(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.slow
 def test_a_signal_leaves_nothing(number: signal.Signals, big: Path, tmp_path: Path) -> None:
     destination = tmp_path / "DST"
     process = started(big, destination)
@@ -295,6 +300,7 @@ def test_a_signal_leaves_nothing(number: signal.Signals, big: Path, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["BIG", "SRC"]
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_is_cleared_by_the_next(big: Path, source: Path, tmp_path: Path) -> None:
     destination = tmp_path / "DST"
     process = started(big, destination)
@@ -317,6 +323,7 @@ def test_two_runs_do_not_write_into_one_another(source: Path, tmp_path: Path) ->
     assert run("convert", source, destination).code == 0
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_writes(big: Path, tmp_path: Path) -> None:
     destination = tmp_path / "DST"
     ended = sorted(finished(process) for process in [started(big, destination, "-q") for _ in range(2)])
@@ -331,6 +338,7 @@ def test_of_two_processes_one_writes(big: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 @pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.slow
 def test_output_that_cannot_be_written(options: list[str], source: Path) -> None:
     code = "import sys; from mcore_convert.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, "inspect", str(source), *options]
@@ -339,6 +347,7 @@ def test_output_that_cannot_be_written(options: list[str], source: Path) -> None
     assert (process.returncode, process.stderr) == (1, "error: cannot write the output: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_removed_is_said(source: Path, tmp_path: Path) -> None:
     """A disk that is mounted in the old destination stays; the new one is whole."""
     (tmp_path / "DST").mkdir()
@@ -353,6 +362,7 @@ def test_what_cannot_be_removed_is_said(source: Path, tmp_path: Path) -> None:
     assert verify(source, tmp_path / "DST").equal
 
 
+@pytest.mark.slow
 def test_a_reader_of_the_output_that_goes_away(source: Path) -> None:
     code = "import sys; from mcore_convert.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, "inspect", str(source)]

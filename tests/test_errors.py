@@ -458,6 +458,7 @@ def test_the_hub_out_of_reach_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 WEIRD: tuple[Any, ...] = (None, "x", -1, True, [], {}, 1.5, float("nan"), 1e999, 10**400, 2**63, [[1]], {"a": 1})
 
 
+@pytest.mark.slow
 def test_no_value_of_a_configuration_is_a_stack_trace(llama: Callable[..., Path], tmp_path: Path) -> None:
     """Every field with values of every kind: what is not refused must be representable."""
     source = llama()
@@ -473,6 +474,7 @@ def test_no_value_of_a_configuration_is_a_stack_trace(llama: Callable[..., Path]
     assert refused > 200
 
 
+@pytest.mark.slow
 def test_no_value_of_an_argument_is_a_stack_trace(megatron: Path, tmp_path: Path) -> None:
     sizes = "vocab_size hidden_size num_attention_heads num_query_groups kv_channels num_layers ffn_hidden_size"
     others = "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor layernorm_epsilon swiglu"

@@ -143,6 +143,7 @@ def is_light(module: str) -> bool:
 
 
 @pytest.mark.parametrize("module", [m for m in sorted(MODULES) if is_light(m)])
+@pytest.mark.slow
 def test_a_module_can_be_imported_first(module: str) -> None:
     """No order of imports closes a circle, and none of these modules brings torch in."""
     assert loaded(f"import {module}") == []
@@ -170,6 +171,7 @@ except SystemExit as end:
 """
 
 
+@pytest.mark.slow
 def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source, dist, back = str(hf_checkpoint("llama-gqa")), str(tmp_path / "dist"), str(tmp_path / "back")
     assert loaded(command("--help")) == []
@@ -186,6 +188,7 @@ def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_check
     assert loaded(command("inspect", ranks)) == []
 
 
+@pytest.mark.slow
 def test_a_configuration_loads_neither_torch_nor_transformers_nor_megatron() -> None:
     assert loaded(command("train", "--list")) == []
     assert loaded(command("train", "tiny-gpt2", "parallel=tp2", "--print-config")) == []

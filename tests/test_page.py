@@ -140,6 +140,7 @@ def test_the_choices_of_a_layout_fit(hf_checkpoint: HfMaker) -> None:
     assert sorted(qkv["bands"]) == sorted((p.tensor, p.mcore.offsets[0], p.mcore.sizes[0]) for p in pieces)
 
 
+@pytest.mark.oracle
 def test_experts_have_choices_too() -> None:
     model = identify(real_checkpoint("moe_legacy_pp2ep2"))
     data = layout_data(model, None)
@@ -149,6 +150,7 @@ def test_experts_have_choices_too() -> None:
     assert data["saved"]["ep"] == 2
 
 
+@pytest.mark.oracle
 def test_experts_cut_over_other_ranks_are_not_drawn(tmp_path: Path) -> None:
     reshard(real_checkpoint("moe_legacy_pp2ep2"), tmp_path / "dist", to="torch_dist", pp=2, ep=2)
     model = identify(tmp_path / "dist")
@@ -176,6 +178,7 @@ def test_a_page_is_small_and_the_same_each_time(hf_checkpoint: HfMaker, tmp_path
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.oracle
 def test_a_page_of_a_model_that_is_not_known_says_so(tmp_path: Path, hf_checkpoint: HfMaker) -> None:
     path = real_checkpoint("moe_legacy_pp2ep2")
     found = inspect(path, html=tmp_path / "page.html")

@@ -347,6 +347,7 @@ def _safetensors() -> bytes:
 @pytest.mark.parametrize("kind", ["metadata.ours", "metadata.torch", "chunk", "common", "zip", "legacy", "safetensors"])
 @settings(max_examples=150, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.slow
 def test_damage_is_refused_or_harmless(kind: str, data: st.DataObject, tmp_path: Path) -> None:
     """Flipped bytes and lost ends either load or are refused: nothing else is raised, and nothing hangs."""
     whole, read = samples()[kind]

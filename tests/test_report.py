@@ -122,6 +122,7 @@ def test_the_count_is_that_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.oracle
 def test_the_count_is_what_torch_counts(family: str) -> None:
     """But for the half of the attention that is masked, which torch counts, and tables of rotary angles."""
     import transformers
@@ -677,6 +678,7 @@ def has(picture: Image, colour: str) -> bool:
         pytest.param([*range(8, 4, -1), *[4.0] * 200, 4e4, *[4.0] * 200], [], (True, False, False), id="spike"),
     ],
 )
+@pytest.mark.slow
 def test_the_picture_shows_what_there_is(
     tmp_path: Path, losses: list[float | None], valid: list[int], shows: tuple[bool, bool, bool]
 ) -> None:

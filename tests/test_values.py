@@ -127,6 +127,7 @@ def unknown_model(path: Path, tensors: Tensors) -> Path:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+@pytest.mark.slow
 def test_statistics_in_every_format(name: str, steps: None, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     """Global tensors have the same values wherever they lie, and they are those that torch loads."""
     source = hf_checkpoint(name, fill="normal", dtype="bfloat16")
@@ -141,6 +142,7 @@ def test_statistics_in_every_format(name: str, steps: None, hf_checkpoint: HfMak
             assert_statistics(found[key], tensor[:vocab] if key in VOCABULARY else tensor)
 
 
+@pytest.mark.oracle
 def test_statistics_of_optimizer_state() -> None:
     """Of a real run: the master copies and moments that Megatron saved, as torch loads them."""
     path = real_checkpoint("llama_tp2pp2")
@@ -350,6 +352,7 @@ def test_differences_of_every_dtype(dtypes: tuple[str, str], steps: None, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+@pytest.mark.slow
 def test_differences_between_formats(name: str, steps: None, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     """Two models in every pair of formats, transposed and cut differently on both sides, against what torch loads."""
     sources = [hf_checkpoint(name, fill="normal", seed=seed, dtype="bfloat16") for seed in (0, 1)]
@@ -422,6 +425,7 @@ def test_what_must_be_zero_is_not_missed(hf_checkpoint: HfMaker, tmp_path: Path)
     assert diff(tmp_path / "other", tmp_path / "dist").only_in_a == ("model.layers.1.self_attn.o_proj.bias",)
 
 
+@pytest.mark.oracle
 def test_optimizer_states_are_compared_on_request() -> None:
     a, b = real_checkpoint("llama_tp2pp2"), real_checkpoint("llama_legacy_tp2pp2")
     assert {change.state for change in diff(a, b).changes} == {"param"}

@@ -90,6 +90,7 @@ def test_models_of_other_sizes_are_not_compared(hf_checkpoint: HfMaker) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-attention-bias", "llama3-rope"])
+@pytest.mark.oracle
 def test_logits_of_both_sides(name: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint(name, fill="normal")
     convert(source, tmp_path / "dist")

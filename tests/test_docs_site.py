@@ -1,0 +1,119 @@
+"""The documentation site: its navigation, its links, and the public names in its reference. CI builds it strictly."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mcore_convert
+from docs import site_pages
+from docs.site_pages import PAGES, linked, repository_path, site_path, source_page, with_links_of_the_site
+from mcore_convert import errors, spec
+from tests.kinds import ROOT
+
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
+
+
+def config() -> dict[str, Any]:
+    """mkdocs.yml, but for its reading of the environment."""
+
+    content: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text().replace(" !ENV ", " "))
+    return content
+
+
+def pages_of(nav: Any) -> list[str]:
+    """The pages of a navigation, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in parts for page in pages_of(part)]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
+    assert sorted(pages_of(config()["nav"])) == sorted([*pages, *PAGES.values()])
+
+
+def test_files_of_the_configuration_exist() -> None:
+    content = config()
+    paths = [*content["hooks"], *content["watch"], *(f"docs/{path}" for path in content["extra_css"])]
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    assert set(content["validation"].values()) == {"warn"}
+
+
+@pytest.mark.parametrize(
+    ("path", "markdown", "expected"),
+    [
+        ("README.md", "[a](docs/reshard.md#x)", "[a](reshard.md#x)"),
+        ("README.md", "[![p](docs/page.png)](docs/look.md)", "[![p](page.png)](look.md)"),
+        ("README.md", "[l](LICENSE) [c](CONTRIBUTING.md)", "[l](source/LICENSE.md) [c](contributing.md)"),
+        ("docs/data.md", "[b](../mcore_convert/api.py)", "[b](source/mcore_convert/api.py.md)"),
+        ("docs/look.md", "[b](../benchmarks/README.md)", "[b](benchmarks.md)"),
+        ("docs/decisions/README.md", "[h](../how-it-works.md)", "[h](../how-it-works.md)"),
+        ("docs/decisions/README.md", "[r](../../README.md)", "[r](../index.md)"),
+        ("benchmarks/README.md", "[h](../docs/how-it-works.md)", "[h](how-it-works.md)"),
+        (
+            "README.md",
+            "[w](https://example.org/a.md) [h](#here) f[0](x)",
+            "[w](https://example.org/a.md) [h](#here) f[0](x)",
+        ),
+        ("README.md", "[gone](docs/gone.md)", "[gone](docs/gone.md)"),
+    ],
+)
+def test_links_lead_to_the_same_file_on_the_site(path: str, markdown: str, expected: str) -> None:
+    assert with_links_of_the_site(markdown, path) == expected
+
+
+def test_places_are_there_and_back() -> None:
+    for path in [*PAGES, *(f"docs/{page.relative_to(DOCS)}" for page in DOCS.rglob("*.md"))]:
+        assert repository_path(site_path(path)) == path
+
+
+def test_links_of_all_pages_lead_somewhere() -> None:
+    """In the repository; on the site, `mkdocs build --strict` says so."""
+    for path in [*PAGES, *(f"docs/{page.relative_to(DOCS)}" for page in DOCS.rglob("*.md"))]:
+        text = re.sub(r"^```.*?^```$", "", (ROOT / path).read_text(), flags=re.M | re.S)
+        targets = [match["target"] for match in site_pages.LINK.finditer(text)]
+        assert len(linked(text, path)) == len(targets), path
+
+
+def test_a_linked_file_is_shown_in_full() -> None:
+    page = source_page("mcore_convert/version.py")
+    assert (ROOT / "mcore_convert/version.py").read_text() in page
+    assert page.startswith("# mcore_convert/version.py\n\n````python\n")
+
+
+def documented(page: Path) -> set[str]:
+    return set(re.findall(r"^::: (\S+)$", page.read_text(), re.M))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    assert documented(REFERENCE / "python.md") >= {f"mcore_convert.{name}" for name in mcore_convert.__all__} - {
+        "mcore_convert.ConvertError"
+    }
+    kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    assert documented(REFERENCE / "errors.md") == {f"mcore_convert.errors.{kind.__name__}" for kind in kinds}
+    text = (REFERENCE / "families.md").read_text()
+    assert not [name for name in spec.__all__ if not re.search(rf"\b{name}\b", text)]
+
+
+@pytest.mark.parametrize("page", sorted(REFERENCE.glob("*.md")), ids=lambda page: page.name)
+def test_python_in_the_reference_runs(page: Path) -> None:
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S):
+        exec(code, {})
+
+
+def test_decisions_are_numbered_and_listed() -> None:
+    """Each has the three headings, its number is the next one, and the list has its title."""
+    decisions = sorted((DOCS / "decisions").glob("0*.md"))
+    listed = (DOCS / "decisions" / "README.md").read_text()
+    for number, path in enumerate(decisions, 1):
+        text = path.read_text()
+        title = text.partition("\n")[0].removeprefix("# ")
+        assert f"| [{number:04}]({path.name}) | {title} |" in listed
+        assert re.findall(r"^## (\w+)$", text, re.M) == ["Context", "Decision", "Consequences"]

@@ -73,6 +73,7 @@ mcore_convert
 train_entry.config  train_entry.config.schema  train_entry.extra
 train_entry.config.nearest
 train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts  train_entry.config.problems
+train_entry.config.named
 train_entry.config.estimate  train_entry.config.overrides  train_entry.config.refusals
 train_entry.config.compose
 train_entry.flows.base
@@ -82,7 +83,7 @@ train_entry.flows
 train_entry.data  train_entry.data.bin_idx  train_entry.data.chunks  train_entry.data.ranks  train_entry.data.sidecar
 train_entry.data.microbatches  train_entry.data.mock  train_entry.data.splits  train_entry.data.tokenizer
 train_entry.data.encode  train_entry.data.indexed  train_entry.data.sft_text  train_entry.data.sources
-train_entry.data.prepare  train_entry.data.sft_tokens
+train_entry.data.own  train_entry.data.prepare  train_entry.data.sft_tokens
 train_entry.data.sft
 train_entry.train_valid_test_datasets_provider
 train_entry.report  train_entry.report.flops  train_entry.report.peak  train_entry.report.phases
@@ -103,15 +104,16 @@ train_entry.checkpoints.optimizer_state  train_entry.checkpoints.random_state
 train_entry.checkpoints.contents
 train_entry.checkpoints.source
 train_entry.arguments  train_entry.initial_weights  train_entry.initialize  train_entry.model_provider
-train_entry.checked  train_entry.signals
-train_entry.optimizer.build
+train_entry.signals
+train_entry.checked  train_entry.optimizer.build
 train_entry.checkpoints.export  train_entry.checkpoints.ranks
 train_entry.checkpoints.writer
 train_entry.checkpoints.loading
 train_entry.checkpoints.checkpoints
 train_entry.checkpoints
 train_entry.forward_step  train_entry.scopes
-train_entry.schedule
+train_entry.global_vars  train_entry.schedule
+train_entry.command_line
 train_entry.trainer
 train_entry.pretrain
 train_entry.__main__

@@ -64,7 +64,8 @@ def by_transformers(path: Path) -> list[list[float]]:
     policy, reference = (AutoModelForCausalLM.from_pretrained(path).eval() for _ in range(2))
 
     def log_probabilities(model: Any, batch: dict[str, Tensor]) -> Tensor:
-        chosen = model(batch["tokens"]).logits.log_softmax(-1).gather(2, batch["labels"][:, :, None])[:, :, 0]
+        logits: Tensor = model(batch["tokens"]).logits
+        chosen = logits.log_softmax(-1).gather(2, batch["labels"][:, :, None])[:, :, 0]
         return (chosen * batch["loss_mask"]).sum(1)
 
     def dpo(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

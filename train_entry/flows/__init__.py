@@ -15,7 +15,17 @@ from train_entry.flows.fine_tuning import FineTuning
 from train_entry.flows.pretraining import Pretraining
 from train_entry.flows.sequence import sum_over_sequence
 
-__all__ = ["Batch", "FineTuning", "Flow", "Loss", "Pretraining", "flow_of", "rows_per_sample", "sum_over_sequence"]
+__all__ = [
+    "Batch",
+    "FineTuning",
+    "Flow",
+    "Loss",
+    "Pretraining",
+    "flow_of",
+    "needs_reference",
+    "rows_per_sample",
+    "sum_over_sequence",
+]
 
 OF_KIND: dict[str, type[Flow]] = {"mock": Pretraining, "indexed": Pretraining, "sft": FineTuning}
 METHODS = ("forward", "loss")

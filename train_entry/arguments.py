@@ -50,8 +50,9 @@ def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int 
         ConfigError: the configuration contradicts the checkpoint, or neither describes a model.
     """
     given = {name: value for name, value in config.model.model_dump().items() if value is not None}
-    vocab_size = vocab_size or given.pop("default_vocab_size", None)
-    given.pop("default_vocab_size", None)
+    vocab_size = vocab_size or given.get("default_vocab_size")
+    for name in ("default_vocab_size", "provider"):  # no part of an architecture
+        given.pop(name, None)
     architecture = {RENAMED.get(name, name): value for name, value in given.items()}
     if "num_query_groups" in architecture:
         architecture["group_query_attention"] = True

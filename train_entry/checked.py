@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from train_entry.arguments import megatron_arguments, origin_of
+from train_entry.config.named import named
 from train_entry.config.refusals import check, check_model
 from train_entry.config.schema import Config
 from train_entry.data.indexed import vocab_size_of
 from train_entry.data.tokenizer import Tokenizer, check_fits, tokenizer_of
 from train_entry.flows import Flow, flow_of
+from train_entry.model_provider import provider_of
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,16 @@ def checked(config: Config, world_size: int, device: str | None) -> Checked:
     check(config, world_size, device)
     origin = origin_of(config)
     tokenizer = tokenizer_of(config, origin)
-    of_data = None if tokenizer or config.data.kind != "indexed" else vocab_size_of(config.data)
+    indexed = config.data.kind == "indexed" and not config.data.dataset
+    of_data = vocab_size_of(config.data) if indexed and tokenizer is None else None
     vocab_size = tokenizer.vocab_size if tokenizer else of_data
     args = megatron_arguments(config, origin, vocab_size=vocab_size)
     check_model(config, args)
     if tokenizer is not None:
         check_fits(tokenizer, args["vocab_size"])
+    if config.data.dataset:
+        named("data.dataset", config.data.dataset)
+    provider_of(config)
     if origin is not None:
         source = "of the checkpoint"
     elif config.model.vocab_size is not None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train_entry.flows.base import Batch, Flow
+from mcore_convert.errors import ConvertError
+from train_entry.flows.base import REFERENCE, Batch, Flow
 
 # What the last stage tells of a microbatch: the sum of token losses, their number, and what else a flow sums up.
 Told = dict[str, Tensor]
@@ -25,8 +26,19 @@ def forward_step(
     Args:
         prove: called with the output of the last stage and the batch, before the loss is computed.
     """
-    batch = on_this_rank(next(microbatches))
+    whole = dict(next(microbatches))
+    reference = whole.pop(REFERENCE, None)  # computed here, of this rank's part
+    batch = on_this_rank(whole)
+    if reference is not None:
+        batch[REFERENCE] = reference
     return flow.forward(model, batch), partial(_loss, flow, prove, batch)
+
+
+def reference_step(flow: Flow, microbatches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The output of a stage of a reference model; the last one tells what it is."""
+    output = flow.forward(model, on_this_rank(dict(next(microbatches))))
+    count = torch.ones((), dtype=torch.int, device=output.device)
+    return output, lambda last: (last.sum(), count, {REFERENCE: last.detach()})
 
 
 def on_this_rank(batch: Batch) -> Batch:
@@ -50,3 +62,34 @@ def _loss(
     count = loss.count.to(torch.int)
     told = {"total": loss.total.detach().float(), "count": count.float(), **loss.metrics}
     return loss.total, count, {name: value.detach() for name, value in told.items()}
+
+
+def own_forward_step(
+    function: Callable[..., Any], microbatches: Iterator[Batch], model: Any
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The same by a `forward_step` of the user's own: `(data_iterator, model)` to an output and its loss function.
+
+    The loss function returns, as with Megatron-LM, the sum of losses, their number and what to report, each a number or
+    a pair of a sum and a count; or a mean and what to report, which is then the mean over microbatches.
+    """
+    output, loss_function = function(microbatches, model)
+    return output, partial(_own_loss, loss_function)
+
+
+def _own_loss(loss_function: Callable[[Tensor], Any], output: Tensor) -> tuple[Tensor, Tensor, Told]:
+    from megatron.core import parallel_state
+
+    total, *counted, report = loss_function(output)
+    if not counted and parallel_state.get_context_parallel_world_size() > 1:
+        raise ConvertError(
+            "a loss function that returns a mean does not say how many tokens a part of a sequence has",
+            hint="return the sum of the losses, their number and what to report: (loss, num_tokens, report)",
+        )
+    count = counted[0].to(torch.int) if counted else torch.ones((), dtype=torch.int, device=total.device)
+    told = {"total": total.detach().float(), "count": count.float()}
+    for name, value in report.items():
+        flat = torch.stack([torch.as_tensor(each) for each in value]) if isinstance(value, tuple | list) else value
+        flat = torch.as_tensor(flat, device=total.device).detach().float().reshape(-1)
+        # of a pair the sum; a number alone is a mean already
+        told[name] = flat[0] if len(flat) > 1 else flat[0] * count
+    return total, count, told

@@ -93,3 +93,16 @@ def together() -> Iterator[None]:
             raise OtherRankError(f"on rank {first} ({socket.gethostname()}): {message}", items=items, hint=hint)
     if refusal is not None:
         raise refusal
+
+
+def named_groups() -> dict[str, dist.ProcessGroup]:
+    """The groups of this rank, by the names that a `Trainer` has them under."""
+    from megatron.core import parallel_state
+
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+    }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_convert.megatron.cpu import without_cuda
 from mcore_convert.megatron.model import Choices, build_stages
+from train_entry.config.named import named
 from train_entry.config.schema import Config
 
 if TYPE_CHECKING:
@@ -31,16 +33,51 @@ def model_provider(config: Config, args: Mapping[str, Any], choices: Choices | N
     return [stage.to(device).train() for stage in stages]
 
 
-def settings_of(config: Config, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `TransformerConfig` that training decides."""
-    model, parallel, training = config.model, config.parallel, config.training
-    interleaved = parallel.vpp is not None and parallel.vpp > 1
-    settings: dict[str, Any] = {
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_method_std,
-        "perform_initialization": True,  # it also marks which weights tensor parallelism cuts, which norms are told by
-        "sequence_parallel": parallel.sequence_parallel,
+def frozen(
+    config: Config, args: Mapping[str, Any], choices: Choices | None = None, provider: Callable[..., Any] | None = None
+) -> list[Any]:
+    """The stages of a model that is not trained, to compare with. Its weights are to be loaded."""
+    stages = model_provider(config, args, choices) if provider is None else own_stages(config, provider)
+    return [stage.eval().requires_grad_(False) for stage in stages]
+
+
+def provider_of(config: Config) -> Callable[..., Any] | None:
+    """The model provider that a configuration names; None where it names none.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    name = config.model.provider
+    return named("model.provider", name, what="function") if name else None
+
+
+def own_stages(config: Config, provider: Callable[..., Any]) -> list[Any]:
+    """The stages of this rank by a model provider of the user's own, which is called as Megatron-LM calls one.
+
+    `provider(pre_process=..., post_process=...)` for each stage, with `vp_stage` where there are virtual ones. Weights
+    are those that it makes. The settings that Megatron's schedules and this trainer agree on are set in its config.
+    """
+    from megatron.core import parallel_state
+
+    vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    stages = []
+    for stage in range(vpp) if vpp else [None]:
+        ends = {
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        }
+        with without_cuda():
+            model = provider(**ends, **({} if stage is None else {"vp_stage": stage}))
+        for name, value in _agreed(config).items():
+            setattr(model.config, name, value)
+        stages.append(model.to(torch.cuda.current_device() if torch.cuda.is_available() else "cpu").train())
+    return stages
+
+
+def _agreed(config: Config) -> dict[str, Any]:
+    """Settings that a schedule reads, and that this trainer relies on."""
+    interleaved = config.parallel.vpp is not None and config.parallel.vpp > 1
+    return {
         # the sum of token losses over their number: the same at every layout and with any mask
         "calculate_per_token_loss": True,
         # with batched messages, two pipeline ranks with virtual stages take each other's activations for gradients
@@ -48,6 +85,19 @@ def settings_of(config: Config, args: Mapping[str, Any]) -> dict[str, Any]:
         "batch_p2p_comm": not interleaved,
         # gloo still reads an output while it is sent: freed then, virtual stages would train on what comes after it
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
+    }
+
+
+def settings_of(config: Config, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `TransformerConfig` that training decides."""
+    model, parallel, training = config.model, config.parallel, config.training
+    settings: dict[str, Any] = {
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_method_std,
+        "perform_initialization": True,  # it also marks which weights tensor parallelism cuts, which norms are told by
+        "sequence_parallel": parallel.sequence_parallel,
+        **_agreed(config),
         "deterministic_mode": training.deterministic,
     }
     if training.recompute == "full":

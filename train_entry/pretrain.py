@@ -6,38 +6,99 @@ torchrun --nproc-per-node 4 -m train_entry CONFIG [key=value ...]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any, overload
 
+from mcore_convert.errors import DataError
+from train_entry.command_line import run
 from train_entry.config.compose import as_yaml
 from train_entry.config.schema import Config
 from train_entry.data.microbatches import Samples, microbatches
+from train_entry.data.own import check_rows
+from train_entry.data.splits import NAMES
 from train_entry.flows.base import Batch, rows_per_sample
 from train_entry.initialize import together
 from train_entry.report.profile import profiled
 from train_entry.signals import StopRequest
-from train_entry.train_valid_test_datasets_provider import train_valid_test_datasets_provider
+from train_entry.train_valid_test_datasets_provider import Datasets, train_valid_test_datasets_provider
 from train_entry.trainer import Trainer
 
+DatasetsProvider = Callable[[list[int]], Sequence[Samples | None]]
 
-def pretrain(config: Config) -> None:
-    """Train as the configuration says, on the ranks that are there; each of them calls this.
+
+@overload
+def pretrain(config: Config, /) -> None: ...
+
+
+@overload
+def pretrain(
+    train_valid_test_datasets_provider: DatasetsProvider,
+    model_provider: Callable[..., Any],
+    model_type: Any,
+    forward_step_func: Callable[..., Any],
+    /,
+    *,
+    config: Config | None = None,
+) -> None: ...
+
+
+def pretrain(
+    first: Config | DatasetsProvider,
+    model_provider: Callable[..., Any] | None = None,
+    model_type: Any = None,
+    forward_step_func: Callable[..., Any] | None = None,
+    /,
+    *,
+    config: Config | None = None,
+) -> None:
+    """Train as a configuration says, on the ranks that are there; each of them calls this.
+
+    Or with one's own providers, in Megatron-LM's order and meaning (megatron/training/training.py, 0.16.1), by a
+    configuration or by the command line of the script: `torchrun pretrain_gpt.py CONFIG [key=value ...]`, which then
+    ends the process with a line and an exit code where something is refused.
+
+    Args:
+        train_valid_test_datasets_provider: called with the numbers of samples to train, validate and test with; returns
+            a data set for each, or None. Item i is row i of the run, a mapping of tensors `[seq_length]`.
+        model_provider: called with `pre_process` and `post_process`, and `vp_stage` for virtual stages; returns the
+            stage. Its weights are those that it makes, unless the run starts from a checkpoint.
+        model_type: Megatron Core's `ModelType`; it has nothing but `encoder_or_decoder` to say any more.
+        forward_step_func: called with an iterator over microbatches and the model; returns the output and a function
+            that makes `(loss, num_tokens, report)` of it: a sum, its number, and further sums. Microbatches are whole:
+            `train_entry.global_vars.get_batch` takes this rank's part of them. How its loss adds up is its own affair.
 
     Raises:
         ConvertError: something is refused: the configuration, the data, or a checkpoint.
     """
-    with Trainer(config) as trainer, StopRequest(config.training.exit_after_minutes) as stop:
+    if isinstance(first, Config):
+        _pretrain(first)
+        return
+    provider = first
+
+    def train(config: Config) -> None:
+        _pretrain(config, provider, model_provider, forward_step_func)
+
+    if config is not None:
+        train(config)
+    elif code := run(sys.argv[1:], train, f"{sys.argv[0]} CONFIG [key=value ...]"):
+        sys.exit(code)
+
+
+def _pretrain(
+    config: Config,
+    datasets_provider: DatasetsProvider | None = None,
+    model_provider: Callable[..., Any] | None = None,
+    forward_step: Callable[..., Any] | None = None,
+) -> None:
+    own = Trainer(config, model_provider=model_provider, forward_step=forward_step)
+    with own as trainer, StopRequest(config.training.exit_after_minutes) as stop:
         trainer.initialize()
         trainer.setup_model_and_optimizer()
         trainer.report.say(as_yaml(config).strip())
         with together():
-            data = train_valid_test_datasets_provider(
-                config,
-                trainer.args,
-                trainer.tokenizer,
-                samples_of(config),
-                rows_per_sample=rows_per_sample(trainer.flow),
-            )
+            data = datasets_of(trainer, datasets_provider)
         for remark in (beginning_of(trainer), *trainer.remarks, *data.notes):
             trainer.report.say(remark)
         state, training = trainer.state, config.training
@@ -63,6 +124,31 @@ def pretrain(config: Config) -> None:
         trainer.finish()
         if stop.reason is not None:
             trainer.report.say(f"stopped after step {state.iteration}: {stop.reason}; start it again to go on")
+
+
+def datasets_of(trainer: Trainer, provider: DatasetsProvider | None) -> Datasets:
+    """The data sets of a run, by a provider of the user's own where there is one.
+
+    Raises:
+        DataError: data are missing, or are not what batches are made of.
+    """
+    config = trainer.config
+    if provider is None:
+        return train_valid_test_datasets_provider(
+            config,
+            trainer.args,
+            trainer.tokenizer,
+            samples_of(config),
+            rows_per_sample=rows_per_sample(trainer.flow),
+        )
+    train, valid, test = provider(list(samples_of(config)))
+    found = Datasets(train, valid, test)
+    for name, dataset in zip(NAMES, (found.train, found.valid, found.test), strict=True):
+        if dataset is not None:
+            check_rows(dataset, config.training.seq_length, f"the data set of the provider, {name}")
+        elif name == "train":
+            raise DataError("the provider of data sets has nothing to train with")
+    return found
 
 
 def samples_of(config: Config) -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,29 @@ import torch.distributed as dist
 from train_entry.config.schema import Config
 from train_entry.flows.base import Batch, Flow
 from train_entry.flows.proof import LossProof, refuse
-from train_entry.forward_step import Told, forward_step
+from train_entry.forward_step import Told, forward_step, own_forward_step, reference_step
 from train_entry.initialize import together
 
 
 class Schedule:
     """The schedule of a model: 1F1B, interleaved with virtual stages, or none without pipeline parallelism."""
 
-    def __init__(self, config: Config, flow: Flow, model: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Config,
+        flow: Flow,
+        model: Sequence[Any],
+        device: torch.device,
+        own: Callable[..., Any] | None = None,
+        reference: Sequence[Any] = (),
+    ) -> None:
+        """Prepare the schedule.
+
+        Args:
+            reference: the stages of a frozen model, whose output goes to the loss.
+            own: a `forward_step` of the user's own in the place of the flow, whose loss is taken as it is.
+        """
+        self._own, self._reference = own, list(reference)
         self._training, self._flow, self._model, self._device = config.training, flow, list(model), device
         self._names: list[str] | None = None  # of what the flow reports: the same at each step
         self._proven = False
@@ -33,24 +48,42 @@ class Schedule:
         Raises:
             ConfigError: at the first backward pass, the loss of the flow is another one at this layout; on every rank.
         """
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        several = len(self._model) > 1
-        proof = None if self._proven or forward_only else self._proof(len(microbatches))
-        told = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, self._flow, proof),
-            data_iterator=[iter(microbatches) for _ in self._model] if several else iter(microbatches),
-            model=self._model if several else self._model[0],
-            num_microbatches=len(microbatches),
-            seq_length=self._training.seq_length,
-            micro_batch_size=self._training.micro_batch_size,
-            forward_only=forward_only,
-        )
+        if self._reference:
+            microbatches = self._with_reference(microbatches)
+        proof = None if self._proven or forward_only or self._own is not None else self._proof(len(microbatches))
+        step = partial(forward_step, self._flow, proof) if self._own is None else partial(own_forward_step, self._own)
+        told = self._run(step, self._model, microbatches, forward_only=forward_only)
         if proof is not None:
             with together():
                 refuse(self._flow, proof.problems)
             self._proven = True
         return self._summed(told)
+
+    def _run(
+        self, step: Callable[..., Any], model: list[Any], microbatches: Sequence[Batch], *, forward_only: bool
+    ) -> list[Told]:
+        """What the last stage tells of each microbatch; nothing on the others."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        several = len(model) > 1
+        told: list[Told] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(microbatches) for _ in model] if several else iter(microbatches),
+            model=model if several else model[0],
+            num_microbatches=len(microbatches),
+            seq_length=self._training.seq_length,
+            micro_batch_size=self._training.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return told
+
+    def _with_reference(self, microbatches: Sequence[Batch]) -> list[Batch]:
+        """The microbatches with the output of the reference model, on the stage that computes losses."""
+        with torch.no_grad():
+            step = partial(reference_step, self._flow)
+            told = self._run(step, self._reference, microbatches, forward_only=True)
+        outputs: Sequence[Told] = told or [{} for _ in microbatches]
+        return [{**batch, **output} for batch, output in zip(microbatches, outputs, strict=True)]
 
     def _proof(self, num_microbatches: int) -> LossProof:
         from megatron.core import parallel_state

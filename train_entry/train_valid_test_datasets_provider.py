@@ -10,6 +10,7 @@ from train_entry.config.schema import Config
 from train_entry.data.indexed import indexed_datasets
 from train_entry.data.microbatches import Samples
 from train_entry.data.mock import mock_datasets
+from train_entry.data.own import own_datasets
 from train_entry.data.sft import sft_datasets
 from train_entry.data.tokenizer import Tokenizer, check_fits
 
@@ -48,7 +49,9 @@ def train_valid_test_datasets_provider(
         check_fits(tokenizer, vocab_size)
     notes: tuple[str, ...] = ()
     found: list[Any]
-    if config.data.kind == "mock":
+    if config.data.dataset:
+        found = own_datasets(config, tokenizer, num_samples)
+    elif config.data.kind == "mock":
         found = [*mock_datasets(config, vocab_size, num_samples)]
     elif config.data.kind == "indexed":
         found, notes = indexed_datasets(config, vocab_size, tokenizer, num_samples)

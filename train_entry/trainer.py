@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,14 +18,15 @@ from train_entry.checked import checked
 from train_entry.checkpoints import Checkpoints, Restored
 from train_entry.config.compose import as_yaml
 from train_entry.config.schema import Config
-from train_entry.data.microbatches import deal
+from train_entry.data.microbatches import check_whole, deal
 from train_entry.data.tokenizer import Tokenizer
-from train_entry.flows import rows_per_sample
+from train_entry.flows import needs_reference, rows_per_sample
 from train_entry.flows.base import Batch, Flow
+from train_entry.global_vars import set_global_variables
 from train_entry.initial_weights import draw_weights
-from train_entry.initialize import process_group, together
+from train_entry.initialize import named_groups, process_group, together
 from train_entry.model.choices import select
-from train_entry.model_provider import model_provider
+from train_entry.model_provider import frozen, model_provider, own_stages, provider_of
 from train_entry.optimizer.build import build_optimizer, build_scheduler, wrap
 from train_entry.optimizer.foreach import foreach_optimizers, fuse
 from train_entry.optimizer.torch_adam import torch_adam_goes_on
@@ -81,8 +82,16 @@ class Trainer:
     remarks: tuple[str, ...]
     schedule: Schedule
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_provider: Callable[..., Any] | None = None,
+        forward_step: Callable[..., Any] | None = None,
+    ) -> None:
+        """Take a run; a model provider and a `forward_step`, as Megatron-LM has them, before what it names itself."""
         self.config = config
+        self._model_provider, self._forward_step = model_provider, forward_step
         self.last: StepMetrics | None = None
         self._scope = contextlib.ExitStack()
 
@@ -129,8 +138,12 @@ class Trainer:
         )
         self._scope.enter_context(torch_adam_goes_on())
         self._scope.enter_context(foreach_optimizers())
-        self._name_groups()
+        for name, group in named_groups().items():
+            setattr(self, f"{name}_rank", group.rank())
+            setattr(self, f"{name}_size", group.size())
+            setattr(self, f"{name}_group", group)
         self.args |= {"world_size": self.world_size, "data_parallel_size": self.dp_size}
+        set_global_variables(config, self.args, self.tokenizer)
         torch.manual_seed(config.training.seed + 100 * self.pp_rank)
 
     def setup_model_and_optimizer(self) -> None:
@@ -141,14 +154,22 @@ class Trainer:
         """
         with together():
             computation = select(self.config, self.args, self.device)
-        stages = model_provider(self.config, self.args, computation.choices)
-        draw_weights(stages, self.args, self.config.training.seed)
-        chunks = wrap(self.config, stages)
-        computation.finish(chunks)
+        provider = self._model_provider or provider_of(self.config)
+        if provider is None:
+            stages = model_provider(self.config, self.args, computation.choices)
+            draw_weights(stages, self.args, self.config.training.seed)
+            chunks = wrap(self.config, stages)
+            computation.finish(chunks)
+        else:
+            chunks = wrap(self.config, own_stages(self.config, provider))
         optimizer = build_optimizer(self.config, chunks)
-        self.schedule = Schedule(self.config, self.flow, chunks, self.device)
+        compared = needs_reference(self.flow) and self._forward_step is None
+        reference = frozen(self.config, self.args, computation.choices, provider) if compared else []
+        self.schedule = Schedule(self.config, self.flow, chunks, self.device, self._forward_step, reference)
         self.state = TrainState(self.args, chunks, optimizer, build_scheduler(self.config, optimizer))
         self.checkpoints = Checkpoints(self.config)
+        if reference:
+            self.checkpoints.load_reference(self.args, reference)
         self.restored = self.checkpoints.restore(self.state)
         fuse(optimizer)  # only now: a checkpoint brings the flags of the run that wrote it
         with together():
@@ -243,11 +264,8 @@ class Trainer:
 
     def _microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
         """This rank's microbatches, each of whole samples."""
-        if isinstance(batch, Mapping):
-            return self.split(batch)
-        given, rows = list(batch), rows_per_sample(self.flow)
-        if any(len(tensor) % rows for each in given for tensor in each.values()):
-            raise ConvertError(f"a microbatch has a multiple of {rows} rows (`rows_per_sample` of the flow)")
+        given = self.split(batch) if isinstance(batch, Mapping) else list(batch)
+        check_whole(given, rows_per_sample(self.flow))
         return given
 
     @property
@@ -300,18 +318,3 @@ class Trainer:
         with self.phases(phase):
             yield
         self._since += time.perf_counter() - start
-
-    def _name_groups(self) -> None:
-        from megatron.core import parallel_state
-
-        groups = {
-            "tp": parallel_state.get_tensor_model_parallel_group(),
-            "pp": parallel_state.get_pipeline_model_parallel_group(),
-            "dp": parallel_state.get_data_parallel_group(),
-            "cp": parallel_state.get_context_parallel_group(),
-            "ep": parallel_state.get_expert_model_parallel_group(),
-        }
-        for name, group in groups.items():
-            setattr(self, f"{name}_rank", group.rank())
-            setattr(self, f"{name}_size", group.size())
-            setattr(self, f"{name}_group", group)

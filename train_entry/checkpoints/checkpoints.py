@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mcore_convert.checkpoints.runs import CHECKPOINTS
 from mcore_convert.errors import UnwritableTarget
@@ -22,6 +23,13 @@ from train_entry.state import TrainState
 
 PROBE = ".shared"  # a file that every rank must see
 PROBE_SECONDS = 10.0  # until a network file system shows a new file
+
+
+class NoOptimizer:
+    """What stands in the place of an optimizer where a model is only looked at."""
+
+    def reload_model_params(self) -> None:
+        """Do nothing: there are no master copies."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,21 @@ class Checkpoints:
         if found.path.parent == self.folder:
             self._saved = state.iteration
         return Restored(found.path, found.training, state.iteration, (*found.notes, *notes))
+
+    def load_reference(self, args: Mapping[str, Any], stages: Sequence[Any]) -> None:
+        """Fill the stages of a reference model with the weights of `checkpoint.init`.
+
+        Raises:
+            ConvertError: they cannot be read, or are of another model; on every rank.
+        """
+        found = self.ranks.first(lambda: source.init_of(self.config))
+        try:
+            path = self.ranks.first(lambda: source.in_our_format(found, self.config))
+            self.ranks.first(lambda: refuse_another(args, open_torch_dist(path).common.args or {}, found.path))
+            load(TrainState(dict(args), list(stages), NoOptimizer(), None), path, self.ranks, training=False)
+        finally:
+            if self.ranks.is_first:
+                source.forget(self.config)
 
     def save(self, state: TrainState) -> Path | None:
         """Save a checkpoint of this step, or begin to; None where the run saves none.

@@ -52,9 +52,17 @@ def source_of(config: Config) -> Source | None:
             )
     if wanted.load is not None:
         return _of_run(wanted.load)
-    if wanted.init is not None:
-        return Source(_newest_in(local_path(wanted.init, wanted.revision)), False)
-    return None
+    return init_of(config) if wanted.init is not None else None
+
+
+def init_of(config: Config) -> Source:
+    """The weights that `checkpoint.init` names.
+
+    Raises:
+        ConvertError: they do not exist.
+    """
+    assert config.checkpoint.init is not None
+    return Source(_newest_in(local_path(config.checkpoint.init, config.checkpoint.revision)), False)
 
 
 def in_our_format(source: Source, config: Config) -> Path:

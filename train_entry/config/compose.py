@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from mcore_convert.errors import ConfigError
 from train_entry.config.files import CONFIGS, RunFile, locate, problems_of_defaults, read, syntax_error
-from train_entry.config.overrides import COMMAND_LINE, DEFAULT, Overrides, read_overrides, unknown
+from train_entry.config.overrides import COMMAND_LINE, DEFAULT, FLOW_OPTION, Overrides, read_overrides, unknown
 from train_entry.config.problems import problems_of
 from train_entry.config.schema import Config
 
@@ -138,6 +138,11 @@ def _resolved(composed: Any, given: Overrides, run: RunFile, problems: list[str]
         elif value is not None:  # `training:` without a key is nothing
             merged[name] = value
     for key, value in given.values.items():
+        if key.startswith(FLOW_OPTION):
+            flow = merged["training"]["flow"]
+            options = {"class": flow} if isinstance(flow, str) else dict(flow)
+            merged["training"]["flow"] = {**options, key.removeprefix(FLOW_OPTION): value}
+            continue
         group, _, name = key.rpartition(".")
         owner, default = (merged[group], schema[group]) if group else (merged, schema)
         if isinstance(owner, dict):  # else the file has a value where a group should be, a problem of its own

@@ -27,6 +27,8 @@ def has_start(config: Config) -> bool:
 def problems_of_data(config: Config) -> Iterator[str]:
     """What is trained on."""
     data, named = config.data, _named(config.data)
+    if data.dataset:  # what its paths mean is its own affair
+        return
     if data.kind == "mock" and any(named.values()):
         first = next(name for name, paths in named.items() if paths)
         yield f"`data.{first}` names data and `data.kind` = mock makes them up: choose `data=indexed` or `data=sft`"

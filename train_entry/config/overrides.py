@@ -13,6 +13,7 @@ from train_entry.config.schema import Config
 
 COMMAND_LINE = "command line"
 FLAGS = {"--export-hf": "checkpoint.export_hf=end"}  # what may be said with dashes
+FLOW_OPTION = "training.flow."  # before the name of an option of a flow
 DEFAULT = object()  # as a value: what the schema has
 
 
@@ -45,7 +46,7 @@ def read_overrides(texts: Sequence[str], folder: Path) -> Overrides:
             line = f"`{text}` is written without dashes: `{name}=...` ({COMMAND_LINE})"
             found.problems.append(line if known else unknown(name, COMMAND_LINE))
             continue
-        if equals and _is_text(name) and not raw.startswith(("'", '"')) and raw != "null":
+        if equals and _is_text(name) and not raw.startswith(("'", '"', "{")) and raw != "null":
             found.values[name] = raw
             continue
         try:
@@ -75,7 +76,7 @@ def _sort(key: str, value: Any, folder: Path, found: Overrides) -> None:
         found.problems += [f"{problem} ({COMMAND_LINE})" for problem in problems]
         if not problems:
             found.selections[key] = choice
-    elif key in keys():
+    elif key in keys() or key.startswith(FLOW_OPTION):  # what options there are, the flow's own model says
         found.values[key] = value
     else:
         found.problems.append(unknown(key, COMMAND_LINE))

@@ -87,7 +87,10 @@ def _in_words(annotation: Any, metadata: tuple[Any, ...], *, many: bool) -> str:
         return _in_words(inner, (*metadata, *more), many=many)
     parts = _parts(annotation)
     if parts != [annotation]:
-        return " or ".join(_in_words(part, metadata, many=many) for part in parts) + ", or null"
+        null = ", or null" if types.NoneType in get_args(annotation) else ""
+        return " or ".join(_in_words(part, metadata, many=many) for part in parts) + null
+    if get_origin(annotation) is dict:
+        return "{class: module:Class, OPTION: VALUE}"
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
     if get_origin(annotation) is tuple:

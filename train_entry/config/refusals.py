@@ -9,6 +9,7 @@ from typing import Any
 from mcore_convert.errors import ConfigError
 from train_entry.config.inputs import has_start, problems_of_data, problems_of_start
 from train_entry.config.layouts import problems_of_layout, problems_of_model, problems_of_ranks
+from train_entry.config.named import is_named
 from train_entry.config.schema import Config
 
 
@@ -126,9 +127,13 @@ def problems_of_computation(config: Config, device: str | None) -> Iterator[str]
             )
     if training.compile == "layers" and model.num_experts:
         yield "`training.compile` = layers does not go with experts, whose batches change their size: leave it at auto"
-    module, colon, name = training.flow.partition(":")
-    if training.flow and not (module and colon and name):
-        yield f"`training.flow` = {training.flow} is not module:Class, as my_flows:Ranking"
+    flow = training.flow if isinstance(training.flow, str) else training.flow.get("class", "")
+    if isinstance(training.flow, dict) and not (isinstance(flow, str) and flow):
+        yield "`training.flow` has options and no `class`: write {class: module:Class, OPTION: VALUE}"
+    own = {"training.flow": str(flow), "data.dataset": config.data.dataset, "model.provider": model.provider}
+    for key, text in own.items():
+        if text and not is_named(text):
+            yield f"`{key}` = {text} is not module:Class, as my_flows:Ranking"
 
 
 def problems_of_installation(config: Config) -> Iterator[str]:

@@ -24,6 +24,9 @@ class Group(BaseModel):
 class Model(Group):
     """The architecture, under Megatron-LM's argument names. What a checkpoint to start from has need not be said."""
 
+    provider: str = Field(
+        "", description="`module:function` of your own that builds the model, as Megatron-LM calls it"
+    )
     num_layers: PositiveInt | None = None
     hidden_size: PositiveInt | None = None
     ffn_hidden_size: PositiveInt | None = None
@@ -112,6 +115,7 @@ class Data(Group):
     """
 
     kind: Literal["mock", "indexed", "sft"] = "mock"
+    dataset: str = Field("", description="`module:Class` of your own, in the place of a kind")
     paths: tuple[str, ...] = Field((), description="path prefixes of indexed data, or JSONL files")
     weights: tuple[PositiveFloat, ...] = Field((), description="of each path in the blend; by size unless given")
     split: str = Field("969,30,1", description="shares of train, valid and test")
@@ -166,7 +170,10 @@ class Training(Group):
     micro_batch_size: PositiveInt = Field(1, description="samples of a forward pass on one rank")
     precision: Precision = "fp32"
     seed: NonNegativeInt = 1234
-    flow: str = Field("", description="`module:Class` of your own; by the kind of data unless given")
+    flow: str | dict[str, Any] = Field(
+        "",
+        description="`module:Class` of your own, or {class: module:Class, OPTION: VALUE}; by the kind of data if empty",
+    )
     eval_interval: PositiveInt | None = Field(None, description="steps between evaluations; at the end only if None")
     eval_steps: NonNegativeInt = Field(0, description="global batches of an evaluation; 0: none")
     recompute: Literal["none", "selective", "full"] = Field("none", description="activations are not kept but remade")

@@ -98,6 +98,16 @@ def deal(batch: Batch, global_batch_size: int, micro_batch_size: int, *, dp_rank
     return [{name: part[turn] for name, part in parts.items()} for turn in turns]
 
 
+def check_whole(batches: Sequence[Batch], rows_per_sample: int) -> None:
+    """Refuse microbatches that tear apart what belongs together.
+
+    Raises:
+        ConvertError: one of them does.
+    """
+    if any(len(tensor) % rows_per_sample for batch in batches for tensor in batch.values()):
+        raise ConvertError(f"a microbatch has a multiple of {rows_per_sample} rows (`rows_per_sample` of the flow)")
+
+
 def stack(samples: Sequence[Mapping[str, Any]]) -> Batch:
     """Samples as one batch. What is no tensor, as Megatron's number of a data set in its blend, is left out."""
     names = [name for name, value in samples[0].items() if isinstance(value, Tensor)]

@@ -61,7 +61,7 @@ def tokenizer_of(config: Config, origin: Model | None = None) -> Tokenizer | Non
     if config.data.tokenizer is not None:
         return load_tokenizer(config.data.tokenizer)
     folder = origin.folder if origin is not None else None
-    if config.data.kind == "mock" or folder is None:
+    if (config.data.kind == "mock" and not config.data.dataset) or folder is None:
         return None
     return load_tokenizer(str(folder)) if holds_tokenizer(folder) else None
 

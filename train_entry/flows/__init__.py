@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from mcore_convert.errors import ConfigError
+from train_entry.config.named import named
+from train_entry.config.nearest import nearest
 from train_entry.config.schema import Config
-from train_entry.flows.base import Batch, Flow, Loss, rows_per_sample
+from train_entry.flows.base import Batch, Flow, Loss, needs_reference, rows_per_sample
 from train_entry.flows.fine_tuning import FineTuning
 from train_entry.flows.pretraining import Pretraining
 from train_entry.flows.sequence import sum_over_sequence
 
-__all__ = ["Batch", "FineTuning", "Flow", "Loss", "Pretraining", "flow_of", "rows_per_sample", "sum_over_sequence"]
+__all__ = [
+    "Batch",
+    "FineTuning",
+    "Flow",
+    "Loss",
+    "Pretraining",
+    "flow_of",
+    "needs_reference",
+    "rows_per_sample",
+    "sum_over_sequence",
+]
 
 OF_KIND: dict[str, type[Flow]] = {"mock": Pretraining, "indexed": Pretraining, "sft": FineTuning}
 METHODS = ("forward", "loss")
@@ -25,10 +37,47 @@ def flow_of(config: Config) -> Flow:
     Raises:
         ConfigError: there is no such class, it is no flow, or the batches of the run would tear its samples apart.
     """
-    named = config.training.flow
-    flow = (_class_of(named) if named else OF_KIND[config.data.kind])(config)
+    given = config.training.flow
+    options = {"class": given} if isinstance(given, str) else dict(given)
+    text = options.pop("class", "")
+    chosen: Any = _class_of(text) if text else OF_KIND[config.data.kind]
+    flow: Flow = chosen(config, *_options_of(chosen, text, options))
     _check_rows(flow, config)
+    if needs_reference(flow) and config.checkpoint.init is None:
+        raise ConfigError(
+            f"the flow `{type(flow).__qualname__}` compares with a reference model, and none is named",
+            hint="`checkpoint.init` names the weights that it has, and that training starts from",
+        )
     return flow
+
+
+def _options_of(flow: Any, text: str, options: dict[str, Any]) -> list[Any]:
+    """What a flow is made with behind the configuration: its `Options`, a pydantic model, where it has one.
+
+    Raises:
+        ConfigError: names every option that does not exist or has a wrong value.
+    """
+    model = getattr(flow, "Options", None)
+    known = list(model.model_fields) if model is not None else []
+    problems = []
+    for name in options:
+        if name not in known:
+            near = nearest(name, known)
+            problems.append(f"there is no `training.flow.{name}`" + (f"; did you mean `{near}`?" if near else ""))
+    if model is None and not problems:
+        return []
+    try:
+        made = (
+            None if model is None else model.model_validate({name: options[name] for name in options if name in known})
+        )
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            key = ".".join(map(str, each["loc"]))
+            problems.append(f"`training.flow.{key}` = {each['input']!r}: {each['msg'][:1].lower()}{each['msg'][1:]}")
+    if problems:
+        there = f"its options: {', '.join(known)}" if known else "it has no options: a class `Options` would say which"
+        raise ConfigError(f"the options of the flow `{text}` are not what it takes", items=problems, hint=there)
+    return [made]
 
 
 def _check_rows(flow: Flow, config: Config) -> None:
@@ -49,31 +98,12 @@ def _check_rows(flow: Flow, config: Config) -> None:
         )
 
 
-def _class_of(named: str) -> type[Flow]:
-    module_name, colon, class_name = named.partition(":")
-    if not (colon and module_name and class_name):
-        raise ConfigError(f"`training.flow` = `{named}` names no class", hint="write module:Class, as my_flows.dpo:Dpo")
-    here = str(Path.cwd())
-    if here not in sys.path:  # as `python -m` has it: a flow may lie where the run is started
-        sys.path.insert(0, here)
-    try:
-        found = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a module that theirs needs
-        raise ConfigError(
-            f"`training.flow` = `{named}`: there is no module `{error.name}`",
-            hint=f"it is looked for in {here} and where Python finds packages (PYTHONPATH)",
-        ) from error
-    flow = found
-    for name in class_name.split("."):
-        flow = getattr(flow, name, None)  # type: ignore[assignment]
-    if not isinstance(flow, type):
-        raise ConfigError(f"`training.flow` = `{named}`: `{module_name}` has no class `{class_name}`")
+def _class_of(text: str) -> type[Flow]:
+    flow: type[Flow] = named("training.flow", text, kind=type)
     missing = [name for name in METHODS if not callable(getattr(flow, name, None))]
     if missing:
         raise ConfigError(
-            f"`training.flow` = `{named}` is no flow",
+            f"`training.flow` = `{text}` is no flow",
             items=[f"it has no method `{name}`" for name in missing],
             hint="train_entry/flows/base.py says what a flow has",
         )

@@ -1,10 +1,14 @@
 """What a training algorithm is to the trainer: how a batch goes through the model, and what its loss is.
 
 To bring your own, write a class with these three methods and name it: `training.flow=my_module:MyFlow`. It need not
-derive from anything. Two attributes may say more of it:
+derive from anything. Attributes may say more of it:
 
 `rows_per_sample`: how many adjacent rows of a batch belong together, as the chosen and the rejected answer of a pair; 1
 unless given. They are never torn apart, by microbatches, data-parallel ranks or readers.
+`reference`: True puts the output of `forward` with a frozen model, of the weights in `checkpoint.init`, into the batch
+as `reference`, for `loss`.
+`Options`: a pydantic model of what the configuration may say of it, as `training.flow.beta=0.1`; the flow is then made
+as `MyFlow(config, options)`.
 `check_layouts`: False leaves out the proof, at the first step, that its loss is the same at this layout as on one rank;
 for a loss that is random.
 """
@@ -22,6 +26,8 @@ from train_entry.config.schema import Config
 # One microbatch by names, each tensor `[samples, seq_length]`: tokens, labels, position_ids (int64), loss_mask
 # (float32), and whatever else the data set gives.
 Batch = dict[str, Tensor]
+
+REFERENCE = "reference"  # the attribute of a flow that compares with a frozen model, and where in a batch its output is
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,11 @@ def rows_per_sample(flow: Flow) -> int:
     """How many adjacent rows of a batch belong together in a flow."""
     rows: int = getattr(flow, "rows_per_sample", 1)
     return rows
+
+
+def needs_reference(flow: Flow) -> bool:
+    """Whether a flow compares with a frozen reference model."""
+    return bool(getattr(flow, REFERENCE, False))
 
 
 def masked_loss(token_losses: Tensor, batch: Batch) -> Loss:

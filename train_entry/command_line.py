@@ -1,0 +1,102 @@
+"""The command line of a run: CONFIG [key=value ...] to a configuration, and what goes wrong to a line and a code.
+
+0: done, or stopped by a signal after saving; 1: refused; 2: wrong usage; 3: a bug, here or in code of the user's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_convert.errors import ConvertError
+from train_entry.extra import require_extra
+
+if TYPE_CHECKING:
+    from train_entry.config.schema import Config
+
+REFUSED, USAGE, BUG = 1, 2, 3
+
+
+def run(words: Sequence[str], train: Callable[[Config], None], usage: str) -> int:
+    """Train by a command line, and return the exit code.
+
+    Args:
+        words: behind the name of the program.
+        train: called with the configuration, on each rank.
+        usage: what the program says of itself.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        if _is_first():
+            tell(usage)
+        return 0 if words else USAGE
+    try:
+        return _run(words, train)
+    except Exception as error:
+        tell("".join(traceback.format_exception(error)))
+        tell_error(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        return BUG
+
+
+def _run(words: Sequence[str], train: Callable[[Config], None]) -> int:
+    try:
+        require_extra()
+        from train_entry.config.compose import load_config
+
+        config = load_config(words[0], words[1:])
+    except ConvertError as error:
+        if _is_first():  # all ranks read the same words
+            tell_refusal(error)
+        return refused()
+    from train_entry.initialize import OtherRankError
+
+    try:
+        train(config)
+    except OtherRankError:  # that rank tells it
+        return refused()
+    except ConvertError as error:
+        tell_refusal(error)
+        return REFUSED
+    return 0
+
+
+def tell(text: str) -> None:
+    """Write a message to stderr at once, so that ranks that share a terminal do not cut into each other."""
+    sys.stderr.write(f"{text.strip()}\n")
+    sys.stderr.flush()
+
+
+def tell_refusal(error: ConvertError) -> None:
+    """Write a refusal in full to stderr, and in one line to where torchrun looks for it."""
+    tell(f"error: {error}")
+    items = "; ".join(error.items)
+    hint = f" (hint: {' '.join(error.hint.split())})" if error.hint else ""
+    record(f"{error.message}{': ' if items else ''}{items}{hint}")
+
+
+def tell_error(line: str) -> None:
+    """Write an error of one line to stderr, and to where torchrun looks for it."""
+    tell(f"error: {line}")
+    record(line)
+
+
+def record(line: str) -> None:
+    """Leave a line with which torchrun ends its own report, in the form of its `record` without a stack of calls."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        message = {"message": f"error: {' '.join(line.split())}", "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+
+
+def refused() -> int:
+    """The exit code of a rank that leaves the word to another, which must have had it before torchrun ends all."""
+    time.sleep(1)
+    return REFUSED
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"

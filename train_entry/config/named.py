@@ -1,0 +1,56 @@
+"""What a configuration names as `module:name`: a class or a function of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+from train_entry.config.nearest import nearest
+
+
+def is_named(text: str) -> bool:
+    """Whether a text has the form `module:name`."""
+    module, colon, name = text.partition(":")
+    return bool(colon and module and name)
+
+
+def named(key: str, text: str, *, kind: type = object, what: str = "class") -> Any:
+    """Import what a key of the configuration names. It may lie where the run is started, as for `python -m`.
+
+    Args:
+        kind: `type` where it has to be a class.
+        what: it is called in messages.
+
+    Raises:
+        ConfigError: it is written otherwise, or there is no such module or name.
+    """
+    if not is_named(text):
+        raise ConfigError(f"`{key}` = `{text}` names no {what}", hint="write module:Class, as my_flows.dpo:Dpo")
+    module_name, _, name = text.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # a module that theirs needs
+        raise ConfigError(
+            f"`{key}` = `{text}`: there is no module `{error.name}`",
+            hint=f"it is looked for in {here} and where Python finds packages (PYTHONPATH)",
+        ) from error
+    owner = found
+    for part in name.split("."):
+        owner, found = found, getattr(found, part, None)
+        if found is None:
+            break
+    if not isinstance(found, kind) or not callable(found):
+        near = nearest(
+            name, [each for each, value in vars(owner).items() if isinstance(value, kind) and callable(value)]
+        )
+        meant = f"; did you mean `{near}`?" if near else ""
+        raise ConfigError(f"`{key}` = `{text}`: `{module_name}` has no {what} `{name}`{meant}")
+    return found

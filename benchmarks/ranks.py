@@ -20,7 +20,7 @@ from mcore_convert.plan import items_of
 from mcore_convert.spec import Dims, Layout, arguments, gpt
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import OPTIMIZER_STATES, PARAM
-from mcore_convert.targets import layout_arguments
+from mcore_convert.target_arguments import layout_arguments
 from mcore_convert.tensors import Slot
 
 # A quarter of Llama 3.2-1B: a quarter of its layers and of its vocabulary, 0.31 billion parameters.

@@ -18,6 +18,7 @@ from mcore_convert.hub import local_path
 from mcore_convert.identify import identify, open_checkpoint
 from mcore_convert.look import diff, inspect
 from mcore_convert.plan import Plan
+from mcore_convert.spec import releases
 from mcore_convert.spec.layout import Layout
 from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
 from mcore_convert.tensors import file_errors
@@ -92,6 +93,7 @@ def convert(
     optimizer: bool = True,
     allow_drift: bool = False,
     implementation: str | None = None,
+    for_megatron: str | None = None,
     iteration: int | None = None,
     family: str | None = None,
     hf_config: PathLike | None = None,
@@ -115,7 +117,10 @@ def convert(
             layout, which only decides its chunks, the vocabulary padding and the stored arguments.
         optimizer: carry optimizer state from Megatron to Megatron.
         allow_drift: take the first rank's copy of a weight that ranks of an old run hold with small differences.
-        implementation: `local` or `transformer_engine`, whose names the `torch` format shall have.
+        implementation: `local` or `transformer_engine`, the layer spec of the run that will load a Megatron target;
+            `torch` has its names.
+        for_megatron: version of Megatron-LM that will load a Megatron target (`0.12`, `0.16.1`), which decides the form
+            of optimizer state; that which wrote the source where it can be told, else the newest.
         iteration: number of the `iter_*` directory. Without one, weights alone become a `release`, and weights with
             optimizer state keep the number that they have.
         family: take this family instead of finding it.
@@ -149,12 +154,24 @@ def convert(
     )
     if chosen == "hf":
         idle = {"iteration": iteration, "implementation": implementation, "tokenizer": tokenizer}
+        idle["for_megatron"] = for_megatron
         _refuse_idle("a Hugging Face target", {**idle, **_changed(layout)})
     if model.checkpoint.format == "hf":
         _refuse_idle("a Hugging Face source", {"hf_config": hf_config, "vocab_size": vocab_size, "arg": given or None})
     if Path(source).exists():
         _refuse_idle("a directory", {"revision": revision})
-    target = Target(final, chosen, layout, iteration, max_shard_size, tokenizer, implementation, optimizer, allow_drift)
+    target = Target(
+        final,
+        chosen,
+        layout,
+        iteration,
+        max_shard_size,
+        tokenizer,
+        implementation,
+        optimizer,
+        allow_drift,
+        release=None if for_megatron is None else releases.parse(for_megatron),
+    )
     plan = plan_conversion(model, target)
     if not dry_run:
         execute(plan, overwrite=overwrite, progress=progress)

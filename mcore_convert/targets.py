@@ -8,18 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.formats import hf, modules, mp_rank_writer, torch_dist_writer
+from mcore_convert.errors import LayoutError
+from mcore_convert.formats import hf, mp_rank_writer, torch_dist_writer
 from mcore_convert.formats.base import Checkpoint, Reservation, Training
 from mcore_convert.formats.hf import HfCheckpoint
-from mcore_convert.formats.mp_rank import MpRankCheckpoint
 from mcore_convert.formats.torch_dist import CARRIED
+from mcore_convert.formats.torch_dist_training import FULLY_RESHARDABLE, MODEL_SPACE
 from mcore_convert.identify import Model
 from mcore_convert.plan import Sources
-from mcore_convert.spec import arguments, bridge
+from mcore_convert.spec import arguments, bridge, releases
 from mcore_convert.spec.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.layout import Layout
+from mcore_convert.spec.releases import Release
+from mcore_convert.target_arguments import (
+    experts_of,
+    has_norm_state,
+    implementation_of,
+    layout_arguments,
+    modules_of,
+    optimizer_arguments,
+)
 
 FORMATS = ("hf", "torch_dist", "torch")
 COMMAND_FILE = "megatron_args.txt"
@@ -31,7 +41,8 @@ class Target:
 
     `iteration` names the directory `iter_*`; None writes `release`. `max_shard_size` in bytes, for `hf`.
     `tokenizer` is what the stored arguments name as one, or, for `hf`, where the one comes from that the caller adds.
-    `implementation` is the layer spec whose names the `torch` format takes; that of the source unless given.
+    `implementation` is the layer spec whose names a Megatron format takes; that of the source unless given.
+    `release` of Megatron-LM is the one to load it; that which wrote the source where it can be told, else the newest.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
     `dtype` rounds the weights, for `hf`; they stay as stored unless given.
     """
@@ -46,6 +57,7 @@ class Target:
     optimizer: bool = True
     allow_drift: bool = False
     dtype: str | None = None
+    release: Release | None = None
 
 
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
@@ -89,18 +101,25 @@ def lay_out_megatron(
     """A Megatron directory in either format, with its arguments, its command line, and the original's other files."""
     layout = target.layout
     layout.check(dims)
+    if layout.pipeline_layout is not None and target.release is not None and target.release < releases.PIPELINE_LAYOUT:
+        since, given = releases.spelled(releases.PIPELINE_LAYOUT), releases.spelled(target.release)
+        raise LayoutError(f"a pipeline layout needs Megatron-LM {since} or later, not {given}")
     folder = model.folder
     carried = [] if folder is None else [*hf.carried_files(folder), hf.CONFIG]
     name = "release" if target.iteration is None else f"iter_{target.iteration:07d}"
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
     args = _stored_arguments(model, dims, target, sources.dtype_of, hf_folder, carried)
+    release = target.release or releases.of_run(args) or releases.NEWEST
+    args |= modules_of(model.checkpoint, args, target.implementation)
+    if training is not None:
+        args |= optimizer_arguments(training, target.format, release, args)
     _note(model, dims, target, training, args, name, notes)
+    if training is not None:
+        notes += _loaded_by(training, target, release)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": target.iteration or 0}
     checkpoint: Checkpoint
     if target.format == "torch":
-        source = model.checkpoint
-        same = source if isinstance(source, MpRankCheckpoint) else None
         checkpoint, reservation = mp_rank_writer.reserve(
             target.path,
             family,
@@ -110,8 +129,10 @@ def lay_out_megatron(
             iteration=target.iteration,
             common=common,
             training=training,
-            implementation=target.implementation or (same.implementation if same else implementation_of(args)),
-            experts=same.experts if same else experts_of(args),
+            implementation=implementation_of(args),
+            experts=experts_of(args),
+            release=release,
+            norm_state=has_norm_state(model.checkpoint),
         )
     else:
         checkpoint, reservation = torch_dist_writer.reserve(
@@ -126,27 +147,18 @@ def lay_out_megatron(
             if model.refusals
             else bridge.run_config(_with_true_vocabulary(args, model), model.family.name),
             training=training,
+            release=release,
         )
-    flags = [*command_line(args), *_layout_flags(layout, dims)]
+    flags = command_line(args, optimizer=training is not None)
     if training is not None:
-        flags.append("--no-load-rng")
+        flags += ["--use-checkpoint-opt_param-scheduler"] if training.scheduler is not None else []
+        flags += ["--no-load-rng"]
     command = shlex.join([*flags, "--load", str(target.path.absolute())])
     reservation.texts = {target.path / COMMAND_FILE: f"{command}\n".encode(), **reservation.texts}
     if folder is not None:
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried = {hf_folder / file: folder / file for file in there}
     return checkpoint, reservation
-
-
-def implementation_of(args: Mapping[str, Any]) -> str:
-    """The layer spec that a run with these arguments builds; Transformer Engine's unless they say otherwise."""
-    return modules.LOCAL if args.get("transformer_impl") == modules.LOCAL else modules.TRANSFORMER_ENGINE
-
-
-def experts_of(args: Mapping[str, Any]) -> str:
-    """How such a run keeps its experts."""
-    grouped = args.get("moe_grouped_gemm") and implementation_of(args) == modules.TRANSFORMER_ENGINE
-    return modules.GROUPED if grouped else modules.SEQUENTIAL
 
 
 def _stored_arguments(
@@ -179,42 +191,6 @@ def _with_true_vocabulary(args: Mapping[str, Any], model: Model) -> dict[str, An
     return {**args, "vocab_size": model.dims.vocab_size, "tokenizer_type": None}
 
 
-def layout_arguments(layout: Layout, dims: Dims) -> dict[str, Any]:
-    """The Megatron arguments that a layout decides."""
-    vpp = layout.num_virtual_stages if layout.vpp is not None else None
-    return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": vpp,
-        "num_layers_per_virtual_pipeline_stage": dims.num_layers // layout.pp // vpp if vpp else None,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp or layout.tp,
-        "decoder_first_pipeline_num_layers": layout.first_stage_layers,
-        "decoder_last_pipeline_num_layers": layout.last_stage_layers,
-        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
-        "account_for_loss_in_pipeline_split": layout.account_for_loss,
-        "pipeline_model_parallel_layout": layout.pipeline_layout,
-        "padded_vocab_size": dims.padded_vocab_size,
-        "world_size": layout.tp * layout.pp * layout.ep,
-    }
-
-
-def _layout_flags(layout: Layout, dims: Dims) -> list[str]:
-    """The flags of a layout beyond TP, PP and even virtual stages, which `command_line` has."""
-    values = {
-        "--expert-model-parallel-size": layout.ep if layout.ep > 1 else None,
-        "--decoder-first-pipeline-num-layers": layout.first_stage_layers,
-        "--decoder-last-pipeline-num-layers": layout.last_stage_layers,
-        "--pipeline-model-parallel-layout": layout.pipeline_layout,
-    }
-    flags = [text for flag, value in values.items() if value is not None for text in (flag, str(value))]
-    switches = {
-        "--account-for-embedding-in-pipeline-split": layout.account_for_embedding,
-        "--account-for-loss-in-pipeline-split": layout.account_for_loss,
-    }
-    return flags + [flag for flag, on in switches.items() if on]
-
-
 def _note(
     model: Model,
     dims: Dims,
@@ -239,6 +215,18 @@ def _note(
     elif target.iteration is not None:
         notes.append(f"Megatron-LM loads `{name}` with --finetune, or with --no-load-optim --no-load-rng")
     notes += caveats(args)
+
+
+def _loaded_by(training: Training, target: Target, release: Release) -> list[str]:
+    """Which versions of Megatron-LM load the optimizer's state, where others do not."""
+    if not training.distributed or target.format != "torch_dist":
+        return []
+    since = releases.spelled(releases.FULLY_RESHARDABLE)
+    if release >= releases.FULLY_RESHARDABLE:
+        form, which = FULLY_RESHARDABLE, f"Megatron-LM {since} and later load it, --for-megatron 0.14 is for older ones"
+    else:
+        form, which = MODEL_SPACE, f"Megatron-LM up to {since} loads it, --for-megatron {since} is for newer ones"
+    return [f"optimizer state is written as `{form}`: {which}"]
 
 
 def _dtype_flags(dtype_of: Mapping[Item, str]) -> dict[str, Any]:

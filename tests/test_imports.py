@@ -24,7 +24,7 @@ LONGEST = 320  # lines of a file: one responsibility
 LAYERS = """
 amounts  errors  folding  scale  version
 spec.names  spec.neutral  spec.shard  spec.arguments
-spec.config  spec.dims  spec.bridge  spec.command_line
+spec.config  spec.dims  spec.bridge  spec.command_line  spec.releases
 spec.fields  spec.layout  spec.pack
 spec.rope  spec.family
 spec
@@ -51,7 +51,7 @@ formats.mp_rank_checkpoint
 formats.mp_rank  formats.mp_rank_writer
 families  plan
 hf_tensors  runs
-identify  readback
+identify  readback  target_arguments
 contents  targets
 changes
 conversion

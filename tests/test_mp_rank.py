@@ -18,7 +18,7 @@ from mcore_convert.formats import mp_rank_writer, torch_file
 from mcore_convert.formats.mp_rank import MpRankCheckpoint, open_mp_rank
 from mcore_convert.plan import Plan, find_weights, moves_between
 from mcore_convert.spec import Dims, Layout, arguments, gpt
-from mcore_convert.targets import layout_arguments
+from mcore_convert.target_arguments import layout_arguments
 from mcore_convert.tensors import TensorMeta
 from tests.ranks import run_ranks
 from tests.test_megatron_fixtures import ARGS, EXPERTS, TIED

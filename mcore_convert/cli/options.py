@@ -76,7 +76,11 @@ NoOptimizer = Annotated[bool, typer.Option("--no-optimizer", help="Leave optimiz
 AllowDrift = Annotated[
     bool, typer.Option("--allow-drift", help="Take the first rank's copy where ranks hold slightly different ones")
 ]
-Names = Annotated[Implementation | None, typer.Option(help="Layer spec whose names the format torch shall have")]
+Names = Annotated[Implementation | None, typer.Option(help="Layer spec whose names a Megatron format shall have")]
+ForMegatron = Annotated[
+    str | None,
+    typer.Option(metavar="VERSION", help="Megatron-LM that will load it; that which wrote the source unless given"),
+]
 Iteration = Annotated[int | None, typer.Option(min=0, help="Number of the iter_* directory to write")]
 VocabSize = Annotated[
     int | None, typer.Option(min=1, help="True vocabulary of a Megatron checkpoint that does not store it")

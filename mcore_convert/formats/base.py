@@ -43,13 +43,16 @@ class Training:
 
     `groups` are the optimizer's parameter groups without their lists of parameters, those of chained optimizers one
     after the other; each says which it is (`wd_mult`, `lr_mult`, `is_expert_parallel`, `is_decoupled_lr`) and, under
-    `step`, how many steps it took. `distributed` tells Megatron's distributed optimizer from the plain ones, and `rest`
-    holds what is stored beside them (`num_floating_point_operations_so_far` and the like).
+    `step`, how many steps it took. `steps_by_group`: whether the optimizer counts them so, as those of Apex and
+    Transformer Engine do, or for each parameter, as torch's own does. `distributed` tells Megatron's distributed
+    optimizer from the plain ones, and `rest` holds what is stored beside them (`num_floating_point_operations_so_far`
+    and the like).
     """
 
     iteration: int
     distributed: bool
     groups: tuple[Mapping[str, Any], ...]
+    steps_by_group: bool = False
     scheduler: Mapping[str, Any] | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
 

@@ -17,6 +17,7 @@ IMPLEMENTATIONS = (LOCAL, TRANSFORMER_ENGINE)
 # How experts are kept: one module each, or one for all with numbered weights (Transformer Engine's grouped linears).
 SEQUENTIAL, GROUPED = "sequential", "grouped"
 
+FINAL_NORM = "decoder.final_layernorm"
 EXPERT = "mlp.experts.experts.{expert}."
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",

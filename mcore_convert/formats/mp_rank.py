@@ -17,7 +17,7 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats import mp_rank_layout, old_classes
-from mcore_convert.formats.modules import GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
+from mcore_convert.formats.modules import FINAL_NORM, GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
 from mcore_convert.formats.mp_rank_checkpoint import MpRankCheckpoint
 from mcore_convert.formats.mp_rank_files import (
     MODEL_FILE,
@@ -30,6 +30,8 @@ from mcore_convert.formats.mp_rank_files import (
 )
 from mcore_convert.formats.torch_dist import iterations, resolve_by
 from mcore_convert.spec.layout import Layout, Rank, Stage
+
+NORM_STATE = f"{FINAL_NORM}._extra_state"
 
 __all__ = ["MpRankCheckpoint", "detect", "open_mp_rank", "resolve"]
 
@@ -80,10 +82,12 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
     mp_rank_layout.check_names(layout, trees, where)
     merged = _completed(merged, trees, layout, where)
     files = {}
+    norm_state = False
     for rank in layout.ranks():
         name = mp_rank_layout.rank_name(rank, layout)
         file = path / name / MODEL_FILE
         chunks = chunks_of(trees[name], merged, f"`{file}`")
+        norm_state |= any(NORM_STATE in model for model in models_of(trees[name], f"`{file}`"))
         rest = {key: value for key, value in trees[name].items() if not re.fullmatch(r"model\d*", key)}
         files[rank] = RankFile(name, file, rest, chunks)
     _refuse_different_iterations(files.values(), where)
@@ -98,6 +102,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
         layout.stages(sum(counts.values())),
         TRANSFORMER_ENGINE if any("linear_qkv.layer_norm_weight" in name for name in names) else LOCAL,
         GROUPED if any(re.search(r"mlp\.experts\.linear_fc1\.weight\d+$", name) for name in names) else SEQUENTIAL,
+        norm_state,
     )
 
 

@@ -55,6 +55,7 @@ class MpRankCheckpoint:
     layers: Mapping[Stage, range]
     implementation: str
     experts: str
+    norm_state: bool = False  # whether the norm at the end has an `_extra_state`
     format: str = "torch"
 
     @cached_property

@@ -15,6 +15,7 @@ from mcore_convert.formats.base import Reservation, Training
 from mcore_convert.formats.flat import local_of
 from mcore_convert.formats.modules import (
     EXPERT,
+    FINAL_NORM,
     SEQUENTIAL,
     TRANSFORMER_ENGINE,
     in_module_order,
@@ -30,6 +31,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item, Weight
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, Index, spell
+from mcore_convert.spec.releases import NEWEST, Release
 from mcore_convert.tensors import TensorMeta, View
 
 State = dict[str, Hole | None]  # the state dict of a model chunk, its tensors not filled
@@ -45,6 +47,7 @@ class _Model:
     layout: Layout
     implementation: str
     experts: str
+    norm_state: bool
 
     def state(self, rank: Rank, vpp: int) -> State:
         """The state dict of a model chunk: its tensors in the order of the modules, each module's extra state last."""
@@ -61,7 +64,7 @@ class _Model:
             state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
-                state[f"{module}._extra_state"] = extra
+                state[f"{module}._extra_state"] = shared if module == FINAL_NORM else extra
         if stage == self._last:
             state["output_layer._extra_state"] = None
         return state
@@ -71,9 +74,15 @@ class _Model:
         return Stage(self.layout.num_virtual_stages - 1, self.layout.pp - 1)
 
     def _has_extra_state(self, module: str) -> bool:
-        """Every linear layer has one, and with Transformer Engine every norm that is a module of its own."""
+        """Every linear layer has one, and with Transformer Engine every norm that is a module of its own.
+
+        The norm at the end is Transformer Engine's wherever that is installed, in Megatron's own layer spec too
+        (`transformer_block.py`, `LayerNormImpl`).
+        """
         last = module.rpartition(".")[2]
         norms = self.implementation == TRANSFORMER_ENGINE and last.endswith("layernorm")
+        if self.norm_state and module == FINAL_NORM:
+            return True
         return last.startswith("linear_") or norms
 
     def _entries(self, stage: Stage, ep: int) -> Iterator[tuple[str, Weight, Index]]:
@@ -129,6 +138,8 @@ def reserve(
     training: Training | None,
     implementation: str,
     experts: str,
+    release: Release = NEWEST,
+    norm_state: bool = False,
 ) -> tuple[MpRankCheckpoint, Reservation]:
     """Lay out the files of every rank, with the tracker file.
 
@@ -139,6 +150,8 @@ def reserve(
         common: what every file holds beside tensors; its `args` are a dict and describe `layout`.
         training: the optimizer's groups and the scheduler; None without optimizer state.
         implementation, experts: whose names the modules have, in the words of `formats.modules`.
+        release: of Megatron-LM, which will load it.
+        norm_state: whether the norm at the end is Transformer Engine's, whatever the implementation.
 
     Raises:
         LayoutError: experts would be cut for another tensor parallelism than the rest of the model.
@@ -149,12 +162,12 @@ def reserve(
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     reservation = Reservation(path)
     rows = in_module_order([w for w in family.weights if w.mcore is not None and w.when(dims)], implementation)
-    model = _Model(rows, dims, dtype_of, layout, implementation, experts)
+    model = _Model(rows, dims, dtype_of, layout, implementation, experts, norm_state)
     apart = bool(dims.num_experts) and layout.ep > 1
     chained = None if training is None else groups_of(training, rows, apart=apart)
     masters = any(item.state == MASTER for item in dtype_of)
     files = {
-        rank: _reserve_rank(path / name, rank, model, common, training, chained, masters, reservation)
+        rank: _reserve_rank(path / name, rank, model, common, training, chained, masters, release, reservation)
         for rank in layout.ranks()
     }
     reservation.texts = {path / TRACKER: (name if iteration is None else str(iteration)).encode()}
@@ -170,6 +183,7 @@ def _reserve_rank(
     training: Training | None,
     chained: list[Groups] | None,
     masters: bool,
+    release: Release,
     reservation: Reservation,
 ) -> RankFile:
     """Lay out the files of one rank."""
@@ -183,7 +197,7 @@ def _reserve_rank(
     buffers = None
     if training is not None and chained is not None:
         planned = RankFile(name, path, {}, tuple(_planned(path, state) for state in states.values()))
-        tree["optimizer"] = optimizer_of(planned, chained, training, args, masters=masters)
+        tree["optimizer"] = optimizer_of(planned, chained, training, args, masters=masters, release=release)
         if training.scheduler is not None:
             tree["opt_param_scheduler"] = dict(training.scheduler)
         tree |= {key: value for key, value in training.rest.items() if key != "grad_scaler"}

@@ -13,12 +13,12 @@ import numpy as np
 from benchmarks.checkpoints import BLOCK, LLAMA, random_bfloat16
 from mcore_convert.checkpoints import families
 from mcore_convert.checkpoints.weights import items_of
-from mcore_convert.conversion.target import layout_arguments
+from mcore_convert.conversion.target_arguments import layout_arguments
 from mcore_convert.formats.base import Findings, LayerSpec, Request, Training
 from mcore_convert.formats.megatron.modules import SEQUENTIAL, TRANSFORMER_ENGINE
+from mcore_convert.formats.megatron.options import MegatronOptions
 from mcore_convert.formats.mp_rank import writer as mp_rank_writer
 from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint
-from mcore_convert.formats.mp_rank.writer import MpRankOptions
 from mcore_convert.spec import Dims, Layout, gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.family import Family
@@ -56,7 +56,7 @@ def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
         family,
         dims,
         {item: "bfloat16" if item.state == PARAM else "float32" for item in items},
-        MpRankOptions(),
+        MegatronOptions(),
         layout=layout,
         iteration=ITERATION,
         common={

@@ -19,6 +19,7 @@ from mcore_convert.errors import ConvertError
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.registry import default_target, options_for, target_named, targets
 from mcore_convert.inspection.report import diff, inspect
+from mcore_convert.spec import releases
 from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.destination import check_free
 from mcore_convert.storage.elements import Progress
@@ -94,6 +95,7 @@ def convert(
     optimizer: bool = True,
     allow_drift: bool = False,
     implementation: str | None = None,
+    for_megatron: str | None = None,
     iteration: int | None = None,
     family: str | None = None,
     hf_config: PathLike | None = None,
@@ -118,7 +120,10 @@ def convert(
             layout, which only decides its chunks, the vocabulary padding and the stored arguments.
         optimizer: carry optimizer state from Megatron to Megatron.
         allow_drift: take the first rank's copy of a weight that ranks of an old run hold with small differences.
-        implementation: `local` or `transformer_engine`, whose names the `torch` format shall have.
+        implementation: `local` or `transformer_engine`, the layer spec of the run that will load a Megatron target;
+            `torch` has its names.
+        for_megatron: version of Megatron-LM that will load a Megatron target (`0.12`, `0.16.1`), which decides the form
+            of optimizer state; that which wrote the source where it can be told, else the newest.
         iteration: number of the `iter_*` directory. Without one, weights alone become a `release`, and weights with
             optimizer state keep the number that they have.
         family: take this family instead of finding it.
@@ -165,7 +170,7 @@ def convert(
         pipeline_layout=pipeline_layout,
     )
     if chosen.side is Side.HUGGING_FACE:
-        idle = {"iteration": iteration, "tokenizer": tokenizer}
+        idle = {"iteration": iteration, "tokenizer": tokenizer, "for_megatron": for_megatron}
         _refuse_idle("a Hugging Face target", {**idle, **_changed(layout)})
     if source_side is Side.HUGGING_FACE:
         _refuse_idle("a Hugging Face source", {"hf_config": hf_config, "vocab_size": vocab_size, "arg": given or None})
@@ -180,6 +185,7 @@ def convert(
         optimizer=optimizer,
         allow_drift=allow_drift,
         options=own,
+        release=None if for_megatron is None else releases.parse(for_megatron),
     )
     with phase(progress, "planning"):
         plan = plan_conversion(model, target)

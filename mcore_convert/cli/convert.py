@@ -31,6 +31,7 @@ def command(
     no_optimizer: options.NoOptimizer = False,
     allow_drift: options.AllowDrift = False,
     implementation: options.Names = None,
+    for_megatron: options.ForMegatron = None,
     iteration: options.Iteration = None,
     family: options.Family = None,
     hf_config: Annotated[
@@ -82,6 +83,7 @@ def command(
             optimizer=not no_optimizer,
             allow_drift=allow_drift,
             implementation=implementation.value if implementation else None,
+            for_megatron=for_megatron,
             iteration=iteration,
             family=family,
             hf_config=hf_config,

@@ -165,7 +165,15 @@ NoOptimizer = Annotated[
 ]
 Names = Annotated[
     Implementation | None,
-    typer.Option(rich_help_panel=TARGET, help="Layer spec whose names the format torch shall have"),
+    typer.Option(rich_help_panel=TARGET, help="Layer spec whose names a Megatron format shall have"),
+]
+ForMegatron = Annotated[
+    str | None,
+    typer.Option(
+        metavar="VERSION",
+        rich_help_panel=TARGET,
+        help="Megatron-LM that will load it; that which wrote the source unless given",
+    ),
 ]
 Iteration = Annotated[
     int | None,

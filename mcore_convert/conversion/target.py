@@ -10,16 +10,25 @@ from typing import Any
 
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.weights import Sources
+from mcore_convert.conversion.target_arguments import (
+    experts_of,
+    implementation_of,
+    layout_arguments,
+    modules_of,
+    optimizer_arguments,
+)
+from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
-from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
 from mcore_convert.formats.registry import options_for, target_named
+from mcore_convert.spec import releases
 from mcore_convert.spec.config import arguments, bridge
 from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.layout import Layout
+from mcore_convert.spec.releases import Release
 
 COMMAND_FILE = "megatron_args.txt"
 
@@ -29,7 +38,8 @@ class Target:
     """What to write: the format, the layout that Megatron will run, and sizes of files.
 
     `iteration` names the directory `iter_*`; None writes `release`. `tokenizer` is what the stored arguments name as
-    one, or, on Hugging Face's side, where the one comes from that the caller adds.
+    one, or, on Hugging Face's side, where the one comes from that the caller adds. `release` of Megatron-LM is the one
+    to load it; that which wrote the source where it can be told, else the newest.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
     `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
     None stands for what was not given.
@@ -44,6 +54,7 @@ class Target:
     allow_drift: bool = False
     dtype: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    release: Release | None = None
 
 
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
@@ -88,13 +99,23 @@ def lay_out_megatron(
     """A Megatron directory in either format, with its arguments, its command line, and the original's other files."""
     layout = target.layout
     layout.check(dims)
+    if layout.pipeline_layout is not None and target.release is not None and target.release < releases.PIPELINE_LAYOUT:
+        since, given = releases.spelled(releases.PIPELINE_LAYOUT), releases.spelled(target.release)
+        raise LayoutError(f"a pipeline layout needs Megatron-LM {since} or later, not {given}")
     folder = model.folder
     carried = [] if folder is None else [*carried_files(folder), CONFIG]
     name = name_of(target.iteration)
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
     args = _stored_arguments(model, dims, target, sources.dtype_of, hf_folder, carried)
+    release = target.release or releases.of_run(args) or releases.NEWEST
+    args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
+    if training is not None:
+        resume = target_named(target.format).resume(training, release, args)
+        args |= {**optimizer_arguments(training), **resume.arguments}
     _note(model, dims, target, training, args, name, notes)
+    if training is not None:
+        notes += resume.notes
     common = {"args": args, "checkpoint_version": 3.0, "iteration": target.iteration or 0}
     # of a model that no family knows, the stored arguments say more than a partial `run_config.yaml`
     known = not model.refusals
@@ -109,12 +130,15 @@ def lay_out_megatron(
         iteration=target.iteration,
         training=training,
         run_config=bridge.run_config(_with_true_vocabulary(args, model), model.family.name) if known else None,
-        layer_spec=model.checkpoint.layer_spec or LayerSpec(implementation_of(args), experts_of(args)),
+        layer_spec=LayerSpec(implementation_of(args), experts_of(args)),
+        norm_state=model.checkpoint.norm_state,
+        release=release,
     )
     checkpoint, reservation = _reserve(target, request)
-    flags = [*command_line(args), *_layout_flags(layout, dims)]
+    flags = command_line(args, optimizer=training is not None)
     if training is not None:
-        flags.append("--no-load-rng")
+        flags += ["--use-checkpoint-opt_param-scheduler"] if training.scheduler is not None else []
+        flags += ["--no-load-rng"]
     command = shlex.join([*flags, "--load", str(target.path.absolute())])
     reservation.texts = {target.path / COMMAND_FILE: f"{command}\n".encode(), **reservation.texts}
     if folder is not None:
@@ -131,17 +155,6 @@ def _reserve(target: Target, request: Request) -> tuple[Checkpoint, Reservation]
     reserve = target_named(target.format).reserve
     assert reserve is not None
     return reserve(request)
-
-
-def implementation_of(args: Mapping[str, Any]) -> str:
-    """The layer spec that a run with these arguments builds; Transformer Engine's unless they say otherwise."""
-    return modules.LOCAL if args.get("transformer_impl") == modules.LOCAL else modules.TRANSFORMER_ENGINE
-
-
-def experts_of(args: Mapping[str, Any]) -> str:
-    """How such a run keeps its experts."""
-    grouped = args.get("moe_grouped_gemm") and implementation_of(args) == modules.TRANSFORMER_ENGINE
-    return modules.GROUPED if grouped else modules.SEQUENTIAL
 
 
 def _stored_arguments(
@@ -172,42 +185,6 @@ def _stored_arguments(
 def _with_true_vocabulary(args: Mapping[str, Any], model: Model) -> dict[str, Any]:
     """The arguments with a `vocab_size` that is the vocabulary, which a run leaves to its tokenizer."""
     return {**args, "vocab_size": model.dims.vocab_size, "tokenizer_type": None}
-
-
-def layout_arguments(layout: Layout, dims: Dims) -> dict[str, Any]:
-    """The Megatron arguments that a layout decides."""
-    vpp = layout.num_virtual_stages if layout.vpp is not None else None
-    return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": vpp,
-        "num_layers_per_virtual_pipeline_stage": dims.num_layers // layout.pp // vpp if vpp else None,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp or layout.tp,
-        "decoder_first_pipeline_num_layers": layout.first_stage_layers,
-        "decoder_last_pipeline_num_layers": layout.last_stage_layers,
-        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
-        "account_for_loss_in_pipeline_split": layout.account_for_loss,
-        "pipeline_model_parallel_layout": layout.pipeline_layout,
-        "padded_vocab_size": dims.padded_vocab_size,
-        "world_size": layout.tp * layout.pp * layout.ep,
-    }
-
-
-def _layout_flags(layout: Layout, dims: Dims) -> list[str]:
-    """The flags of a layout beyond TP, PP and even virtual stages, which `command_line` has."""
-    values = {
-        "--expert-model-parallel-size": layout.ep if layout.ep > 1 else None,
-        "--decoder-first-pipeline-num-layers": layout.first_stage_layers,
-        "--decoder-last-pipeline-num-layers": layout.last_stage_layers,
-        "--pipeline-model-parallel-layout": layout.pipeline_layout,
-    }
-    flags = [text for flag, value in values.items() if value is not None for text in (flag, str(value))]
-    switches = {
-        "--account-for-embedding-in-pipeline-split": layout.account_for_embedding,
-        "--account-for-loss-in-pipeline-split": layout.account_for_loss,
-    }
-    return flags + [flag for flag, on in switches.items() if on]
 
 
 def _note(

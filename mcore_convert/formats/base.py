@@ -14,6 +14,7 @@ from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.gpt import EMBEDDING
 from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import PARAM
+from mcore_convert.spec.releases import NEWEST, Release
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.views import Slot, TensorMeta, View
 
@@ -59,13 +60,16 @@ class Training:
 
     `groups` are the optimizer's parameter groups without their lists of parameters, those of chained optimizers one
     after the other; each says which it is (`wd_mult`, `lr_mult`, `is_expert_parallel`, `is_decoupled_lr`) and, under
-    `step`, how many steps it took. `distributed` tells Megatron's distributed optimizer from the plain ones, and `rest`
-    holds what is stored beside them (`num_floating_point_operations_so_far` and the like).
+    `step`, how many steps it took. `steps_by_group`: whether the optimizer counts them so, as those of Apex and
+    Transformer Engine do, or for each parameter, as torch's own does. `distributed` tells Megatron's distributed
+    optimizer from the plain ones, and `rest` holds what is stored beside them (`num_floating_point_operations_so_far`
+    and the like).
     """
 
     iteration: int
     distributed: bool
     groups: tuple[Mapping[str, Any], ...]
+    steps_by_group: bool = False
     scheduler: Mapping[str, Any] | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
 
@@ -193,6 +197,15 @@ class Checkpoint(ABC):
         return ()
 
     @property
+    def norm_state(self) -> bool:
+        """Whether the run that saved it had Transformer Engine's norm at the end of the model.
+
+        It has one wherever Transformer Engine is installed, with any layer spec. Loading rank files fails in
+        Megatron-LM up to 0.13 both where its state is absent and where it is one too many.
+        """
+        return False
+
+    @property
     def states(self) -> tuple[str, ...]:
         """The states that it holds of every trained weight: `param`, and what an optimizer kept."""
         return (PARAM,)
@@ -244,7 +257,9 @@ class Request:
     `dtype_of` has the dtype of every weight, and of its states where the optimizer goes along. `config` is the
     `config.json` of a target on Hugging Face's side, `common` the common state of one on Megatron's (its `args` are a
     dict), with `training` where the optimizer goes along and `run_config` for Megatron-Bridge. `iteration` names the
-    directory `iter_*`; None writes `release`. `options` are the format's own.
+    directory `iter_*`; None writes `release`. `options` are the format's own. `layer_spec` says whose names the modules
+    have, `norm_state` whether the norm at the end is Transformer Engine's all the same, and `release` which Megatron-LM
+    will load it.
     """
 
     path: Path
@@ -259,11 +274,26 @@ class Request:
     training: Training | None = None
     run_config: str | None = None
     layer_spec: LayerSpec | None = None
+    norm_state: bool = False
+    release: Release = NEWEST
 
 
 @dataclass(frozen=True)
 class NoOptions:
     """The options of a format that has none."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a run needs to go on from an optimizer's state in a format: Megatron's arguments, and notes for the user."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def _nothing_to_resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
+    """What a format says that needs nothing, or holds no optimizer state."""
+    return Resume()
 
 
 def _no_directory(path: Path) -> None:
@@ -278,7 +308,8 @@ class Format:
     that take the place of stored ones; `reserve` lays out a new one, and is None for a format that is only read.
     `options` is a dataclass of what a user may choose for a target, `file_names` are what a reader would recognise a
     checkpoint by. `holds_optimizer`: it has a place for optimizer state, too. `directory_of` finds the checkpoint that
-    one of its files, or a folder in it, belongs to; None for any other path.
+    one of its files, or a folder in it, belongs to; None for any other path. `resume` says what Megatron-LM of a
+    release must be told to find the optimizer's state, from the arguments of the run.
     """
 
     name: str
@@ -290,3 +321,4 @@ class Format:
     file_names: str = ""
     holds_optimizer: bool = False
     directory_of: Callable[[Path], Path | None] = _no_directory
+    resume: Callable[[Training, Release, Mapping[str, Any]], Resume] = _nothing_to_resume

@@ -106,6 +106,12 @@ class Layout:
         """Model chunks on each pipeline rank; 1 without virtual pipelining. Without PP there are no virtual stages."""
         return (self.vpp or 1) if self.pp > 1 or self.pipeline_layout is not None else 1
 
+    @property
+    def is_even(self) -> bool:
+        """Whether each stage has as many layers as any other."""
+        fixed = (self.first_stage_layers, self.last_stage_layers, self.pipeline_layout)
+        return fixed == (None, None, None) and not (self.account_for_embedding or self.account_for_loss)
+
     def ranks(self) -> Iterator[Rank]:
         """Every rank that holds its own part: TP x PP x EP of them."""
         for pp, ep, tp in itertools.product(range(self.pp), range(self.ep), range(self.tp)):

@@ -22,6 +22,7 @@ SEQUENTIAL, GROUPED = "sequential", "grouped"
 # and its local modules all accept: a byte tensor of pickle.dumps(None).
 EXTRA_STATE = pickle.dumps(None, protocol=4)
 
+FINAL_NORM = "decoder.final_layernorm"
 EXPERT = "mlp.experts.experts.{expert}."
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",

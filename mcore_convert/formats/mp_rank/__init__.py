@@ -1,8 +1,9 @@
 """The format `torch`: Megatron-LM's older checkpoints, a file for each rank."""
 
 from mcore_convert.formats.base import Format, Side
+from mcore_convert.formats.megatron.options import MegatronOptions
 from mcore_convert.formats.mp_rank.directory import detect, directory_of, open_mp_rank
-from mcore_convert.formats.mp_rank.writer import MpRankOptions, reserve
+from mcore_convert.formats.mp_rank.writer import reserve, resume
 
 FORMAT = Format(
     "torch",
@@ -10,8 +11,9 @@ FORMAT = Format(
     detect,
     open_mp_rank,
     reserve,
-    MpRankOptions,
+    MegatronOptions,
     "mp_rank_*",
     holds_optimizer=True,
     directory_of=directory_of,
+    resume=resume,
 )

@@ -49,6 +49,7 @@ class MpRankCheckpoint(Checkpoint):
     layers: Mapping[Stage, range]
     implementation: str
     experts: str
+    norm_state: bool = False  # whether the norm at the end has an `_extra_state`
     format: str = "torch"
     side: Side = Side.MEGATRON
 

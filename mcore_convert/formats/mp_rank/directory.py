@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.megatron.modules import GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
+from mcore_convert.formats.megatron.modules import FINAL_NORM, GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
 from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
 from mcore_convert.formats.mp_rank import old_classes
@@ -31,6 +31,8 @@ from mcore_convert.formats.mp_rank.rank_file import (
     read_tree,
 )
 from mcore_convert.spec.layout import Layout, Rank, Stage
+
+NORM_STATE = f"{FINAL_NORM}._extra_state"
 
 __all__ = ["MpRankCheckpoint", "detect", "open_mp_rank"]
 
@@ -96,10 +98,12 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
     mp_rank_layout.check_names(layout, trees, where)
     merged = _completed(merged, trees, layout, where)
     files = {}
+    norm_state = False
     for rank in layout.ranks():
         name = mp_rank_layout.rank_name(rank, layout)
         file = paths[name]
         chunks = chunks_of(trees[name], merged, f"`{file}`")
+        norm_state |= any(NORM_STATE in model for model in models_of(trees[name], f"`{file}`"))
         rest = {key: value for key, value in trees[name].items() if not re.fullmatch(r"model\d*", key)}
         files[rank] = RankFile(name, file, rest, chunks)
     _refuse_different_iterations(files.values(), where)
@@ -114,6 +118,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
         layout.stages(sum(counts.values())),
         TRANSFORMER_ENGINE if any("linear_qkv.layer_norm_weight" in name for name in names) else LOCAL,
         GROUPED if any(re.search(r"mlp\.experts\.linear_fc1\.weight\d+$", name) for name in names) else SEQUENTIAL,
+        norm_state,
     )
 
 

@@ -69,6 +69,7 @@ def training_of(file: RankFile) -> Training:
         iteration if isinstance(iteration, int) else 0,
         _is_distributed(parts),
         tuple(group for part in parts for group in _groups_with_steps(_inner(part))),
+        not any("step" in state for part in parts for state in _inner(part).get("state", {}).values()),
         file.tree.get("opt_param_scheduler", file.tree.get("lr_scheduler")),
         rest,
     )
@@ -235,7 +236,7 @@ def _groups_with_steps(inner: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         plain = {key: value for key, value in group.items() if key != "params"}
         members = [inner.get("state", {}).get(key, {}) for key in group.get("params", [])]
         steps = [member["step"] for member in members if "step" in member]
-        if "step" not in plain and steps:
+        if steps:
             plain["step"] = _value(steps[0])
         elif "step" in plain:
             plain["step"] = _value(plain["step"])

@@ -24,6 +24,7 @@ from mcore_convert.formats.mp_rank.rank_file import RankFile
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.layout import Rank
+from mcore_convert.spec.releases import GROUPS_OF_ALL_RANKS, NEWEST, SORTED_GROUPS, Release
 from mcore_convert.storage.views import TensorMeta
 
 Groups = Sequence[Mapping[str, Any]]
@@ -47,19 +48,29 @@ def groups_of(training: Training, weights: Iterable[Weight], *, apart: bool) -> 
 
 
 def optimizer_of(
-    file: RankFile, chained: Sequence[Groups], training: Training, args: Mapping[str, Any], *, masters: bool
+    file: RankFile,
+    chained: Sequence[Groups],
+    training: Training,
+    args: Mapping[str, Any],
+    *,
+    masters: bool,
+    release: Release = NEWEST,
 ) -> Any:
     """The entry `optimizer` of a rank's file: a dict, or a list of them where optimizers are chained.
 
     Args:
+        release: of Megatron-LM, which decides in which order a rank has its groups.
         masters: whether the optimizer keeps master copies, as that of a model in fp32 does not.
 
     Raises:
         MappingError: there is no group for a parameter.
     """
     parts = []
-    for parameters, groups in zip(owned_by(file, len(chained)), chained, strict=True):
-        inner, copies = _distributed(groups) if training.distributed else _plain(file, parameters, groups, args)
+    for parameters, every in zip(owned_by(file, len(chained)), chained, strict=True):
+        groups = every if release >= SORTED_GROUPS else _as_they_come(every, parameters, args, release)
+        inner, copies = (
+            _distributed(groups) if training.distributed else _plain(file, parameters, groups, training, args)
+        )
         if not masters and not training.distributed:
             parts.append(inner)
             continue
@@ -97,17 +108,31 @@ def buffers_of(file: RankFile, rank: Rank, count: int, args: Mapping[str, Any]) 
     return parts[0] if len(parts) == 1 else parts
 
 
-def _distributed(groups: Groups) -> tuple[dict[str, Any], None]:
+def _distributed(groups: Groups) -> tuple[dict[str, Any], list[list[Hole]] | None]:
     return {"param_groups": [dict(group) for group in groups]}, None
 
 
+def _as_they_come(groups: Groups, parameters: list[Parameter], args: Mapping[str, Any], release: Release) -> Groups:
+    """The groups in the order of their first parameters on this rank (`optimizer/__init__.py`, `_get_param_groups`).
+
+    Megatron-LM up to 0.15 has them so and takes those of a file by their places, so that a later pipeline stage, whose
+    first parameter is a norm, begins with the group that is not decayed.
+    """
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    dealt = dealt_to(groups, parameters, args)
+    first = [min((places[member] for member in members), default=len(places)) for members in dealt]
+    order = sorted(range(len(groups)), key=first.__getitem__)
+    without = release < GROUPS_OF_ALL_RANKS  # a group without parameters is not there
+    return [groups[number] for number in order if dealt[number] or not without]
+
+
 def _plain(
-    file: RankFile, parameters: list[Parameter], groups: Groups, args: Mapping[str, Any]
+    file: RankFile, parameters: list[Parameter], groups: Groups, training: Training, args: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[list[Hole]]]:
     """torch's own state dict, and the master copies of each group.
 
-    torch counts the steps of each parameter by itself; the fused optimizers of Apex and Transformer Engine, whose
-    groups have `bias_correction`, those of a group.
+    torch counts the steps of each parameter by itself; the fused optimizers of Apex and Transformer Engine count those
+    of a group.
     """
     dealt = dealt_to(groups, parameters, args)
     held = [parameter.name for members in dealt for parameter in members]
@@ -123,12 +148,11 @@ def _plain(
     copies = []
     for group, members in zip(groups, dealt, strict=True):
         keys = list(range(len(state), len(state) + len(members)))
-        fused = "bias_correction" in group
         for key, member in zip(keys, members, strict=True):
             shape = member.local.view.shape
-            step = {} if fused else {"step": Hole.number(group.get("step", 0))}
+            step = {} if training.steps_by_group else {"step": Hole.number(group.get("step", 0))}
             state[key] = step | {moment: Hole(TensorMeta(shape, "float32")) for moment in MOMENTS}
-        plain = {name: value for name, value in group.items() if fused or name != "step"}
+        plain = {name: value for name, value in group.items() if training.steps_by_group or name != "step"}
         stored.append({**plain, "params": keys})
         halves = [member for member in members if member.local.view.dtype in FLOAT16]
         copies.append([Hole(TensorMeta(member.local.view.shape, "float32")) for member in halves])

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import LayoutError
-from mcore_convert.formats.base import LayerSpec, Request, Reservation, Training
+from mcore_convert.formats.base import LayerSpec, Request, Reservation, Resume, Training
 from mcore_convert.formats.files.torch_tree import Hole, reserve_tree
 from mcore_convert.formats.megatron.flat import local_of
 from mcore_convert.formats.megatron.modules import (
     EXPERT,
     EXTRA_STATE,
+    FINAL_NORM,
     SEQUENTIAL,
     TRANSFORMER_ENGINE,
     in_module_order,
@@ -25,22 +26,17 @@ from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, track
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
 from mcore_convert.formats.mp_rank.checkpoint import MpRankCheckpoint
 from mcore_convert.formats.mp_rank.optimizer_writer import Groups, buffers_of, groups_of, optimizer_of
+from mcore_convert.formats.mp_rank.parameters import bucket_size_of
 from mcore_convert.formats.mp_rank.rank_file import DISTRIBUTED_FILE, MODEL_FILE, Chunk, LocalTensor, RankFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, Index, spell
+from mcore_convert.spec.releases import Release
 from mcore_convert.storage.views import TensorMeta, View
 
 State = dict[str, Hole | None]  # the state dict of a model chunk, its tensors not filled
-
-
-@dataclass(frozen=True)
-class MpRankOptions:
-    """What a user may choose for a target: the `implementation` whose names its modules have; the source's for None."""
-
-    implementation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,7 @@ class _Model:
     layout: Layout
     implementation: str
     experts: str
+    norm_state: bool
 
     def state(self, rank: Rank, vpp: int) -> State:
         """The state dict of a model chunk: its tensors in the order of the modules, each module's extra state last."""
@@ -71,7 +68,7 @@ class _Model:
             state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
-                state[f"{module}._extra_state"] = extra
+                state[f"{module}._extra_state"] = shared if module == FINAL_NORM else extra
         if stage == self._last:
             state["output_layer._extra_state"] = None
         return state
@@ -81,9 +78,15 @@ class _Model:
         return Stage(self.layout.num_virtual_stages - 1, self.layout.pp - 1)
 
     def _has_extra_state(self, module: str) -> bool:
-        """Every linear layer has one, and with Transformer Engine every norm that is a module of its own."""
+        """Every linear layer has one, and with Transformer Engine every norm that is a module of its own.
+
+        The norm at the end is Transformer Engine's wherever that is installed, in Megatron's own layer spec too
+        (`transformer_block.py`, `LayerNormImpl`).
+        """
         last = module.rpartition(".")[2]
         norms = self.implementation == TRANSFORMER_ENGINE and last.endswith("layernorm")
+        if self.norm_state and module == FINAL_NORM:
+            return True
         return last.startswith("linear_") or norms
 
     def _entries(self, stage: Stage, ep: int) -> Iterator[tuple[str, Weight, Index]]:
@@ -127,6 +130,18 @@ class _Model:
         return spell(name_in_module(weight.mcore, self.implementation, self.experts), at)
 
 
+def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
+    """Return what Megatron-LM must be told of the flat buffers of a distributed optimizer: their dtype and buckets."""
+    if not training.distributed:
+        return Resume()
+    return Resume(
+        {
+            "accumulate_allreduce_grads_in_fp32": args.get("accumulate_allreduce_grads_in_fp32") is not False,
+            "ddp_bucket_size": bucket_size_of(args) if args.get("overlap_grad_reduce") else None,
+        }
+    )
+
+
 def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     """Lay out the files of every rank, with the tracker file. Their modules are those of the request's layer spec.
 
@@ -137,21 +152,18 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     path, dims, dtype_of, layout = request.path, request.dims, request.dtype_of, request.layout
     common, training = request.common, request.training
     spec = request.layer_spec or LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL)
-    if request.options.implementation is not None:
-        spec = replace(spec, implementation=request.options.implementation)
     if dims.num_experts and layout.etp not in (None, layout.tp):
         raise LayoutError(f"the format `torch` cannot hold experts cut for etp = {layout.etp} beside tp = {layout.tp}")
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
-    rows = in_module_order(
-        [w for w in request.family.weights if w.mcore is not None and w.when(dims)], spec.implementation
-    )
-    model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts)
+    present = [weight for weight in request.family.weights if weight.mcore is not None and weight.when(dims)]
+    rows = in_module_order(present, spec.implementation)
+    model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts, request.norm_state)
     apart = bool(dims.num_experts) and layout.ep > 1
     chained = None if training is None else groups_of(training, rows, apart=apart)
     masters = any(item.state == MASTER for item in dtype_of)
     files = {
-        rank: _reserve_rank(folder, rank, model, common, training, chained, masters, reservation)
+        rank: _reserve_rank(folder, rank, model, common, training, chained, masters, request.release, reservation)
         for rank in layout.ranks()
     }
     reservation.texts = {path / TRACKER: tracker_bytes(request.iteration)}
@@ -168,6 +180,7 @@ def _reserve_rank(
     training: Training | None,
     chained: list[Groups] | None,
     masters: bool,
+    release: Release,
     reservation: Reservation,
 ) -> RankFile:
     """Lay out the files of one rank."""
@@ -181,7 +194,7 @@ def _reserve_rank(
     buffers = None
     if training is not None and chained is not None:
         planned = RankFile(name, path, {}, tuple(_planned(path, state) for state in states.values()))
-        tree["optimizer"] = optimizer_of(planned, chained, training, args, masters=masters)
+        tree["optimizer"] = optimizer_of(planned, chained, training, args, masters=masters, release=release)
         if training.scheduler is not None:
             tree["opt_param_scheduler"] = dict(training.scheduler)
         tree |= {key: value for key, value in training.rest.items() if key != "grad_scaler"}

@@ -1,9 +1,10 @@
 """The format `torch_dist`: Megatron's distributed checkpoints; and `zarr`, their storage before, read only."""
 
 from mcore_convert.formats.base import Format, Side
+from mcore_convert.formats.megatron.options import MegatronOptions
 from mcore_convert.formats.torch_dist import zarr
 from mcore_convert.formats.torch_dist.checkpoint import TORCH_DIST, ZARR, detect, directory_of, open_torch_dist
-from mcore_convert.formats.torch_dist.writer import reserve
+from mcore_convert.formats.torch_dist.writer import reserve, resume
 
 FORMAT = Format(
     TORCH_DIST,
@@ -11,8 +12,10 @@ FORMAT = Format(
     detect,
     open_torch_dist,
     reserve,
+    MegatronOptions,
     file_names=".metadata",
     holds_optimizer=True,
     directory_of=directory_of,
+    resume=resume,
 )
 ZARR_FORMAT = Format(ZARR, Side.MEGATRON, zarr.detect, zarr.open_zarr, file_names=".zarray")

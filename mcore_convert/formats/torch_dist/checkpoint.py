@@ -17,6 +17,7 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Archive, Checkpoint, Common, Findings, Side, Storage, Training
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
@@ -175,6 +176,13 @@ class TorchDistCheckpoint(Checkpoint):
             UnreadableCheckpoint: as `dcp.Directory.check`.
         """
         self.directory.check(self.keys.values())
+
+    @property
+    def norm_state(self) -> bool:
+        """What is written here for all versions has the state in any case, and tells nothing."""
+        ours = (self.path / COMMON).is_file() and COMMON_STATE in self.directory.objects
+        key = f"{modules.FINAL_NORM}._extra_state"
+        return not ours and any(each.removeprefix(self.prefix).startswith(key) for each in self.directory.objects)
 
     def remarks(self) -> list[str]:
         idle = self.directory.unreferenced

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
@@ -243,8 +244,16 @@ def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> 
     return found
 
 
-def metadata_bytes(tensors: dict[str, TensorMeta], chunks: dict[str, list[Chunk]], objects: dict[str, Place]) -> bytes:
-    """The content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it."""
+def metadata_bytes(
+    tensors: Mapping[str, TensorMeta],
+    chunks: Mapping[str, list[Chunk]],
+    objects: Mapping[str, Place],
+    unflattened: Mapping[str, Shape] = MappingProxyType({}),
+) -> bytes:
+    """The content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it.
+
+    `unflattened` is as Directory has it, for Megatron Core 0.8 to 0.15.
+    """
     entries: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
     for key, meta in tensors.items():
@@ -265,7 +274,9 @@ def metadata_bytes(tensors: dict[str, TensorMeta], chunks: dict[str, list[Chunk]
         entries[key] = Instance(_dcp("BytesStorageMetadata"), None)
         storage[_index(key, None)] = _info(place)
     state = {"state_dict_metadata": entries, "planner_data": None, "storage_data": storage, "storage_meta": None}
-    return pickle_writer.dumps(Instance(_dcp("Metadata"), {**state, "version": None}))
+    shapes = {key: {"nd_reformulated_orig_global_shape": shape} for key, shape in unflattened.items()}
+    flattened = {"mcore_data": shapes} if shapes else {}
+    return pickle_writer.dumps(Instance(_dcp("Metadata"), {**state, "version": None, **flattened}))
 
 
 def _index(key: str, offset: Call | None) -> Instance:

@@ -20,7 +20,7 @@ from mcore_convert.spec.names import MASTER, placeholders_of
 from mcore_convert.storage.views import View
 
 GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
-FULLY_RESHARDABLE = "fully_reshardable"
+FULLY_RESHARDABLE, MODEL_SPACE = "fully_reshardable", "fully_sharded_model_space"
 
 # What tells two parameter groups apart (Megatron Core, `optimizer.py`, `param_group_identifier_keys`).
 IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -56,6 +56,7 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
                 (content,) = content
             _add_rank(by_chain.setdefault(int(found[1] or 0), {}), found[3], content)
     groups: list[dict[str, Any]] = []
+    by_group = True
     rest = arguments.plain({name: value for name, value in common.items() if name not in NOT_REST})
     for optimizer in [by_chain[chain] for chain in sorted(by_chain)] or _optimizers(common):
         inner = optimizer.get("optimizer", optimizer)
@@ -64,7 +65,7 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
         for group in inner.get("param_groups", ()):
             groups.append({name: _value(value) for name, value in group.items() if name != "params"})
             if step is not None:
-                groups[-1]["step"] = _value(step)
+                groups[-1]["step"], by_group = _value(step), False
         if optimizer.get("grad_scaler"):
             rest["grad_scaler"] = {name: _value(value) for name, value in optimizer["grad_scaler"].items()}
     steps = {group["step"] for group in groups if group.get("step") is not None}
@@ -84,6 +85,7 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
         iteration if isinstance(iteration, int) else 0,
         bool(sharding_types(common)),
         tuple({**group, "step": step} for group in groups),
+        by_group,
         {name: _value(value) for name, value in scheduler.items()} if isinstance(scheduler, dict) else None,
         rest,
     )
@@ -124,11 +126,12 @@ def _value(value: Any) -> Any:
 
 
 def common_of(
-    training: Training, args: Mapping[str, Any], items: Collection[Item], *, scale: Any = None
+    training: Training, args: Mapping[str, Any], items: Collection[Item], form: str, *, scale: Any = None
 ) -> dict[str, Any]:
-    """What Megatron Core 0.16 to 0.19 stores in the common state beside an optimizer that can be resharded.
+    """What Megatron Core stores in the common state beside an optimizer that can be resharded.
 
     Args:
+        form: of the distributed optimizer's state, FULLY_RESHARDABLE or MODEL_SPACE.
         args: of the run that will load it: experts that are spread over ranks have an optimizer of their own.
         items: the model's tensors. Without master copies a plain optimizer is that of an fp32 model.
         scale: stands for the loss scale of fp16, which has to be a tensor.
@@ -137,15 +140,14 @@ def common_of(
     has_expert_biases = any("expert" in placeholders_of(w.mcore or "") and len(w.shape) == 1 for w, _, _ in items)
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if training.distributed:
-        metadata |= {
-            "distrib_optim_sharding_type": FULLY_RESHARDABLE,
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-        }
+        metadata["distrib_optim_sharding_type"] = form
+        if form == FULLY_RESHARDABLE:
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     rest = dict(training.rest)
     scaler = rest.pop("grad_scaler", None)
     optimizers = []
     for groups in _chained(training.groups, args, has_expert_biases):
-        optimizer = _optimizer(groups, training.distributed, has_masters)
+        optimizer = _optimizer(groups, training, form, has_masters)
         if scaler is not None and (has_masters or training.distributed):
             optimizer["grad_scaler"] = {**scaler, "scale": scale}
         optimizers.append(optimizer)
@@ -154,13 +156,13 @@ def common_of(
     return {**rest, "optimizer": chained, **scheduler, "content_metadata": metadata}
 
 
-def _optimizer(groups: Sequence[Mapping[str, Any]], distributed: bool, has_masters: bool) -> dict[str, Any]:
-    if distributed:
+def _optimizer(groups: Sequence[Mapping[str, Any]], training: Training, form: str, has_masters: bool) -> dict[str, Any]:
+    if training.distributed:
         inner = {"param_groups": [dict(group) for group in groups]}
-        return {"optimizer": inner, "param_state_sharding_type": FULLY_RESHARDABLE}
+        return {"optimizer": inner, "param_state_sharding_type": form}
     # torch's Adam counts steps for each parameter, Megatron stores their one number; Apex and Transformer Engine count
     # for each group, and would not take it
-    counted = {"common_step": groups[0]["step"]} if groups and "amsgrad" in groups[0] else {}
+    counted = {"common_step": groups[0]["step"]} if groups and not training.steps_by_group else {}
     without = "step" if counted else None
     plain = {
         "state": counted,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, fold
-from mcore_convert.formats.base import Request, Reservation, Training
+from mcore_convert.formats.base import Request, Reservation, Resume, Training
 from mcore_convert.formats.files import torch_archive as torch_file
 from mcore_convert.formats.megatron.modules import EXTRA_STATE, LOCAL
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.torch_dist import dcp
-from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, TorchDistCheckpoint
+from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, NO_WEIGHT, TorchDistCheckpoint
 from mcore_convert.formats.torch_dist.keys import DENSE_NORM, EXPERT_NORM
-from mcore_convert.formats.torch_dist.training import common_of
+from mcore_convert.formats.torch_dist.training import FULLY_RESHARDABLE, MODEL_SPACE, common_of
+from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
+from mcore_convert.spec.releases import Release
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View
 
@@ -72,7 +75,61 @@ class _Content:
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
     chunks: dict[str, list[dcp.Chunk]] = field(default_factory=dict)
     slots: dict[str, list[Slot]] = field(default_factory=dict)
+    leading: dict[str, int] = field(default_factory=dict)  # how many axes of a key are layers and experts
     objects: dict[str, dcp.Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How the optimizer's states are named and cut.
+
+    `name` is what Megatron Core calls the form of a distributed optimizer. That of 0.8 to 0.14, MODEL_SPACE, names them
+    as plain optimizers do, and flattens them. `chained`: keys begin with the number of the optimizer, as up to 0.13
+    where experts have one of their own (`optimizer.py`, `ChainedOptimizer`).
+    """
+
+    distributed: bool
+    name: str
+    chained: bool
+
+    @classmethod
+    def of(cls, training: Training | None, args: Mapping[str, Any], release: Release) -> _Form:
+        distributed = training is not None and training.distributed
+        apart = bool(args.get("num_experts")) and (args.get("expert_model_parallel_size") or 1) > 1
+        name = FULLY_RESHARDABLE if release >= releases.FULLY_RESHARDABLE else MODEL_SPACE
+        return cls(distributed, name, apart and release < releases.CHAINS_WITHOUT_PREFIX)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether states are stored flattened."""
+        return self.distributed and self.name == MODEL_SPACE
+
+    def flattens(self, key: str) -> bool:
+        """Whether this key is stored flattened."""
+        return self.is_flat and NO_WEIGHT.match(key) is not None
+
+    def prefix(self, item: Item) -> str:
+        """What stands before a weight's key in the key of one of its states."""
+        if item.state == PARAM:
+            return ""
+        masters = "param" if self.distributed and not self.is_flat else "fp32_param"
+        number = int("expert" in placeholders_of(item.weight.mcore or ""))
+        chain = f"chained_{number}." if self.chained else ""
+        return f"{chain}{STATE_PREFIX}{masters if item.state == MASTER else item.state}."
+
+
+def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
+    """Return what Megatron-LM must be told of a distributed optimizer's state, and which versions load it."""
+    if not training.distributed:
+        return Resume()
+    since = releases.spelled(releases.FULLY_RESHARDABLE)
+    if release >= releases.FULLY_RESHARDABLE:
+        named = {"dist_ckpt_optim_fully_reshardable": True}
+        form, which = FULLY_RESHARDABLE, f"Megatron-LM {since} and later load it, --for-megatron 0.14 is for older ones"
+    else:
+        named = {"ckpt_fully_parallel_save": True}  # 0.12 takes from it whether state is named by its parameters
+        form, which = MODEL_SPACE, f"Megatron-LM up to {since} loads it, --for-megatron {since} is for newer ones"
+    return Resume(named, (f"optimizer state is written as `{form}`: {which}",))
 
 
 def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
@@ -87,28 +144,29 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     reservation = Reservation(path)
     files = _Files(folder, reservation)
     content = _Content()
-    distributed = training is not None and training.distributed
+    form = _Form.of(training, common["args"], request.release)
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
-            _reserve_weight(item, _prefix(item.state, distributed), dtype, dims, tp, files, content)
+            parts = 1 if form.is_flat and item.state != PARAM else tp  # what is flattened is cut along its rows alone
+            _reserve_weight(item, form.prefix(item), dtype, dims, parts, files, content)
     _refuse_mixed(dtype_of)
     blob = _filled(torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]), EXTRA_STATE)
     for key in _extra_state_keys([item.weight for item in dtype_of], dims):
         content.objects[key] = files.place(blob)
-    content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, listed=True))
+    content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, form, listed=True))
     reservation.texts = {
-        folder / COMMON: _common_state(common, training, dtype_of, listed=False).literals[0][1],
+        folder / COMMON: _common_state(common, training, dtype_of, form, listed=False).literals[0][1],
         **({} if request.run_config is None else {folder / "run_config.yaml": request.run_config.encode()}),
         folder / "metadata.json": json.dumps(METADATA_JSON).encode(),
-        folder / dcp.METADATA: _metadata(content, common["args"]),
+        folder / dcp.METADATA: _metadata(content, common["args"], form),
         path / TRACKER: tracker_bytes(request.iteration),
     }
     directory = dcp.Directory(folder, content.tensors, content.chunks, content.objects)
-    keys = {key: key for key in content.tensors if not key.startswith(STATE_PREFIX)}
+    keys = {key: key for key in content.tensors if not NO_WEIGHT.match(key)}
     return TorchDistCheckpoint(folder, directory, keys, "", content.slots), reservation
 
 
-def _metadata(content: _Content, args: Mapping[str, Any]) -> bytes:
+def _metadata(content: _Content, args: Mapping[str, Any], form: _Form) -> bytes:
     """`.metadata`, with the norm of layers with experts under the name that the run's layer spec asks for.
 
     Megatron's own spec maps it to the name that dense layers use (`gpt_layer_specs.py`, `sharded_state_dict_keys_map`).
@@ -120,19 +178,37 @@ def _metadata(content: _Content, args: Mapping[str, Any]) -> bytes:
 
     tensors = {on_disk(key): meta for key, meta in content.tensors.items()}
     chunks = {on_disk(key): parts for key, parts in content.chunks.items()}
-    return dcp.metadata_bytes(tensors, chunks, content.objects)
+    unflattened = {on_disk(key): content.tensors[key].shape for key in content.tensors if form.flattens(key)}
+    for key in filter(form.flattens, content.tensors):
+        tensors[on_disk(key)], chunks[on_disk(key)] = _flattened(
+            content.tensors[key], content.leading[key], content.chunks[key]
+        )
+    return dcp.metadata_bytes(tensors, chunks, content.objects, unflattened)
 
 
-def _prefix(state: str, distributed: bool) -> str:
-    """What stands before a weight's key in the key of one of its states."""
-    if state == PARAM:
-        return ""
-    masters = "param" if distributed else "fp32_param"
-    return f"{STATE_PREFIX}{masters if state == MASTER else state}."
+def _flattened(meta: TensorMeta, lead: int, chunks: list[dcp.Chunk]) -> tuple[TensorMeta, list[dcp.Chunk]]:
+    """A key and its chunks in the shape `(*grid, elements of a cell)` (Megatron Core 0.12, `strategies/resharding.py`).
+
+    A cell is what one index of the `lead` leading axes holds, so that a chunk of whole rows is a range of it.
+    """
+    inner = meta.shape[lead:]
+    row = math.prod(inner[1:])
+    ones = (1,) * len(meta.shape)
+    flat = [
+        dcp.Chunk(
+            Box(
+                (*box.offsets[:lead], *(0 for _ in inner), box.offsets[lead] * row),
+                (*ones, math.prod(box.sizes)),
+            ),
+            place,
+        )
+        for box, place in chunks
+    ]
+    return TensorMeta((*meta.shape[:lead], *ones[lead:], math.prod(inner)), meta.dtype), flat
 
 
 def _common_state(
-    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], *, listed: bool
+    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], form: _Form, *, listed: bool
 ) -> torch_file.Archive:
     """The archive of the common state, complete: as it stands, or `listed` as objects are saved."""
     state = {**common, "args": argparse.Namespace(**common["args"])}
@@ -140,7 +216,7 @@ def _common_state(
     def tree(refs: list[Any]) -> Any:
         whole = state
         if training is not None:
-            beside = common_of(training, common["args"], dtype_of, scale=refs[0] if refs else None)
+            beside = common_of(training, common["args"], dtype_of, form.name, scale=refs[0] if refs else None)
             whole = {**beside, **state}
         return [whole] if listed else whole
 
@@ -161,6 +237,7 @@ def _reserve_weight(item: Item, prefix: str, dtype: str, dims: Dims, tp: int, fi
     key = prefix + spell(drop(weight.mcore, *axes), at)
     shape = dims.padded_shape(weight.shape, vocab=weight.vocab)
     content.tensors.setdefault(key, TensorMeta((*lead, *shape), dtype))
+    content.leading[key] = len(axes)
     chunks = content.chunks.setdefault(key, [])
     slots = content.slots.setdefault(key, [])
     for box in itertools.chain.from_iterable(_bounded(b, dtype) for b in weight.shard.grid(shape, tp)):

@@ -1,0 +1,80 @@
+"""The arguments of a Megatron target that follow from what is written there: modules, optimizer and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_convert.formats.base import LayerSpec, Training
+from mcore_convert.formats.megatron import modules
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.layout import Layout
+
+
+def implementation_of(args: Mapping[str, Any]) -> str:
+    """The layer spec that a run with these arguments builds; Transformer Engine's unless they say otherwise."""
+    return modules.LOCAL if args.get("transformer_impl") == modules.LOCAL else modules.TRANSFORMER_ENGINE
+
+
+def experts_of(args: Mapping[str, Any]) -> str:
+    """How such a run keeps its experts."""
+    grouped = args.get("moe_grouped_gemm") and implementation_of(args) == modules.TRANSFORMER_ENGINE
+    return modules.GROUPED if grouped else modules.SEQUENTIAL
+
+
+def modules_of(source: LayerSpec | None, args: Mapping[str, Any], implementation: str | None) -> dict[str, Any]:
+    """The arguments that choose the modules: those whose names the files have.
+
+    Megatron's own spec keeps experts one by one: `--moe-grouped-gemm` without Transformer Engine was another module up
+    to 0.16, `GroupedMLP`, in whose form nothing is written.
+    """
+    chosen_by = source.implementation if source else implementation_of(args)
+    implementation = implementation or chosen_by
+    grouped = bool(args.get("moe_grouped_gemm")) if source is None else source.experts == modules.GROUPED
+    chosen: dict[str, Any] = {"transformer_impl": implementation}
+    if args.get("num_experts"):
+        chosen["moe_grouped_gemm"] = grouped and implementation == modules.TRANSFORMER_ENGINE
+    return chosen
+
+
+def optimizer_arguments(training: Training) -> dict[str, Any]:
+    """The arguments by which Megatron-LM finds the optimizer's state, as the state itself has them.
+
+    A checkpoint whose arguments say that no optimizer was saved is loaded without one (`load_checkpoint`).
+    """
+    found: dict[str, Any] = {"use_distributed_optimizer": training.distributed, "no_save_optim": None}
+    scheduler = training.scheduler or {}
+    for group in training.groups:
+        prefix = "decoupled_" if group.get("is_decoupled_lr") else ""
+        for name, stored in ((f"{prefix}lr", "max_lr"), (f"{prefix}min_lr", "min_lr")):
+            value = group.get(stored, None if prefix else scheduler.get(stored))
+            if value is not None and name not in found:
+                found[name] = value
+    return found
+
+
+def layout_arguments(layout: Layout, dims: Dims) -> dict[str, Any]:
+    """The Megatron arguments that a layout decides.
+
+    Layers of a virtual stage say how many there are where all stages have as many; else Megatron-LM is told the number
+    of virtual stages. A pipeline layout says it by itself.
+    """
+    vpp = layout.num_virtual_stages if layout.num_virtual_stages > 1 else None
+    stages = vpp if layout.pipeline_layout is None else None
+    per_stage = dims.num_layers // layout.pp // stages if stages and layout.is_even else None
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+        "num_layers_per_virtual_pipeline_stage": per_stage,
+        "num_virtual_stages_per_pipeline_rank": None if per_stage else stages,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp or layout.tp,
+        "decoder_first_pipeline_num_layers": layout.first_stage_layers,
+        "decoder_last_pipeline_num_layers": layout.last_stage_layers,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss,
+        "pipeline_model_parallel_layout": layout.pipeline_layout,
+        "padded_vocab_size": dims.padded_vocab_size,
+        "world_size": layout.tp * layout.pp * layout.ep,
+    }

@@ -1,0 +1,59 @@
+"""Releases of Megatron-LM: what changed in which, and which of them wrote a checkpoint.
+
+Facts are from `megatron/training/arguments.py`, `megatron/core/optimizer/__init__.py` and `distrib_optimizer.py` of
+Megatron-LM 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_convert.errors import ConvertError
+
+Release = tuple[int, int]
+
+OLDEST: Release = (0, 8)  # before, the distributed optimizer's state has forms that are not written
+NEWEST: Release = (0, 19)
+
+PIPELINE_LAYOUT: Release = (0, 13)  # --pipeline-model-parallel-layout
+GROUPS_OF_ALL_RANKS: Release = (0, 14)  # every rank has every parameter group, some of them without parameters
+CHAINS_WITHOUT_PREFIX: Release = (0, 14)  # keys of chained optimizers are told apart by their parameters alone
+FULLY_RESHARDABLE: Release = (0, 15)  # that form of state; before, `fully_sharded_model_space`
+SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; before, as parameters come
+
+# An argument that every run of a release and those after it stores, the newest first. Runs of 0.12 and before have
+# the last one alone; what has none of them was not written by Megatron-LM, or long ago.
+SIGNS: tuple[tuple[Release, str], ...] = (
+    ((0, 16), "batch_invariant_mode"),
+    ((0, 15), "dist_ckpt_optim_fully_reshardable"),
+    ((0, 14), "full_validation"),
+    ((0, 13), "inprocess_restart"),
+    ((0, 12), "dist_ckpt_strictness"),
+)
+
+
+def parse(text: str) -> Release:
+    """The release of a version: `0.12`, `0.16.1` or `core_v0.19.0`.
+
+    Raises:
+        ConvertError: it is none, or one that is too old to be written for.
+    """
+    found = re.fullmatch(r"(?:core_)?v?(\d+)\.(\d+)(?:[.a-z]\w*)*", text.strip())
+    if found is None:
+        raise ConvertError(f"`{text}` is no version of Megatron-LM", hint="write 0.12, 0.16.1 or 0.19")
+    release = int(found[1]), int(found[2])
+    if release < OLDEST:
+        raise ConvertError(f"nothing is written for Megatron-LM {text}", hint=f"{spelled(OLDEST)} is the oldest")
+    return release
+
+
+def spelled(release: Release) -> str:
+    """`0.12`."""
+    return f"{release[0]}.{release[1]}"
+
+
+def of_run(stored: Mapping[str, Any]) -> Release | None:
+    """The release that stored these arguments, as far as they tell: the oldest that has them all."""
+    return next((release for release, name in SIGNS if name in stored), None)

@@ -187,7 +187,8 @@ def run(command: str, expected: list[str], folder: Path) -> None:
         env=os.environ
         | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{folder}:{ROOT}",  # this source, wherever the command is installed from
+            # this source, wherever the command is installed from
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "PYTHONUNBUFFERED": "1",  # so that messages stand among the data, as on a terminal
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         },

@@ -122,7 +122,7 @@ def test_what_is_not_complete_is_left_alone(running: Path) -> None:
     assert states(export_all(running / "checkpoints", running / "elsewhere", until=10)) == {10: "exported"}
     with pytest.raises(UnreadableCheckpoint, match="is no training run"):
         list(export_all(running / "checkpoints" / "iter_0000010"))
-    with pytest.raises(UnreadableCheckpoint, match="is not a directory"):
+    with pytest.raises(UnreadableCheckpoint, match="does not exist"):
         list(export_all(running / "nowhere"))
 
 

@@ -195,7 +195,7 @@ def _left_unmarked(partial: Path, earlier: dict[str, Any] | None) -> bool:
     if earlier is None or partial.is_symlink() or not partial.is_dir():
         return False
     if earlier.get("publishes") is not None:
-        return list(_identity(partial) or ()) == earlier["publishes"]
+        return bool(list(_identity(partial) or ()) == earlier["publishes"])
     return all(entry.name == MARKER for entry in partial.iterdir())  # killed before the marker was whole
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from mcore_convert.beside import copy_together, together
 from mcore_convert.destination import check_free, claimed, partial_path
 from mcore_convert.disk import Stamp, copy_file, reserve, stamped, sync, write_new
 from mcore_convert.elements import (
@@ -21,7 +22,6 @@ from mcore_convert.elements import (
     Meter,
     Progress,
     blocks_of,
-    copy_view,
     differing,
     round_to,
 )
@@ -133,7 +133,7 @@ def _here(path: Path, final: Path, partial: Path) -> Path:
 def _fill(plan: Plan, files: Files, meter: Meter) -> None:
     """Run every copy. The threads draw from one queue, so that its length costs no memory."""
     final, partial = plan.reservation.path, partial_path(plan.reservation.path)
-    copies = ((move.item, copy) for move in plan.moves for copy in move.copies)
+    copies = ((move.item, group) for move in plan.moves for group in together(move.copies))
     drawing, stop = threading.Lock(), threading.Event()
 
     def work() -> None:
@@ -142,10 +142,10 @@ def _fill(plan: Plan, files: Files, meter: Meter) -> None:
                 drawn = next(copies, None)
             if drawn is None:
                 return
-            item, copy = drawn
-            target = copy.target._replace(path=_here(copy.target.path, final, partial))
+            item, group = drawn
+            here = [c._replace(target=c.target._replace(path=_here(c.target.path, final, partial))) for c in group]
             try:
-                for done in copy_view(files, copy.source, target):
+                for done in copy_together(files, here):
                     meter.add(done)
                     if stop.is_set():
                         return

@@ -58,7 +58,7 @@ identify  readback
 contents  targets
 changes
 conversion
-destination  reopening  checksums
+beside  destination  reopening  checksums
 execute
 megatron  megatron.cpu  megatron.norm
 megatron.checkpoint  megatron.config  megatron.logits  megatron.parallel  megatron.weights

@@ -119,6 +119,7 @@ def lay_out_megatron(
             dims,
             sources.dtype_of,
             tp=layout.tp,
+            etp=layout.etp,
             iteration=target.iteration,
             common=common,
             # of a model that no family knows, the stored arguments say more than a partial `run_config.yaml`
@@ -188,14 +189,14 @@ def layout_arguments(layout: Layout, dims: Dims) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": vpp,
         "num_layers_per_virtual_pipeline_stage": dims.num_layers // layout.pp // vpp if vpp else None,
         "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp or layout.tp,
+        "expert_tensor_parallel_size": layout.expert_tp,
         "decoder_first_pipeline_num_layers": layout.first_stage_layers,
         "decoder_last_pipeline_num_layers": layout.last_stage_layers,
         "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
         "account_for_loss_in_pipeline_split": layout.account_for_loss,
         "pipeline_model_parallel_layout": layout.pipeline_layout,
         "padded_vocab_size": dims.padded_vocab_size,
-        "world_size": layout.tp * layout.pp * layout.ep,
+        "world_size": layout.ranks_per_stage * layout.pp,
     }
 
 
@@ -203,6 +204,7 @@ def _layout_flags(layout: Layout, dims: Dims) -> list[str]:
     """The flags of a layout beyond TP, PP and even virtual stages, which `command_line` has."""
     values = {
         "--expert-model-parallel-size": layout.ep if layout.ep > 1 else None,
+        "--expert-tensor-parallel-size": layout.etp,
         "--decoder-first-pipeline-num-layers": layout.first_stage_layers,
         "--decoder-last-pipeline-num-layers": layout.last_stage_layers,
         "--pipeline-model-parallel-layout": layout.pipeline_layout,

@@ -23,7 +23,8 @@ LONGEST = 320  # lines of a file: one responsibility
 # those of `mcore_convert`.
 LAYERS = """
 amounts  errors  folding  scale  version
-spec.names  spec.neutral  spec.shard  spec.arguments
+spec.layers  spec.names  spec.neutral  spec.shard
+spec.arguments
 spec.config  spec.dims  spec.bridge  spec.command_line
 spec.fields  spec.layout  spec.pack
 spec.rope  spec.family

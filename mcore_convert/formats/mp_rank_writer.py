@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.errors import LayoutError
 from mcore_convert.formats import mp_rank_layout
 from mcore_convert.formats.base import Reservation, Training
 from mcore_convert.formats.flat import local_of
@@ -57,7 +56,8 @@ class _Model:
             module, _, _ = name.rpartition(".")
             if module.endswith("self_attention.linear_proj") and extra is not None and name.endswith("weight"):
                 state[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = extra
-            shape = local_of(weight.shard, padded_shape(weight, self.dims), self.layout.tp, rank.tp).shape
+            cut = self.layout.cut_at(rank, is_expert=at.expert is not None)
+            shape = local_of(weight.shard, padded_shape(weight, self.dims), *cut).shape
             state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
@@ -82,7 +82,8 @@ class _Model:
             rows = list(group)
             if per_layer:
                 for local, layer in enumerate(self.layout.stages(self.dims.num_layers)[stage]):
-                    yield from self._layer(rows, local, layer, ep)
+                    held = [weight for weight in rows if weight.in_layer(layer, self.dims)]
+                    yield from self._layer(held, local, layer, ep)
                 continue
             for weight in rows:
                 assert weight.mcore is not None
@@ -141,14 +142,14 @@ def reserve(
         implementation, experts: whose names the modules have, in the words of `formats.modules`.
 
     Raises:
-        LayoutError: experts would be cut for another tensor parallelism than the rest of the model.
+        LayoutError: parts of an expert would share a directory.
         MappingError: the optimizer's groups do not deal out the parameters.
     """
-    if dims.num_experts and layout.etp not in (None, layout.tp):
-        raise LayoutError(f"the format `torch` cannot hold experts cut for etp = {layout.etp} beside tp = {layout.tp}")
+    if dims.num_experts:
+        mp_rank_layout.check_expert_cut(layout)
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     reservation = Reservation(path)
-    rows = in_module_order([w for w in family.weights if w.mcore is not None and w.when(dims)], implementation)
+    rows = in_module_order([w for w in family.weights if w.mcore is not None and w.exists(dims)], implementation)
     model = _Model(rows, dims, dtype_of, layout, implementation, experts)
     apart = bool(dims.num_experts) and layout.ep > 1
     chained = None if training is None else groups_of(training, rows, apart=apart)
@@ -188,7 +189,8 @@ def _reserve_rank(
             tree["opt_param_scheduler"] = dict(training.scheduler)
         tree |= {key: value for key, value in training.rest.items() if key != "grad_scaler"}
         if training.distributed:
-            content = buffers_of(planned, rank, len(chained), args)
+            first = next(each for each in model.layout.ranks() if (each.tp, each.pp) == (rank.tp, rank.pp))
+            content = buffers_of(planned, rank, len(chained), args, saves_dense=rank == first)
             buffers = reserve_tree(path.with_name(DISTRIBUTED_FILE), content, reservation)
     laid_out = reserve_tree(path, tree, reservation)
     chunks = tuple(_chunk(laid_out.pop(key)) for key in models)

@@ -1,7 +1,7 @@
 """Reserving a `torch_dist` directory that every Megatron-LM from 0.11 on loads with default strictness and no flags.
 
-Stacked keys; one chunk per layer, cut for the chosen TP; the `_extra_state` objects that any model asks for; the common
-state in both places where the versions look for it.
+Stacked keys, or keys of each layer where layers are not alike; one chunk per layer, cut for the chosen TP; the
+`_extra_state` objects that any model asks for; the common state in both places where the versions look for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import json
 import pickle
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from mcore_convert.formats import dcp, torch_file
 from mcore_convert.formats.base import Reservation, Training
 from mcore_convert.formats.modules import LOCAL
 from mcore_convert.formats.torch_dist import COMMON, COMMON_STATE, TRACKER, TorchDistCheckpoint
-from mcore_convert.formats.torch_dist_keys import DENSE_NORM, EXPERT_NORM
+from mcore_convert.formats.torch_dist_keys import DENSE_NORM, EXPERT_NORM, axes_of
 from mcore_convert.formats.torch_dist_training import common_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
-from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
+from mcore_convert.spec.names import MASTER, PARAM, drop, spell
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.tensors import DTYPE_SIZES, Slot, TensorMeta, View
 
@@ -84,6 +84,7 @@ def reserve(
     dtype_of: Mapping[Item, str],
     *,
     tp: int,
+    etp: int | None = None,
     iteration: int | None,
     common: Mapping[str, Any],
     run_config: str | None,
@@ -95,6 +96,7 @@ def reserve(
         path: the directory that `--load` will name.
         dtype_of: the dtype of every weight that the model has, and of its states where the optimizer goes along.
         tp: how many chunks a layer's tensor is cut into; any TP can load them.
+        etp: the same for an expert's, where experts are cut apart from the rest.
         iteration: number of the `iter_*` directory; None for `release`, which needs no flags to load.
         common: the common state; its `args` are a dict.
         run_config: content of Megatron-Bridge's `run_config.yaml`; None for none.
@@ -108,10 +110,11 @@ def reserve(
     distributed = training is not None and training.distributed
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
-            _reserve_weight(item, _prefix(item.state, distributed), dtype, dims, tp, files, content)
-    _refuse_mixed(dtype_of)
+            cut = tp if item.at.expert is None or etp is None else etp
+            _reserve_weight(item, _prefix(item.state, distributed), dtype, dims, cut, files, content)
+    _refuse_mixed(dtype_of, dims)
     blob = _filled(torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]), EXTRA_STATE)
-    for key in _extra_state_keys([item.weight for item in dtype_of], dims):
+    for key in _extra_state_keys(dtype_of, dims):
         content.objects[key] = files.place(blob)
     content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, listed=True))
     reservation.texts = {
@@ -169,12 +172,11 @@ def _common_state(
 
 
 def _reserve_weight(item: Item, prefix: str, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
-    """Add the chunks of one state of one weight of one layer to its stacked key."""
+    """Add the chunks of one state of one weight of one layer to its key."""
     weight, at, _ = item
     assert weight.mcore is not None
-    axes = placeholders_of(weight.mcore)
-    leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
-    lead = tuple(leading[axis] for axis in axes)
+    axes = _axes(weight.mcore, dims)
+    lead = _sizes(axes, dims)
     place = tuple(getattr(at, axis) for axis in axes)
     key = prefix + spell(drop(weight.mcore, *axes), at)
     shape = padded_shape(weight, dims)
@@ -206,12 +208,23 @@ def _bounded(box: Box, dtype: str) -> list[Box]:
     ]
 
 
-def _refuse_mixed(dtype_of: Mapping[Item, str]) -> None:
-    """A stacked key has one dtype for all its layers."""
+def _axes(template: str, dims: Dims) -> tuple[str, ...]:
+    """The placeholders of a name that are leading axes in what is written."""
+    return axes_of(template, "stacked" if dims.stacked else "per_layer")
+
+
+def _sizes(axes: tuple[str, ...], dims: Dims) -> Shape:
+    leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
+    return tuple(leading[axis] for axis in axes)
+
+
+def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
+    """A key has one dtype for all its layers and experts."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
-            found.setdefault((item.weight.mcore, item.state), {}).setdefault(dtype, str(item))
+            key = spell(drop(item.weight.mcore, *_axes(item.weight.mcore, dims)), item.at)
+            found.setdefault((key, item.state), {}).setdefault(dtype, str(item))
     mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
     if mixed:
         raise MappingError(
@@ -225,26 +238,23 @@ def _filled(archive: torch_file.Archive, *contents: bytes) -> torch_file.Archive
     return torch_file.Archive(archive.size, ((0, b"".join(content for _, content in pieces)),), ())
 
 
-def _extra_state_keys(weights: list[Weight], dims: Dims) -> list[str]:
+def _extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
     """The `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
 
     Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14.
     """
-    modules: dict[str, None] = {}
-    for weight in weights:
-        if weight.mcore is None:
+    keys: dict[str, None] = {}
+    for weight, at, state in items:
+        if weight.mcore is None or state != PARAM:
             continue
         module = weight.mcore.rpartition(".")[0]
         last = module.rpartition(".")[2]
-        if last.startswith("linear_") or last.endswith("layernorm"):
-            modules[module] = None
+        modules = [module] if last.startswith("linear_") or last.endswith("layernorm") else []
         if last == "linear_proj":
-            modules[f"{module.rpartition('.')[0]}.core_attention"] = None
-    keys = []
-    for module in modules:
-        axes = placeholders_of(module)
-        sizes = [{"layer": dims.num_layers, "expert": dims.num_experts or 0}[axis] for axis in axes] or [1]
-        for place in itertools.product(*map(range, sizes)):
-            shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, sizes))}"
-            keys.append(f"{drop(module, *axes)}._extra_state/{shard}")
+            modules.append(f"{module.rpartition('.')[0]}.core_attention")
+        for each in modules:
+            axes = _axes(each, dims)
+            place = [getattr(at, axis) for axis in axes] or [0]
+            shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, _sizes(axes, dims) or (1,)))}"
+            keys[f"{spell(drop(each, *axes), at)}._extra_state/{shard}"] = None
     return keys

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec.layers import plain_frequency
 
 Values = Mapping[str, Any]
 
@@ -114,6 +115,8 @@ def normalise(stored: Values) -> dict[str, Any]:
         if args.get(name) is None:
             args[name] = value
 
+    if args.get("num_experts"):
+        args["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
     if (vocab := true_vocab_size(args)) is not None:
         if vocab != args["vocab_size"]:
             args["tokenizer_type"], args["null_tokenizer_eod_id"] = "NullTokenizer", args["vocab_size"]

@@ -28,7 +28,8 @@ class Weight:
     `mcore` is the key of Megatron's `torch_dist` format with every placeholder spelled; None for a tensor that only
     Hugging Face has and that must be zero. `shape` is that of the global tensor, in the words of `Dims.size`.
     `vocab` rows have the vocabulary as their first dimension, which Megatron pads. What is not `trained` is a buffer,
-    and has no optimizer state.
+    and has no optimizer state. `part` names the part of a layer that the row belongs to, in the words of
+    `spec.layers`: layers without it do not have the weight.
     """
 
     mcore: str | None
@@ -39,6 +40,7 @@ class Weight:
     when: Condition = always
     vocab: bool = False
     trained: bool = True
+    part: str | None = None
 
     @property
     def name(self) -> str:
@@ -50,8 +52,18 @@ class Weight:
         """Whether each layer has one."""
         return "layer" in placeholders_of(self.name)
 
+    def exists(self, dims: Dims) -> bool:
+        """Whether a model of these sizes has the weight in any layer."""
+        return self.when(dims) and (self.part is None or any(self.part in parts for parts in dims.parts))
+
+    def in_layer(self, layer: int, dims: Dims) -> bool:
+        """Whether a layer has the weight."""
+        return self.part is None or self.part in dims.parts[layer]
+
     def at(self, layer: int | None, dims: Dims) -> list[Index]:
-        """Where a layer has the weight: once, or once for each expert."""
+        """Where a layer has the weight: once, once for each expert, or not at all."""
+        if layer is not None and not self.in_layer(layer, dims):
+            return []
         if "expert" not in placeholders_of(self.name):
             return [Index(layer)]
         return [Index(layer, expert) for expert in range(dims.num_experts or 0)]
@@ -73,8 +85,15 @@ Row = Callable[..., Weight]
 
 
 def _row(shard: Shard, *, in_vocab: bool = False) -> Row:
-    def make(mcore: str, shape: str, *hf: str, pack: Pack = Same(), when: Condition = always) -> Weight:
-        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab)
+    def make(
+        mcore: str,
+        shape: str,
+        *hf: str,
+        pack: Pack = Same(),
+        when: Condition = always,
+        part: str | None = None,
+    ) -> Weight:
+        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab, part=part)
 
     return make
 
@@ -106,7 +125,7 @@ class Family:
 
     def instances(self, dims: Dims) -> Iterator[tuple[Weight, Index]]:
         """Every weight that a model of these sizes has, layer by layer, in the order of the forward pass."""
-        rows = (weight for weight in self.weights if weight.when(dims))
+        rows = (weight for weight in self.weights if weight.exists(dims))
         for per_layer, block in groupby(rows, key=lambda weight: weight.per_layer):
             weights = list(block)
             for layer in range(dims.num_layers) if per_layer else [None]:

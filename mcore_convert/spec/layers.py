@@ -69,7 +69,8 @@ def _evaluated(frequency: Any) -> int | list[Any] | None:
         raise ConfigError(f"`moe_layer_freq` = {frequency!r} is not a number of layers")
     if isinstance(frequency, str):
         try:
-            return _value(ast.parse(frequency.strip(), mode="eval").body)
+            found: int | list[Any] = _value(ast.parse(frequency.strip(), mode="eval").body)
+            return found
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ConfigError(f"`moe_layer_freq` = {frequency!r} is neither a number nor a list of 0 and 1") from error
     return list(frequency) if isinstance(frequency, list | tuple) else frequency

@@ -120,7 +120,7 @@ class Layout:
     def ranks(self) -> Iterator[Rank]:
         """Every rank that holds its own part: TP x PP x EP of them, fewer where experts are cut less than the rest.
 
-        Ranks count through TP, and through ETP and EP, at once (Megatron Core, `parallel_state.py`: two `RankGenerator`s).
+        Ranks count through TP, and through ETP and EP, at once (Megatron Core, `parallel_state.py`, `RankGenerator`).
         """
         for pp in range(self.pp):
             numbers = range(self.ranks_per_stage)

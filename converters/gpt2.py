@@ -130,4 +130,5 @@ FAMILY = Family(
     ),
     ignore=(H + "attn.bias", H + "attn.masked_bias"),
     optional_prefix="transformer.",
+    prevalence=99,
 )

@@ -1,4 +1,6 @@
-"""Llama 1 to 3.x, and plain Mistral: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
+"""Llama 1 to 3.x and what only has another name: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
+
+from typing import Any
 
 from mcore_convert.spec import (
     QKV,
@@ -10,9 +12,10 @@ from mcore_convert.spec import (
     must_be_zero,
     replicated,
     row,
+    vary,
     vocab,
 )
-from mcore_convert.spec.config import Field
+from mcore_convert.spec.config import Field, Refused, Values, shown
 from mcore_convert.spec.fields import (
     blank,
     constant,
@@ -23,7 +26,7 @@ from mcore_convert.spec.fields import (
     only,
     query_groups,
     same,
-    sliding_window,
+    shared_head_dim,
     unused,
     vocabulary,
     written,
@@ -33,9 +36,12 @@ from mcore_convert.spec.rope import rope
 SHARED: tuple[Field, ...] = (
     vocabulary(default=32000),
     same("hidden_size", "hidden_size", default=4096),
+    same("intermediate_size", "ffn_hidden_size", default=11008),
     same("num_hidden_layers", "num_layers", default=32),
     same("num_attention_heads", "num_attention_heads", default=32),
+    query_groups(),
     head_dim(),
+    same("max_position_embeddings", "max_position_embeddings", default=2048),
     same("rms_norm_eps", "layernorm_epsilon", kind=float, default=1e-6),
     rope(),
     only("hidden_act", "silu"),
@@ -47,37 +53,76 @@ SHARED: tuple[Field, ...] = (
     blank("bos_token_id", "eos_token_id"),
     dtype(),
 )
-MISTRAL = ConfigMapping(
-    "mistral",
-    ("MistralForCausalLM",),
-    (
-        same("intermediate_size", "ffn_hidden_size", default=14336),
-        same("max_position_embeddings", "max_position_embeddings", default=131072),
-        query_groups(default=8),
-        sliding_window(default=4096),
-        constant(add_qkv_bias=False),
-        *SHARED,
+OWN: tuple[Field, ...] = (
+    same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # the bias on o must be zero, see below
+    only("mlp_bias", False),
+    inert(pretraining_tp=1),  # how a product is split, not what it is
+    *SHARED,
+)
+IQUEST = ConfigMapping(
+    "iquestcoder",
+    ("IQuestCoderForCausalLM", "LlamaForCausalLM"),  # transformers saves the latter
+    vary.fields(
+        OWN,
+        vocab_size=76800,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=80,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
     ),
 )
-CONFIG = ConfigMapping(
-    "llama",
-    ("LlamaForCausalLM",),
-    (
-        same("intermediate_size", "ffn_hidden_size", default=11008),
-        same("max_position_embeddings", "max_position_embeddings", default=2048),
-        query_groups(),
-        same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # the bias on o must be zero, see below
-        only("mlp_bias", False),
-        inert(pretraining_tp=1),  # how a product is split, not what it is
-        *SHARED,
+INTERNLM3 = ConfigMapping(
+    "internlm3",
+    ("InternLM3ForCausalLM", "LlamaForCausalLM"),
+    vary.fields(
+        OWN,
+        only("qkv_bias", False),  # the names of its first release
+        only("bias", False),
+        vocab_size=128512,
+        intermediate_size=10240,
+        num_hidden_layers=48,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
     ),
-    dialects=(MISTRAL,),
 )
+
+
+def attention_multiplier() -> Field:
+    """What Granite multiplies scores of attention by, in place of the usual 1 / sqrt(head_dim)."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        usual = (config["head_dim"] or shared_head_dim(config)) ** -0.5
+        if config["attention_multiplier"] != usual:
+            said = shown(config["attention_multiplier"])
+            raise Refused(f"`attention_multiplier` = {said}, only 1 / sqrt(head_dim) = {usual} can be represented")
+        return {}
+
+    return Field({"attention_multiplier": 1.0}, (), to_megatron, lambda _: {})
+
+
+GRANITE = ConfigMapping(
+    "granite",
+    ("GraniteForCausalLM",),
+    (
+        only("embedding_multiplier", 1.0),
+        only("residual_multiplier", 1.0),
+        only("logits_scaling", 1.0),
+        attention_multiplier(),
+        *OWN,
+    ),
+)
+CONFIG = ConfigMapping("llama", ("LlamaForCausalLM",), OWN, dialects=(GRANITE, INTERNLM3, IQUEST))
 
 M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 FAMILY = Family(
     name="llama",
-    architectures=("LlamaForCausalLM", "MistralForCausalLM"),
+    architectures=("LlamaForCausalLM", "GraniteForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
     config=CONFIG,
     weights=(
         vocab("embedding.word_embeddings.weight", "vocab hidden", "model.embed_tokens.weight"),
@@ -110,4 +155,9 @@ FAMILY = Family(
         vocab("output_layer.weight", "vocab hidden", "lm_head.weight", when=lambda dims: not dims.tied),
     ),
     ignore=(H + "self_attn.rotary_emb.inv_freq",),
+    prevalence=100,  # what programs for inference read first, if they read anything
 )
+
+# The rows of relatives without the biases of `attention_bias`, and with those of q, k and v alone.
+WITH_QKV_BIAS = vary.weights(FAMILY.weights, without=[H + "self_attn.o_proj.bias"])
+WITHOUT_BIAS = vary.weights(WITH_QKV_BIAS, without=[M + "self_attention.linear_qkv.bias"])

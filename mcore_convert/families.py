@@ -12,6 +12,7 @@ from mcore_convert.spec.config import architectures_of
 from mcore_convert.spec.family import Family
 
 GROUP = "mcore_convert.families"
+UNREPRESENTED = "mcore_convert.unrepresented"
 
 
 @lru_cache(maxsize=1)
@@ -24,6 +25,13 @@ def families() -> dict[str, Family]:
     if not found:
         raise ConfigError("no family is installed", hint="install the package: `pip install mcore-convert`")
     return dict(sorted(found.items()))
+
+
+@lru_cache(maxsize=1)
+def unrepresented() -> dict[str, str]:
+    """Architectures that are known and not converted, and why; other packages add theirs through the entry point."""
+    reasons = {name: why for point in entry_points(group=UNREPRESENTED) for name, why in point.load().items()}
+    return dict(sorted(reasons.items()))
 
 
 def named(name: str) -> Family:
@@ -47,6 +55,9 @@ def of_config(config: Mapping[str, Any]) -> Family:
     if family is not None:
         return family
     architectures, kind = architectures_of(config), config.get("model_type")
+    reasons = [f"`{name}`: {unrepresented()[name]}" for name in architectures if name in unrepresented()]
+    if reasons:
+        raise ConfigError("such a model is not converted", items=reasons)
     shown = f"`architectures` = {architectures}" if architectures else f"`model_type` = {kind!r}"
     known = [name for family in families().values() for name in family.architectures]
     raise ConfigError(f"no family reads a model with {shown}", hint=f"known architectures are {', '.join(known)}")

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig
+from transformers import AutoConfig
 
-from converters import gpt2, llama
+from converters import gpt2, llama, mistral
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.arguments import normalise
-from mcore_convert.spec.config import REQUIRED
 from mcore_convert.spec.neutral import NEUTRAL
 
 Config = dict[str, Any]
@@ -21,23 +20,6 @@ TINY_LLAMA: Config = {"model_type": "llama", "hidden_size": 64, "num_attention_h
 TINY_GPT2: Config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA31 = {**LLAMA3, "original_max_position_embeddings": 8192}
-
-CLASSES = [(llama.CONFIG, LlamaConfig), (llama.MISTRAL, MistralConfig), (gpt2.CONFIG, GPT2Config)]
-
-
-@pytest.mark.parametrize(("mapping", "config_class"), CLASSES, ids=["llama", "mistral", "gpt2"])
-def test_what_an_absent_key_means_is_the_class_default_of_transformers(mapping: Any, config_class: Any) -> None:
-    theirs = config_class().to_dict()
-    for field in mapping.fields:
-        for key, default in field.hf.items():
-            if default is not REQUIRED and default is not None and key in theirs:
-                assert default == theirs[key], key
-    whole = {key: value for key, value in theirs.items() if key != "architectures"}
-    bare = {"model_type": mapping.model_type}
-    if mapping is llama.MISTRAL:  # the class default is a window that does not cover the context
-        whole["sliding_window"] = bare["sliding_window"] = None
-    assert mapping.to_megatron(bare) == mapping.to_megatron(whole)
-
 
 VARIANTS: dict[str, Config] = {
     "llama": TINY_LLAMA,
@@ -97,12 +79,18 @@ def _load(config: Config, path: Path) -> Config:
 
 
 def test_a_mistral_whose_window_covers_its_context_is_a_llama() -> None:
-    args = llama.CONFIG.to_megatron(
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "max_position_embeddings": 4096}
-    )
+    config: Config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    args = mistral.CONFIG.to_megatron({**config, "max_position_embeddings": 4096})
     assert args["num_query_groups"] == 8
     assert args["ffn_hidden_size"] == 14336
     assert llama.CONFIG.to_hf(normalise(args))["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_window_counts_the_position_itself_in_transformers_and_not_in_megatron() -> None:
+    args = mistral.CONFIG.to_megatron({"model_type": "mistral", "max_position_embeddings": 8192})
+    assert args["window_size"] == [4095, 0]
+    assert mistral.CONFIG.to_hf(normalise(args))["sliding_window"] == 4096
+    assert llama.CONFIG.refusals(normalise(args)) == ["`window_size` = [4095, 0]"]
 
 
 REFUSED: list[tuple[Config, str]] = [
@@ -131,7 +119,6 @@ REFUSED: list[tuple[Config, str]] = [
     ({**TINY_LLAMA, "num_attention_heads": 3}, "`hidden_size` = 64 is not a multiple of `num_attention_heads` = 3"),
     ({**TINY_LLAMA, "torch_dtype": "float8_e4m3fn"}, "`torch_dtype` = float8_e4m3fn"),
     ({**TINY_LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-    ({"model_type": "mistral"}, "`sliding_window` = 4096 does not cover `max_position_embeddings` = 131072"),
     ({"model_type": "qwen3"}, '`model_type` = "qwen3" is not `llama`'),
     ({**TINY_GPT2, "activation_function": "relu"}, '`activation_function` = "relu"'),
     ({**TINY_GPT2, "scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` = true"),
@@ -313,8 +300,8 @@ def test_an_original_of_another_spelling_or_dialect_is_kept() -> None:
     original |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.3}
     args = normalise(GPT2_0_16 | {"bias_gelu_fusion": True})
     assert gpt2.CONFIG.merge(original, args) == (original, [])
-    mistral = {**ORIGINAL, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
-    assert llama.CONFIG.merge(mistral, normalise(LLAMA_0_16)) == (mistral, [])
+    internlm = {**ORIGINAL, "model_type": "internlm3", "architectures": ["InternLM3ForCausalLM"], "head_dim": 16}
+    assert llama.CONFIG.merge(internlm, normalise(LLAMA_0_16)) == (internlm, [])
 
 
 def test_an_original_with_unknown_keys_or_of_another_model_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fixtures.hf import VARIANTS
+from fixtures.families import BY_TP
 from fixtures.run import make_run
 from mcore_convert import ConvertError, convert, inspect, reshard, verify
 from mcore_convert.identify import identify
@@ -23,8 +23,7 @@ CARRIED = ["chat_template.jinja", "generation_config.json", "tokenizer.json", "t
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "tp"), BY_TP)
 def test_there_and_back(name: str, tp: int, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint(name)
     groups = identify(source).dims.num_query_groups
@@ -36,23 +35,6 @@ def test_there_and_back(name: str, tp: int, hf_checkpoint: HfMaker, tmp_path: Pa
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
     for file in CARRIED:
         assert (tmp_path / "back" / file).read_bytes() == (source / file).read_bytes()
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_configuration_comes_back_from_the_arguments_alone(
-    name: str, hf_checkpoint: HfMaker, tmp_path: Path
-) -> None:
-    """As for a checkpoint that Megatron trained on: nothing of the original directory is left."""
-    import shutil
-
-    source = hf_checkpoint(name)
-    convert(source, tmp_path / "dist")
-    shutil.rmtree(tmp_path / "dist/release/hf")
-    convert(tmp_path / "dist", tmp_path / "back")
-    assert_same_tensors(hf_tensors(tmp_path / "back"), hf_tensors(source))
-    found = verify(source, tmp_path / "back")
-    assert found.equal
-    assert not found.config_differences
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

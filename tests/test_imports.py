@@ -28,9 +28,14 @@ spec.arguments
 spec.config  spec.dims  spec.bridge  spec.command_line
 spec.fields  spec.layout  spec.pack
 spec.rope  spec.family
+spec.vary
 spec
-converters.gpt2  converters.llama
 converters
+converters.gpt2  converters.llama
+converters.gpt_bigcode  converters.gpt_neox  converters.jais2  converters.mistral  converters.nemotron
+converters.persimmon  converters.phi3  converters.qwen2  converters.qwen3  converters.smollm3  converters.stablelm
+converters.ernie4_5  converters.glm  converters.helium  converters.seed_oss  converters.starcoder2
+converters.unrepresented
 spec.gpt
 tensors
 ranks

@@ -369,7 +369,7 @@ def test_a_tied_output_layer_must_equal_the_embedding(alone: None) -> None:
     ("change", "said"),
     [
         ({"multi_latent_attention": True}, "multi_latent_attention = True"),
-        ({"window_size": (16, 0)}, "window_size = (16, 0)"),
+        ({"window_attn_skip_freq": 2}, "window_attn_skip_freq = 2"),
         ({"position_embedding_type": "yarn"}, "`position_embedding_type` = 'yarn'"),
         ({"hidden_size": None}, "hidden_size"),
         ({"padded_vocab_size": None}, "padded_vocab_size or vocab_size"),

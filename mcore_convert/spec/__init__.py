@@ -1,5 +1,6 @@
 """What a conversion is: names, packs, shards, layouts, sizes and families. Data and algebra; reads no file."""
 
+from mcore_convert.spec import vary
 from mcore_convert.spec.config import ConfigMapping
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Weight, column, gated_column, must_be_zero, replicated, row, vocab
@@ -30,5 +31,6 @@ __all__ = [
     "must_be_zero",
     "replicated",
     "row",
+    "vary",
     "vocab",
 ]

@@ -14,10 +14,19 @@ from mcore_convert.spec.arguments import Values, normalise
 
 # In every version under this name, for all families; the providers of single families came and went.
 PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
-BRIDGED = ("llama",)  # the families that Megatron-Bridge has a bridge for, so that it can export them
+BRIDGED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+)  # the families that Megatron-Bridge has a bridge for, so that it can export them
 
 # A function is written as what to import and not to call.
-ACTIVATIONS = {"silu": "torch.nn.functional.silu", "gelu": "torch.nn.functional.gelu"}
+ACTIVATIONS = {
+    "silu": "torch.nn.functional.silu",
+    "gelu": "torch.nn.functional.gelu",
+    "squared_relu": "megatron.core.activations.squared_relu",
+}
 
 # The provider's fields that have the name and the value of an argument.
 FIELDS = (
@@ -32,6 +41,7 @@ FIELDS = (
     "layernorm_zero_centered_gamma",
     "add_bias_linear",
     "add_qkv_bias",
+    "qk_layernorm",
     "attention_dropout",
     "hidden_dropout",
     "position_embedding_type",
@@ -60,14 +70,17 @@ def run_config(args: Values, family_name: str) -> str:
     args = normalise(args)
     if args.get("vocab_size") is None:
         raise ConfigError("Megatron-Bridge needs `vocab_size`, and the arguments do not tell it")
+    activation = "silu" if args["swiglu"] else "squared_relu" if args.get("squared_relu") else "gelu"
     dtype = _symbol(f"torch.{'bfloat16' if args.get('bf16') else 'float16' if args.get('fp16') else 'float32'}")
     model: dict[str, Any] = {"_target_": PROVIDER}
     model |= {name: args[name] for name in FIELDS if name in args}
+    # older providers do not know these: they are written only where they say something
+    model |= {name: args[name] for name in ("no_rope_freq", "window_size") if args.get(name) is not None}
     model |= {
         "gated_linear_unit": args["swiglu"],
-        "activation_func": _symbol(ACTIVATIONS["silu" if args["swiglu"] else "gelu"]),
+        "activation_func": _symbol(ACTIVATIONS[activation]),
         # a gelu fused with its bias is another function than the plain one
-        "bias_activation_fusion": True if args["swiglu"] else args["bias_gelu_fusion"],
+        "bias_activation_fusion": {"silu": True, "gelu": args["bias_gelu_fusion"]}.get(activation, False),
         "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
         "rope_scaling": args["use_rope_scaling"],
         "rope_scaling_factor": args["rope_scaling_factor"],

@@ -49,7 +49,8 @@ SWITCHES = {
 def command_line(args: Values) -> list[str]:
     """The flags of the architecture, layout, dtype and tokenizer, as Megatron-LM 0.12 to main parse them.
 
-    Give them beside `--use-checkpoint-args`, or instead of it.
+    Two flags are younger, and stand there only where the model needs them (`caveats`). Give all of them beside
+    `--use-checkpoint-args`, or instead of it.
     """
     args = normalise(args)
     flags = [text for flag, name in SIZES.items() if args.get(name) is not None for text in (flag, _text(args[name]))]
@@ -60,6 +61,8 @@ def command_line(args: Values) -> list[str]:
         flags += ["--add-qkv-bias"]
     if not args["swiglu"] and not args["bias_gelu_fusion"]:  # the fused gelu is the tanh form
         flags += ["--no-bias-gelu-fusion"]
+    if args.get("window_size") is not None:  # without brackets, which a shell would want quoted
+        flags += ["--window-size", ",".join(map(str, args["window_size"]))]
     if args["position_embedding_type"] == "rope":
         flags += ["--rotary-base", _text(args["rotary_base"])]
         if args["rotary_percent"] != 1.0:
@@ -68,6 +71,10 @@ def command_line(args: Values) -> list[str]:
             flags += ["--rotary-seq-len-interpolation-factor", _text(args["rotary_seq_len_interpolation_factor"])]
         if args["use_rope_scaling"]:
             flags += ["--use-rope-scaling", "--rope-scaling-factor", _text(args["rope_scaling_factor"])]
+        if args.get("no_rope_freq"):
+            flags += ["--no-rope-freq", _text(args["no_rope_freq"]).replace(" ", "")]
+        if args["rotary_interleaved"]:  # Megatron-LM refuses it beside its fused kernel, which is on by default
+            flags += ["--no-rope-fusion"]
     return flags + _tokenizer(args)
 
 
@@ -81,6 +88,10 @@ def caveats(args: Values) -> list[str]:
             f"`rope_scaling_factor` = {factor}: `GPTModel` takes it, but `pretrain_gpt.py` of Megatron-LM 0.12 to main "
             f"does not hand it on, and scales by {SCRIPTS_ROPE_SCALING_FACTOR}"
         )
+    for name, since in {"no_rope_freq": "0.13", "window_size": "0.15"}.items():
+        if args.get(name):
+            flag = name.replace("_", "-")
+            lines.append(f"`{name}` = {args[name]}: Megatron-LM has `--{flag}` since {since}")
     if args["position_embedding_type"] == "rope" and linear not in (None, 1):
         lines.append(
             f"`rotary_seq_len_interpolation_factor` = {linear}: `GPTModel` takes it, but `pretrain_gpt.py` of "

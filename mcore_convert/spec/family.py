@@ -113,7 +113,9 @@ class Family:
     """A model family: its rows in the order of the forward pass, and its configuration mapping.
 
     `architectures` are the values of `architectures` in `config.json` that it reads. `ignore` lists Hugging Face
-    tensors that carry no weight (mask buffers). `optional_prefix` may be absent from Hugging Face names.
+    tensors that carry no weight (mask buffers). `optional_prefix` may be absent from Hugging Face names. `prevalence`
+    tells how many programs read the architecture, where a Megatron model could as well be another family's: the higher
+    is taken.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Family:
     weights: tuple[Weight, ...]
     ignore: tuple[str, ...] = ()
     optional_prefix: str = ""
+    prevalence: int = 0
 
     def instances(self, dims: Dims) -> Iterator[tuple[Weight, Index]]:
         """Every weight that a model of these sizes has, layer by layer, in the order of the forward pass."""

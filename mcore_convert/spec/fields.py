@@ -161,15 +161,69 @@ def shared_head_dim(config: Values) -> int:
 
 
 def sliding_window(*, default: int | None) -> Field:
-    """A window that Megatron is not told about: it must cover every position, where it changes nothing."""
+    """A window over all layers. transformers counts the position itself, Megatron those before it.
+
+    A window that covers every position changes nothing, and Megatron is not told of it.
+    """
 
     def to_megatron(config: Values) -> dict[str, Any]:
         window, positions = config["sliding_window"], config["max_position_embeddings"]
-        if window is not None and not window >= positions:
+        if window is None or (window >= positions and not isinstance(window, bool)):
+            return {"window_size": None}
+        if _checked("sliding_window", window, int) < 1:
+            raise Refused(f"`sliding_window` = {window} sees no position")
+        return {"window_size": [window - 1, 0]}
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        before, after = args.get("window_size") or (-1, 0)
+        if after not in (0, -1):
+            raise Refused(f"`window_size` = {args['window_size']}, positions that come later are never seen")
+        return {"sliding_window": None if before < 0 else before + 1}
+
+    return Field({"sliding_window": default}, ("window_size",), to_megatron, to_hf)
+
+
+def optional_window(*, default: int | None = 4096) -> Field:
+    """Qwen's window, which has a switch and is for the layers from `max_window_layers` on: off, or without effect."""
+    defaults = {"use_sliding_window": False, "sliding_window": default, "max_window_layers": 28, "layer_types": None}
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        kinds = config["layer_types"]
+        if kinds is not None and set(kinds) - {"full_attention"}:
+            raise Refused(f"`layer_types` = {shown(kinds)}, only `full_attention` can be represented")
+        window, positions = config["sliding_window"], config["max_position_embeddings"]
+        reached = kinds is None and config["max_window_layers"] < config["num_hidden_layers"]
+        if config["use_sliding_window"] and window is not None and reached and window < positions:
             raise Refused(f"`sliding_window` = {shown(window)} does not cover `max_position_embeddings` = {positions}")
         return {}
 
-    return Field({"sliding_window": default}, (), to_megatron, lambda _: {"sliding_window": None})
+    return Field(defaults, (), to_megatron, lambda _: {"use_sliding_window": False})
+
+
+def shared_heads() -> Field:
+    """Heads that share the hidden size, in a class that has no `head_dim`."""
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        count, hidden = stated(args, "num_attention_heads"), stated(args, "hidden_size")
+        if args.get("kv_channels") is not None and args["kv_channels"] * count != hidden:
+            raise Refused(f"`kv_channels` = {args['kv_channels']}, the family has `hidden_size` shared by the heads")
+        return {}
+
+    return Field({}, ("kv_channels",), lambda config: {"kv_channels": shared_head_dim(config)}, to_hf)
+
+
+def ungrouped() -> Field:
+    """As many key and value heads as query heads."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        return {"num_query_groups": config["num_attention_heads"], "group_query_attention": False}
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        if args.get("num_query_groups", args["num_attention_heads"]) != args["num_attention_heads"]:
+            raise Refused(f"`num_query_groups` = {args['num_query_groups']}, the family has one for each head")
+        return {}
+
+    return Field({}, ("num_query_groups", "group_query_attention"), to_megatron, to_hf)
 
 
 # transformers' names of the two forms of gelu; the first is the one that is written.
@@ -186,6 +240,7 @@ def gelu(hf: str, *, default: str) -> Field:
         return {"bias_gelu_fusion": config[hf] in TANH}
 
     def to_hf(args: Values) -> dict[str, Any]:
-        return {hf: TANH[0] if stated(args, "bias_gelu_fusion") else ERF[0]}
+        names = TANH if stated(args, "bias_gelu_fusion") else ERF
+        return {hf: default if default in names else names[0]}
 
     return Field({hf: default}, ("bias_gelu_fusion",), to_megatron, to_hf)

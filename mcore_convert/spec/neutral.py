@@ -59,6 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (None,),
     # -1 to the left is no limit
     "window_size": (None, (-1, -1), (-1, 0)),
+    "window_attn_skip_freq": (None,),
     "use_kitchen": OFF,
     "use_kitchen_attention": OFF,
     "kitchen_config_file": (None,),

@@ -7,6 +7,7 @@ transformers up to 4 writes `rope_theta` beside `rope_scaling`, transformers 5 o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.spec.config import Field, Refused, Values, shown
@@ -17,53 +18,101 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 DICTS = ("rope_parameters", "rope_scaling")
 
 
-def rope() -> Field:
-    """The field: `rope_theta`, `rope_scaling` and `rope_parameters`. Written in the flat spelling, which all read."""
-    hf = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
-    args = ("rotary_base", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor")
-    return Field(hf, args, _to_megatron, _to_hf)
+def rope(
+    *,
+    theta: float = THETA,
+    percent: float | None = None,
+    keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    kinds: tuple[str, ...] = ("default", "linear", "llama3"),
+) -> Field:
+    """The field of all keys that say how positions rotate. Written in the flat spelling, which all versions read.
+
+    Args:
+        theta: the base that the class has where `config.json` does not say one.
+        percent: the share of a head that the class rotates by default; None where it always rotates all of it.
+        keys: the flat names of the base and of that share.
+        kinds: the `rope_type`s that the class knows, among those that Megatron has.
+    """
+    return _Rope(theta, percent, keys, kinds).field()
 
 
-def _to_megatron(config: Values) -> dict[str, Any]:
-    wrong = [f"`{name}` = {shown(config[name])}" for name in DICTS if not isinstance(config[name], dict | None)]
-    if wrong:
-        raise Refused(*wrong)
-    said = {name: dict(config[name]) for name in DICTS if config[name]}
-    return {"rotary_base": _base(config, said), **_scaling(config, said)}
+@dataclass(frozen=True)
+class _Rope:
+    """One class of transformers: its defaults, its names and its kinds of scaling."""
+
+    theta: float
+    percent: float | None
+    keys: tuple[str, str]
+    kinds: tuple[str, ...]
+
+    def field(self) -> Field:
+        flat = self.keys if self.percent is not None else self.keys[:1]
+        return Field(dict.fromkeys((*flat, *DICTS)), self.arguments(), self.to_megatron, self.to_hf)
+
+    def arguments(self) -> tuple[str, ...]:
+        names = ("rotary_base", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor")
+        return names if self.percent is None else (*names, "rotary_percent")
+
+    def to_megatron(self, config: Values) -> dict[str, Any]:
+        wrong = [f"`{name}` = {shown(config[name])}" for name in DICTS if not isinstance(config[name], dict | None)]
+        if wrong:
+            raise Refused(*wrong)
+        said = {name: dict(config[name]) for name in DICTS if config[name]}
+        args: dict[str, Any] = {"rotary_base": self._base(config, said)}
+        if self.percent is not None:
+            args |= {"rotary_percent": self._share(config, said)}
+        return {**args, **self._scaling(config, said)}
+
+    def _base(self, config: Values, said: dict[str, dict[str, Any]]) -> int:
+        name, theta = _one_of(config, self.keys[0], said, "rope_theta", self.theta)
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or theta != int(theta) or theta < 1:
+            raise Refused(f"`{name}` = {shown(theta)}, Megatron's `rotary_base` is a positive integer")
+        return int(theta)
+
+    def _share(self, config: Values, said: dict[str, dict[str, Any]]) -> float:
+        name, share = _one_of(config, self.keys[1], said, "partial_rotary_factor", self.percent)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise Refused(f"`{name}` = {shown(share)} is not a share of a head")
+        return float(share)
+
+    def _scaling(self, config: Values, said: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        meanings = []
+        for name, scaling in said.items():
+            kinds = {str(scaling.pop(key)) for key in ("rope_type", "type") if scaling.get(key) is not None}
+            if len(kinds) > 1:
+                raise Refused(f"`{name}.rope_type` and `{name}.type` differ: {' and '.join(sorted(kinds))}")
+            kind = next(iter(kinds), "default")
+            if kind not in self.kinds:
+                raise Refused(f"`{name}.rope_type` = {kind}")
+            if scaling.pop("partial_rotary_factor", 1.0) not in (1.0, None):
+                raise Refused(f"`{name}.partial_rotary_factor` = {shown(config[name]['partial_rotary_factor'])}")
+            meanings.append(_SCALINGS[kind](name, scaling, config))
+            if scaling:
+                raise Refused(*(f"`{name}.{key}` = {shown(value)} is not known" for key, value in scaling.items()))
+        if len(meanings) > 1 and meanings[0] != meanings[1]:
+            raise Refused("`rope_parameters` and `rope_scaling` differ")
+        return meanings[0] if meanings else _none()
+
+    def to_hf(self, args: Values) -> dict[str, Any]:
+        kind, scaling = _kind_of(args)
+        if kind not in self.kinds:
+            raise Refused(f"positions scaled as `{kind}`, which the family has not")
+        config: dict[str, Any] = {self.keys[0]: float(stated(args, "rotary_base"))}
+        if self.percent is not None:
+            config[self.keys[1]] = float(stated(args, "rotary_percent"))
+        return {**config, "rope_scaling": scaling}
 
 
-def _base(config: Values, said: dict[str, dict[str, Any]]) -> int:
-    thetas = {}
-    for name, scaling in said.items():
-        if "rope_theta" in scaling:
-            thetas[f"{name}.rope_theta"] = scaling.pop("rope_theta")
-    if config["rope_theta"] is not None:
-        thetas["rope_theta"] = config["rope_theta"]
-    if len(set(thetas.values())) > 1:
-        raise Refused(" and ".join(f"`{name}` = {shown(theta)}" for name, theta in thetas.items()) + " differ")
-    name, theta = next(iter(thetas.items()), ("rope_theta", THETA))
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta != int(theta) or theta < 1:
-        raise Refused(f"`{name}` = {shown(theta)}, Megatron's `rotary_base` is a positive integer")
-    return int(theta)
-
-
-def _scaling(config: Values, said: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    meanings = []
-    for name, scaling in said.items():
-        kinds = {str(scaling.pop(key)) for key in ("rope_type", "type") if scaling.get(key) is not None}
-        if len(kinds) > 1:
-            raise Refused(f"`{name}.rope_type` and `{name}.type` differ: {' and '.join(sorted(kinds))}")
-        kind = next(iter(kinds), "default")
-        if kind not in _SCALINGS:
-            raise Refused(f"`{name}.rope_type` = {kind}")
-        if scaling.pop("partial_rotary_factor", 1.0) not in (1.0, None):
-            raise Refused(f"`{name}.partial_rotary_factor` = {shown(config[name]['partial_rotary_factor'])}")
-        meanings.append(_SCALINGS[kind](name, scaling, config))
-        if scaling:
-            raise Refused(*(f"`{name}.{key}` = {shown(value)} is not known" for key, value in scaling.items()))
-    if len(meanings) > 1 and meanings[0] != meanings[1]:
-        raise Refused("`rope_parameters` and `rope_scaling` differ")
-    return meanings[0] if meanings else _none()
+def _one_of(
+    config: Values, flat: str, said: dict[str, dict[str, Any]], key: str, default: float | None
+) -> tuple[str, Any]:
+    """The one value of a key that may stand flat and within each dictionary, and where; takes it out of these."""
+    values = {f"{name}.{key}": scaling.pop(key) for name, scaling in said.items() if scaling.get(key) is not None}
+    if config[flat] is not None:
+        values[flat] = config[flat]
+    if len(set(values.values())) > 1:
+        raise Refused(" and ".join(f"`{name}` = {shown(value)}" for name, value in values.items()) + " differ")
+    return next(iter(values.items()), (flat, default))
 
 
 def _none(*_: Any) -> dict[str, Any]:
@@ -100,14 +149,14 @@ def _number(name: str, key: str, scaling: dict[str, Any]) -> float:
     return float(value)
 
 
-def _to_hf(args: Values) -> dict[str, Any]:
-    theta = float(stated(args, "rotary_base"))
+def _kind_of(args: Values) -> tuple[str, dict[str, Any] | None]:
+    """What arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
     linear = args.get("rotary_seq_len_interpolation_factor")
     if args.get("use_rope_scaling"):
         if linear not in (None, 1):
             raise Refused(f"`rotary_seq_len_interpolation_factor` = {linear} beside `use_rope_scaling`")
         factor = float(stated(args, "rope_scaling_factor"))
-        return {"rope_theta": theta, "rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3}}
+        return "llama3", {"rope_type": "llama3", "factor": factor, **LLAMA3}
     if linear not in (None, 1):  # `type` is what transformers before 4.43 reads
-        return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": float(linear)}}
-    return {"rope_theta": theta, "rope_scaling": None}
+        return "linear", {"rope_type": "linear", "type": "linear", "factor": float(linear)}
+    return "default", None

@@ -1,0 +1,75 @@
+"""How a family is made from the tables of another one: by exchange, not by inheritance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from mcore_convert.spec.config import Field
+from mcore_convert.spec.family import Weight
+from mcore_convert.spec.shard import REPLICATED
+
+
+def fields(base: Iterable[Field], *own: Field, **defaults: Any) -> tuple[Field, ...]:
+    """The fields of another family with some of one's own.
+
+    A field that answers for a key or an argument of an own one is left out. `defaults` are what the class in
+    transformers has for keys of fields that are kept.
+
+    Raises:
+        ValueError: a default is for a key that no field has.
+    """
+    keys = {name for field in own for name in (*field.hf, *field.megatron)}
+    kept = [field for field in base if not keys.intersection((*field.hf, *field.megatron))]
+    unknown = set(defaults).difference(*(field.hf for field in kept))
+    if unknown:
+        raise ValueError(f"no field that is kept has {', '.join(sorted(unknown))}")
+    changed = [replace(field, hf={key: defaults.get(key, value) for key, value in field.hf.items()}) for field in kept]
+    return (*changed, *own)
+
+
+def weights(base: Iterable[Weight], *own: Weight, without: Iterable[str] = (), after: str = "") -> tuple[Weight, ...]:
+    """The rows of another family with some of one's own.
+
+    An own row takes the place of that of the same name; those that the base does not have follow the row `after`.
+    Rows `without` are left out.
+
+    Raises:
+        ValueError: a name is not among the rows.
+    """
+    rows = list(base)
+    exchanged = {row.name: row for row in own}
+    unknown = {*without, *([after] if after else [])}.difference(row.name for row in rows)
+    if unknown:
+        raise ValueError(f"no row is called {', '.join(sorted(unknown))}")
+    new = [row for row in own if row.name not in {each.name for each in rows}]
+    if new and not after:
+        raise ValueError(f"where does {new[0].name} stand? Say after which row")
+    result: list[Weight] = []
+    for row in rows:
+        if row.name not in without:
+            result.append(exchanged.get(row.name, row))
+        if row.name == after:
+            result += new
+    return tuple(result)
+
+
+def with_biases(base: Iterable[Weight], *parts: str) -> tuple[Weight, ...]:
+    """The rows with that of a bias behind each whose name has one of these `parts`.
+
+    A bias is called as its weight is on both sides, is packed and cut as the rows of the weight are, and is whole on
+    every rank where these are.
+    """
+    result: list[Weight] = []
+    for row in base:
+        result.append(row)
+        if row.mcore is not None and any(part in row.mcore for part in parts):
+            shard = row.shard if row.shard.dim == 0 else REPLICATED
+            hf = tuple(_bias_of(name) for name in row.hf)
+            result.append(replace(row, mcore=_bias_of(row.mcore), shape=row.shape[:1], hf=hf, shard=shard))
+    return tuple(result)
+
+
+def _bias_of(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"

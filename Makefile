@@ -33,7 +33,7 @@ clean:
 	rm -rf .venv build dist demo_output
 
 # torch comes alone and first: pip then takes a local build (2.13.0+cpu) where one is offered, and nothing replaces it.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt mcore_convert/version.py
 	@test -x $(BIN)/python || { python=$$(.ci/find-python) && "$$python" -m venv .venv; }
 	$(PIP_INSTALL) $(TORCH)
 	$(PIP_INSTALL) --editable '.[dev]'

@@ -21,7 +21,6 @@ from mcore_convert.spec.fields import (
     constant,
     dtype,
     head_dim,
-    inert,
     negated,
     only,
     query_groups,
@@ -56,7 +55,6 @@ SHARED: tuple[Field, ...] = (
 OWN: tuple[Field, ...] = (
     same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # the bias on o must be zero, see below
     only("mlp_bias", False),
-    inert(pretraining_tp=1),  # how a product is split, not what it is
     *SHARED,
 )
 IQUEST = ConfigMapping(

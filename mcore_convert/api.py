@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from mcore_convert.errors import ConvertError
 from mcore_convert.execute import execute, expected_memory
 from mcore_convert.formats.hf import DEFAULT_SHARD_SIZE
 from mcore_convert.hub import local_path
-from mcore_convert.identify import identify, open_checkpoint
+from mcore_convert.identify import identify, in_one_family, open_checkpoint
 from mcore_convert.look import diff, inspect
+from mcore_convert.phases import phase
 from mcore_convert.plan import Plan
 from mcore_convert.spec.layout import Layout
 from mcore_convert.targets import COMMAND_FILE, FORMATS, Target
@@ -95,6 +96,7 @@ def convert(
     iteration: int | None = None,
     family: str | None = None,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     given: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
@@ -120,6 +122,7 @@ def convert(
             optimizer state keep the number that they have.
         family: take this family instead of finding it.
         hf_config: original `config.json` (or its directory): kept, but for what the checkpoint proves different.
+        ignore_keys: unknown keys of `config.json` that change nothing of what the model computes.
         vocab_size: true vocabulary of a Megatron checkpoint that does not store it.
         given: Megatron arguments that an old checkpoint does not store.
         tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
@@ -127,7 +130,8 @@ def convert(
         revision: branch, tag or commit of a Hub id.
         overwrite: replace a destination that exists.
         dry_run: plan and prove, write nothing.
-        progress: called with the bytes copied so far and their total, by one thread at a time.
+        progress: called with the bytes copied so far and their total, by one thread at a time. Where it has a method
+            `phase`, that is called with the name of what is done next (`planning`, `copying`), and None after it.
 
     Raises:
         ConvertError: the conversion is refused; nothing is left behind. See `mcore_convert.errors` for the kinds.
@@ -135,7 +139,15 @@ def convert(
     final = Path(destination)
     check_free(final, overwrite=overwrite or dry_run)
     path = local_path(str(source), revision)
-    model = identify(path, family=family, hf_config=_path(hf_config), vocab_size=vocab_size, given=given)
+    with phase(progress, "opening"):
+        model = identify(
+            path,
+            family=family,
+            hf_config=_path(hf_config),
+            vocab_size=vocab_size,
+            given=given,
+            ignore_keys=ignore_keys,
+        )
     chosen = to or ("torch_dist" if model.checkpoint.format == "hf" else "hf")
     layout = Layout(
         tp=tp,
@@ -155,7 +167,8 @@ def convert(
     if Path(source).exists():
         _refuse_idle("a directory", {"revision": revision})
     target = Target(final, chosen, layout, iteration, max_shard_size, tokenizer, implementation, optimizer, allow_drift)
-    plan = plan_conversion(model, target)
+    with phase(progress, "planning"):
+        plan = plan_conversion(model, target)
     if not dry_run:
         execute(plan, overwrite=overwrite, progress=progress)
     return Conversion(plan, dry_run)
@@ -188,6 +201,7 @@ def verify(
     logits: bool = False,
     tolerance: float | None = None,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
@@ -196,19 +210,23 @@ def verify(
     Args:
         logits: run both in fp32 on the CPU, Hugging Face through transformers and Megatron through its `GPTModel`.
         tolerance: allowed difference of logits, as a share of the largest one; 2e-5 unless given.
-        hf_config, vocab_size: as for `convert`.
+        hf_config, ignore_keys, vocab_size: as for `convert`.
 
     Raises:
         ConvertError: one of them cannot be read, or they are models of different sizes.
     """
     config = _path(hf_config)
-    first, second = (identify(local_path(str(source)), hf_config=config, vocab_size=vocab_size) for source in (a, b))
+    paths = [local_path(str(source)) for source in (a, b)]
+    with phase(progress, "opening"):
+        first, second = in_one_family(
+            *(identify(path, hf_config=config, vocab_size=vocab_size, ignore_keys=ignore_keys) for path in paths)
+        )
     found = compare(first, second, progress=progress)
     if not logits:
         return found
     from mcore_convert.logits import TOLERANCE, compare_logits
 
-    report = compare_logits(first, second, tolerance=TOLERANCE if tolerance is None else tolerance)
+    report = compare_logits(first, second, tolerance=TOLERANCE if tolerance is None else tolerance, progress=progress)
     return dataclasses.replace(found, logits=report)
 
 

@@ -152,7 +152,7 @@ def _training(card: Card) -> Iterator[tuple[str, str]]:
     if history.batch:
         yield "batch", f"{history.batch[0]:,} x {history.batch[1]:,} tokens"
     for name, loss in (card.run.loss_at(history.iteration) if card.run else {}).items():
-        yield ("loss" if name == "train" else f"loss, {name}"), f"{loss:.4g}"
+        yield ("loss" if name == "train" else f"loss, {name}"), f"{loss:.4f}"
     if history.data:
         names = [name if weight is None else f"{name} ({weight:g})" for name, weight in history.data]
         yield "data", ", ".join(f"`{name}`" for name in names)
@@ -196,5 +196,7 @@ def _provenance(card: Card) -> Iterator[tuple[str, str]]:
     cast = card.dtypes != (card.dtype,)
     rounded = "" if card.dtype == "float32" else ", rounded to nearest"
     yield "dtype of the source", f"{stored}, cast to {card.dtype}{rounded}" if cast else stored
+    if card.model.ignored:
+        yield "unknown keys of `config.json`, taken to change nothing", ", ".join(card.model.ignored)
     if dims.padded_vocab_size != dims.vocab_size:
         yield "embedding of the source", f"{dims.padded_vocab_size:,} rows, of which {dims.vocab_size:,} are kept"

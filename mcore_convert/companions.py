@@ -14,6 +14,10 @@ from mcore_convert.runs import History
 from mcore_convert.spec.arguments import padded_vocab_size
 from mcore_convert.tokenizer_files import Tokenizer, read_gpt2_bpe, read_tokenizer
 
+FORMS = "one is tokenizer.json, or vocab.json with merges.txt, or tokenizer.model, or a file of tiktoken"
+# Megatron-LM's names of tokenizers whose `--tokenizer-model` is a SentencePiece file (`megatron/training/tokenizer`).
+SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+
 HINT = "pass --tokenizer DIR, or a name on the Hub; --no-tokenizer exports the model alone"
 
 
@@ -26,7 +30,7 @@ def tokenizer_of(model: Model, history: History, asked: str | None) -> Tokenizer
     if asked is not None:
         found = read_tokenizer(tokenizer_path(asked))
         if found is None:
-            raise DataError(f"`{asked}` has no tokenizer", hint="a tokenizer has tokenizer.json, or tokenizer.model")
+            raise DataError(f"`{asked}` has no tokenizer", hint=FORMS)
         return found
     looked = []
     for place, found in _places(model, history):
@@ -61,6 +65,9 @@ def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | N
         vocabulary, merges = (Path(str(file)) for file in files)
         missing = f"`{vocabulary}` and `{merges}`, which the training run names, are not there"
         yield missing, read_gpt2_bpe(vocabulary, merges)
+    model_file = stored.get("tokenizer_model")
+    if stored.get("tokenizer_type") in SENTENCEPIECE and isinstance(model_file, str):
+        yield f"`{model_file}`, which the training run names, is not there", read_tokenizer(Path(model_file))
 
 
 def is_the_vocabulary(tokenizer: Tokenizer, model: Model) -> bool:

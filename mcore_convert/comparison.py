@@ -12,6 +12,7 @@ from mcore_convert.contents import Contents, Tensor, paired
 from mcore_convert.elements import Files, Meter, Progress, as_float
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.hf import HfCheckpoint
+from mcore_convert.phases import phase
 from mcore_convert.spans import paired_spans
 from mcore_convert.values import added_up
 from mcore_convert.verification import config_differences, sizes_of
@@ -51,6 +52,11 @@ class Comparison:
         return sum(change.num_changed > 0 for change in self.changes)
 
     @property
+    def equal(self) -> bool:
+        """Whether nothing changed: every element is the same, on both sides are the same tensors and configurations."""
+        return not (self.num_changed or self.only_in_a or self.only_in_b or self.config_differences)
+
+    @property
     def relative(self) -> float:
         """The norm of all differences over that of all of a."""
         return total_relative(self.changes)
@@ -69,6 +75,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
+            "equal": self.equal,
             "a": asdict(self.a),
             "b": asdict(self.b),
             "relative": finite(self.relative),
@@ -95,7 +102,7 @@ def compare_contents(a: Contents, b: Contents, *, progress: Progress | None = No
     pairs, only_a, only_b = paired(a, b)
     spans = (paired_spans(x.slots, y.slots) for x, y in pairs)
     nbytes = sum(x.nbytes + y.nbytes for x, y in pairs)
-    with Files() as files:
+    with phase(progress, "comparing", nbytes), Files() as files:
         meter = Meter(nbytes, progress)
         gaps = added_up(spans, Gap, lambda part, scratch: gap_of(part, files, scratch), meter)
         only = tuple(tuple(t.name for t in side if t.required or _has_value(t, files)) for side in (only_a, only_b))

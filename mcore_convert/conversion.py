@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
-from mcore_convert.errors import ConfigError, ConvertError
+from mcore_convert.amounts import in_bytes
+from mcore_convert.errors import ConvertError
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
 from mcore_convert.identify import Model
@@ -12,6 +14,8 @@ from mcore_convert.plan import Plan, find_weights, moves_between
 from mcore_convert.spec import arguments, gpt
 from mcore_convert.spec.names import PARAM
 from mcore_convert.targets import FORMATS, Target, lay_out_hf, lay_out_megatron
+
+logger = logging.getLogger(__name__)
 
 
 def plan_conversion(model: Model, target: Target) -> Plan:
@@ -27,20 +31,25 @@ def plan_conversion(model: Model, target: Target) -> Plan:
     notes = list(model.notes)
     if isinstance(source, TorchDistCheckpoint):
         check_whole(source)
-    if isinstance(source, HfCheckpoint) or target.format == "hf":
-        return _plan_with_family(model, target, notes)
-    return _plan_between_megatrons(model, target, notes)
+    with_family = isinstance(source, HfCheckpoint) or target.format == "hf"
+    plan = (_plan_with_family if with_family else _plan_between_megatrons)(model, target, notes)
+    copies = sum(len(move.copies) for move in plan.moves)
+    num_files = len(plan.reservation.sizes)
+    logger.info("planned %d copies of %s into %d files", copies, in_bytes(plan.nbytes), num_files)
+    return plan
 
 
 def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
     """To or from Hugging Face: weights only, by the rows of the family."""
-    if model.refusals:
-        raise ConfigError(model.refusals[0], items=model.refusals[1:])
+    if model.refusal is not None:
+        raise model.refusal
     source = model.checkpoint
     if not isinstance(source, HfCheckpoint) and source.optimizer_keys:
         notes.append(f"optimizer state is left behind ({len(source.optimizer_keys)} keys)")
     sources = find_weights(model.family, model.dims, source, allow_drift=target.allow_drift)
     if target.format == "hf":
+        if model.choice is not None and model.choice.note is not None:
+            notes.append(model.choice.note)
         dims = model.dims
         checkpoint, reservation = lay_out_hf(model, target, sources, notes)
     else:

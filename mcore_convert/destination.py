@@ -1,7 +1,8 @@
 """The directory that a conversion makes: claimed while it is written, there when it is whole, or not there at all.
 
-Beside `DST` there may be, for as long as a conversion runs: `DST.partial`, which becomes it; `DST.partial.lock`, held
-by the process that writes; `DST.partial.old`, what `DST` was, for the moment of the exchange.
+Beside `DST` there may be, for as long as a conversion runs: `DST.partial`, which becomes it and holds a marker until
+then; `DST.partial.lock`, held by the process that writes, with the id of its work; `DST.partial.old-ID`, what `DST`
+was, for the moment of the exchange. What has none of these marks is a stranger's, and refused.
 """
 
 from __future__ import annotations
@@ -11,18 +12,35 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from mcore_convert.disk import mark, remove_tree, sync, write_at
 from mcore_convert.errors import UnwritableTarget
+from mcore_convert.marker import LARGEST, MARKER, in_the_way, mark_of, new_id, record_bytes, record_of, unmark
 
 # File systems that cannot lock files, such as Lustre mounted without `flock`: better no lock than no conversion.
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+# What this process has given its name, or is about to: the path, and the directory's own numbers.
+_published: list[tuple[Path, tuple[int, int]]] = []
 
 
 def partial_path(final: Path) -> Path:
     """Where a conversion is written until it is complete."""
     return final.with_name(final.name + ".partial")
+
+
+def finished(since: int = 0) -> list[Path]:
+    """The destinations that this process has finished and that stand, told from the disk and so true at any moment.
+
+    Args:
+        since: leave out the first of them, as many as `len(finished())` was.
+    """
+    return [path for path, identity in _published[since:] if _identity(path) == identity]
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
@@ -37,25 +55,74 @@ def check_free(final: Path, *, overwrite: bool) -> None:
         raise UnwritableTarget(f"`{final}` exists", hint="choose another destination, or pass --overwrite")
 
 
+@dataclass
+class Lock:
+    """A lock file that is held, and what the process that had it before has recorded in it."""
+
+    fd: int
+    earlier: dict[str, Any] | None
+    identity: str = field(default_factory=new_id)
+
+    def record(self, **facts: Any) -> None:
+        """Write down the id of this work, and what else the next process must know if this one is killed."""
+        write_at(self.fd, record_bytes(self.identity, **facts).ljust(LARGEST // 4), 0)  # as long as the one before
+        os.fsync(self.fd)
+
+
+@dataclass
+class Claim:
+    """A destination that this process writes, and no other: in `partial`, until `publish`."""
+
+    final: Path
+    lock: Lock
+    overwrite: bool
+
+    @property
+    def partial(self) -> Path:
+        return partial_path(self.final)
+
+    def publish(self) -> None:
+        """Give the directory its name. What had the name is removed when that is done, and else has it again."""
+        final, partial = self.final, self.partial
+        old = _old_path(final, self.lock.identity)
+        identity = _identity(partial)
+        assert identity is not None
+        self.lock.record(publishes=identity)  # from here on the directory is ours without its marker
+        unmark(partial)
+        sync(partial)
+        _published.append((final.absolute(), identity))
+        try:
+            if self.overwrite and os.path.lexists(final):
+                final.rename(old)
+            partial.rename(final)
+        finally:
+            _settle(final, old)
+        sync(final.parent)
+
+
 @contextlib.contextmanager
-def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[None]:
-    """Make the partial directory ours, and remove it if anything goes wrong. What a killed run left is cleared.
+def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[Claim]:
+    """Make the partial directory, and remove it if anything goes wrong. What a killed run of ours left is cleared.
 
     Raises:
-        UnwritableTarget: another process writes it, the destination has appeared, or `nbytes` do not fit.
+        UnwritableTarget: another process writes it, something that is not ours is in its place, the destination has
+            appeared, or `nbytes` do not fit.
         OSError: the file system refuses.
     """
     partial = partial_path(final)
     made = _make_folder(final.parent)
     try:
-        with locked(partial.with_name(partial.name + ".lock"), partial):
-            _clear(final, partial)
+        with locked(partial.with_name(partial.name + ".lock"), partial) as lock:
+            _clear(final, partial, lock.earlier)
             check_free(final, overwrite=overwrite)  # again: another process may have finished
             free = shutil.disk_usage(final.parent).free
             if free < nbytes:
                 raise UnwritableTarget(f"`{final.parent}` has {free:,} bytes free, {nbytes:,} are needed")
+            lock.record()
+            partial.mkdir()
             try:
-                yield
+                mark(partial, lock.identity)
+                yield Claim(final, lock, overwrite)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -66,19 +133,17 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[None]:
         raise
 
 
-def replace(final: Path, partial: Path) -> None:
-    """Give the partial directory its name. What had the name is removed when that is done, and else has it again."""
-    old = _old_path(final)
+def _old_path(final: Path, identity: str) -> Path:
+    return final.with_name(f"{final.name}.partial.old-{identity}")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which directory a path is; None where there is none."""
     try:
-        if os.path.lexists(final):
-            final.rename(old)
-        partial.rename(final)
-    finally:
-        _settle(final, old)
-
-
-def _old_path(final: Path) -> Path:
-    return final.with_name(final.name + ".partial.old")
+        state = path.stat(follow_symlinks=False)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino
 
 
 def _settle(final: Path, old: Path) -> None:
@@ -88,22 +153,34 @@ def _settle(final: Path, old: Path) -> None:
         old.rename(final)
         return
     try:
-        if old.is_dir() and not old.is_symlink():
-            shutil.rmtree(old)
-        else:
-            old.unlink()
+        remove_tree(old)
     except OSError as error:
         message = f"`{final}` is complete, but what it has replaced cannot be removed: {error.strerror}"
         raise UnwritableTarget(message, hint=f"remove `{old}`") from error
 
 
-def _clear(final: Path, partial: Path) -> None:
+def _clear(final: Path, partial: Path, earlier: dict[str, Any] | None) -> None:
     """Remove what a killed run left; one that was killed during the exchange gets its destination back."""
-    _settle(final, _old_path(final))
-    if partial.is_dir() and not partial.is_symlink():
-        shutil.rmtree(partial)
-    elif os.path.lexists(partial):
-        raise UnwritableTarget(f"`{partial}` is in the way, and no conversion left it", hint="remove it")
+    for identity in {mark_of(partial), None if earlier is None else str(earlier["id"])} - {None}:
+        _settle(final, _old_path(final, str(identity)))
+    if not os.path.lexists(partial):
+        return
+    if mark_of(partial) is None and not _left_unmarked(partial, earlier):
+        raise in_the_way(partial)
+    # the marker goes last: if this process is killed as well, the rest is still ours
+    for entry in partial.iterdir():
+        if entry.name != MARKER:
+            remove_tree(entry)
+    remove_tree(partial)
+
+
+def _left_unmarked(partial: Path, earlier: dict[str, Any] | None) -> bool:
+    """Whether a process was killed before it could mark the directory, or after it had taken the mark away."""
+    if earlier is None or partial.is_symlink() or not partial.is_dir():
+        return False
+    if earlier.get("publishes") is not None:
+        return earlier["publishes"] == list(_identity(partial) or ())
+    return all(entry.name == MARKER for entry in partial.iterdir())  # killed before the marker was whole
 
 
 def _make_folder(folder: Path) -> list[Path]:
@@ -114,25 +191,48 @@ def _make_folder(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def locked(file: Path, partial: Path) -> Iterator[None]:
-    """Hold a lock file, and remove it at the end."""
+def locked(file: Path, partial: Path) -> Iterator[Lock]:
+    """Hold a lock file, and remove it at the end.
+
+    Raises:
+        UnwritableTarget: another process holds it, or it is something else than a lock file of ours.
+    """
     while True:
-        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = _open_lock(file)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(lock)
+            os.close(fd)
             raise UnwritableTarget(f"`{partial}` is being written by another process") from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                os.close(lock)
+                os.close(fd)
                 raise
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), file.stat()):
+            if os.path.samestat(os.fstat(fd), file.stat()):
                 break
-        os.close(lock)  # its last holder has removed it between our two calls
+        os.close(fd)  # its last holder has removed it between our two calls
+    content = os.pread(fd, LARGEST, 0)
+    earlier = record_of(content)
+    if content and earlier is None:
+        os.close(fd)
+        raise in_the_way(file)
+    lock = Lock(fd, earlier)
     try:
-        yield
+        yield lock
     finally:
         file.unlink(missing_ok=True)  # before the lock is given up, so that nobody else's is removed
-        os.close(lock)
+        os.close(fd)
+
+
+def _open_lock(file: Path) -> int:
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise in_the_way(file) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise in_the_way(file)
+    return fd

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import resource
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.spec.shard import Shape
 from mcore_convert.tensors import DTYPE_SIZES, Slot, View
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
 CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its two dtypes stays in the cache
@@ -69,6 +72,7 @@ class Files:
                 fd = _opened(path, os.O_RDWR if write else os.O_RDONLY)
                 self._stack.callback(os.close, fd)
                 self._fds[path, write] = fd
+                logger.debug("opened %s to %s", path, "write" if write else "read")
             return self._fds[path, write]
 
     def map(self, path: Path, *, write: bool = False) -> mmap.mmap:

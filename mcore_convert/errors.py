@@ -99,3 +99,14 @@ def _folded(template: str, members: Sequence[tuple[int, str]]) -> str:
     whole = indices == list(range(indices[0], indices[-1] + 1))
     shown = f"{indices[0]}...{indices[-1]}" if whole else ",".join(map(str, indices))
     return template.replace("\0", f"{{{shown}}}")
+
+
+def ranged(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: `3`, `3-5, 9`."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

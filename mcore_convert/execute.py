@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mcore_convert.destination import check_free, claimed, partial_path, replace
+from mcore_convert.destination import check_free, claimed, partial_path
+from mcore_convert.disk import copy_file, sync, write_at, write_new
 from mcore_convert.elements import WORKERS, Files, Meter, Progress, blocks_of, copy_view, differing, round_to
 from mcore_convert.errors import ConvertError, UnwritableTarget
+from mcore_convert.phases import phase
 from mcore_convert.plan import Check, Plan
 from mcore_convert.tensors import open_error
 
@@ -54,16 +55,19 @@ def execute(
     final = plan.reservation.path
     check_free(final, overwrite=overwrite)
     sources = {copy.source.path for move in plan.moves for copy in move.copies} | {*plan.reservation.carried.values()}
-    _refuse_overlap(final, plan.source.path, sources)
-    prove(plan.checks)
+    for place in (final, partial_path(final)):
+        _refuse_overlap(place, plan.source.path, sources)
+    with phase(progress, "checking"):
+        prove(plan.checks)
     partial = partial_path(final)
-    with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite):
-        with Files() as files:
+    with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite) as claim:
+        with phase(progress, "copying", plan.nbytes), Files() as files:
             _reserve(plan, partial)
             _fill(plan, files, Meter(plan.nbytes, progress))
-        _finish(plan, partial, conclude(partial) if conclude else {})
-        replace(final, partial)
-        _sync(final.parent)
+        further = conclude(partial) if conclude else {}
+        with phase(progress, "finishing"):
+            _finish(plan, partial, further)
+            claim.publish()
 
 
 @contextlib.contextmanager
@@ -101,7 +105,7 @@ def _reserve(plan: Plan, partial: Path) -> None:
         with here.open("wb") as file:
             os.truncate(file.fileno(), size)
             for at, content in literals[path]:
-                os.pwrite(file.fileno(), content, at)
+                write_at(file.fileno(), content, at)
 
 
 def _here(path: Path, final: Path, partial: Path) -> Path:
@@ -170,21 +174,15 @@ def _check(check: Check, files: Files) -> None:
 def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes]) -> None:
     """The small files, in their order, then everything to the disk."""
     reservation = plan.reservation
+    texts = {**reservation.texts, **further}
     for target, source in reservation.carried.items():
-        here = _here(target, reservation.path, partial)
-        here.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, here)
-    for path, content in {**reservation.texts, **further}.items():
+        if target not in texts:
+            here = _here(target, reservation.path, partial)
+            here.parent.mkdir(parents=True, exist_ok=True)
+            copy_file(source, here)
+    for path, content in texts.items():
         here = _here(path, reservation.path, partial)
         here.parent.mkdir(parents=True, exist_ok=True)
-        here.write_bytes(content)
+        write_new(here, content)
     for file in (*sorted(partial.rglob("*")), partial):
-        _sync(file)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync(file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mcore_convert.formats import hf
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.hf_tensors import HfTensor, hf_tensors
 from mcore_convert.identify import Model, identify
+from mcore_convert.phases import Part, phase
 from mcore_convert.plan import Plan, find_weights
 from mcore_convert.readback import read_back
 from mcore_convert.runs import PICTURE, History, Run, find_run, history_of, iteration_of, run_around
@@ -40,6 +41,7 @@ class Options:
     dtype: str | None = None
     family: str | None = None
     hf_config: Path | None = None
+    ignore_keys: Sequence[str] = ()
     vocab_size: int | None = None
     given: Mapping[str, Any] | None = None
     max_shard_size: int = hf.DEFAULT_SHARD_SIZE
@@ -156,11 +158,12 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
 
     def proven(partial: Path) -> Mapping[Path, bytes]:
         views = {name: view._replace(path=partial / view.path.name) for name, view in written.views.items()}
-        told = None if progress is None else lambda done, _: progress(plan.nbytes + done, total)
-        found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
+        told = None if progress is None else Part(progress, plan.nbytes, total)
+        with phase(progress, "reading again", nbytes):
+            found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
         return {prepared.path / hf.CARD: render(prepared.card, found[0])}
 
-    copied = None if progress is None else lambda done, _: progress(done, total)
+    copied = None if progress is None else Part(progress, 0, total)
     execute(plan, overwrite=overwrite, progress=copied, conclude=proven)
     return found[0]
 
@@ -186,6 +189,7 @@ def _identified(path: Path, options: Options, *, vocab_size: int | None = None) 
         hf_config=options.hf_config,
         vocab_size=vocab_size or options.vocab_size,
         given=options.given,
+        ignore_keys=options.ignore_keys,
     )
 
 

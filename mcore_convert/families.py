@@ -1,17 +1,24 @@
-"""The families that are installed, found through the entry point `mcore_convert.families`."""
+"""The families that are installed, found through the entry point `mcore_convert.families`, and which is a model's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.formats.hf import CONFIG, read_json
+from mcore_convert.spec import gpt
 from mcore_convert.spec.config import architectures_of
+from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 
 GROUP = "mcore_convert.families"
+ADD = "`mcore-convert families` lists those that are installed; docs/add-a-family.md says how to add one"
 UNREPRESENTED = "mcore_convert.unrepresented"
 
 
@@ -38,10 +45,10 @@ def named(name: str) -> Family:
     """The family of this name.
 
     Raises:
-        ConfigError: there is none; those that exist are listed.
+        ConfigError: there is none.
     """
     if name not in families():
-        raise ConfigError(f"there is no family `{name}`", hint=f"known are {', '.join(families())}")
+        raise ConfigError(f"there is no family `{name}`", hint=ADD)
     return families()[name]
 
 
@@ -59,32 +66,112 @@ def of_config(config: Mapping[str, Any]) -> Family:
     if reasons:
         raise ConfigError("such a model is not converted", items=reasons)
     shown = f"`architectures` = {architectures}" if architectures else f"`model_type` = {kind!r}"
-    known = [name for family in families().values() for name in family.architectures]
-    raise ConfigError(f"no family reads a model with {shown}", hint=f"known architectures are {', '.join(known)}")
+    raise ConfigError(f"no family reads a model with {shown}", hint=ADD)
 
 
 def _reader_of(config: Mapping[str, Any]) -> Family | None:
     architectures, kind = architectures_of(config), config.get("model_type")
     for family in families().values():
-        types = {mapping.model_type for mapping in (family.config, *family.config.dialects)}
-        if set(architectures) & set(family.architectures) or (not architectures and kind in types):
+        if set(architectures) & set(family.architectures) or (not architectures and kind in _model_types(family)):
             return family
     return None
 
 
-def of_arguments(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Family:
-    """The family of normalised Megatron arguments: the first that can represent them.
+def _model_types(family: Family) -> list[str]:
+    return [mapping.model_type for mapping in (family.config, *family.config.dialects)]
 
-    Several families may be the same to Megatron. Where an original `config.json` is known, its family comes first.
+
+@dataclass(frozen=True)
+class Choice:
+    """The family that Megatron arguments are taken for, the others that they fit as well, and why not one of those.
+
+    `reason` is empty where the model itself says what it is: only one family fits, or its `config.json` came along.
+    """
+
+    family: Family
+    others: tuple[Family, ...] = ()
+    reason: str = ""
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know of the choice; None where there was none."""
+        if not self.reason:
+            return None
+        others = ", ".join(f"`{family.name}`" for family in self.others)
+        return f"taken for a `{self.family.name}`: {self.reason}; {others} would fit too, and --family chooses"
+
+
+def of_arguments(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Family:
+    """The family of normalised Megatron arguments, as `choose` finds it."""
+    return choose(args, config).family
+
+
+def choose(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Choice:
+    """Choose the family of normalised Megatron arguments, of those that can represent them.
+
+    Several may be the same to Megatron. In this order: the family that reads the original `config.json`; the one whose
+    export has the weights of the model, and no others; the one that the run's tokenizer belongs to; the one whose
+    architecture most programs read (`Family.prevalence`).
+
+    Args:
+        config: the original `config.json`, where it is known.
 
     Raises:
-        ConfigError: none can; the reasons of each are listed.
+        ConfigError: none can, and the reasons of the nearest are listed; or nothing tells several apart.
     """
-    reasons = []
+    refusals = {name: family.config.refusals(args) for name, family in families().items()}
+    fitting = [families()[name] for name, lines in refusals.items() if not lines]
     reader = None if config is None else _reader_of(config)
-    for family in [*([reader] if reader else []), *families().values()]:
-        refusals = family.config.refusals(args)
-        if not refusals:
-            return family
-        reasons += [f"{family.name}: {reason}" for reason in refusals]
-    raise ConfigError("no family can represent this model", items=dict.fromkeys(reasons))
+    if not fitting:
+        nearest = reader or min(families().values(), key=lambda f: (len(refusals[f.name]), -f.prevalence))
+        raise ConfigError(
+            f"no family can represent this model; `{nearest.name}` comes nearest, but for",
+            items=dict.fromkeys(refusals[nearest.name]),
+            hint=ADD,
+        )
+    left, why = fitting, ""
+    for reason, cost in _rules(args, reader):
+        if len(left) == 1:
+            break
+        costs = {family.name: cost(family) for family in left}
+        kept = [family for family in left if costs[family.name] == min(costs.values())]
+        if len(kept) < len(left):
+            left, why = kept, reason
+    if len(left) > 1:
+        raise ConfigError(
+            "several families fit this model, and nothing tells which it is",
+            items=[f"{family.name}: {', '.join(family.architectures)}" for family in left],
+            hint="--family chooses",
+        )
+    others = tuple(family for family in fitting if family is not left[0])
+    return Choice(left[0], others, why)
+
+
+def _rules(args: Mapping[str, Any], reader: Family | None) -> Iterator[tuple[str, Callable[[Family], int]]]:
+    """The rules of `choose`: what to say of a family that wins by it, and a number that is smaller for a better one."""
+    yield "", lambda family: family is not reader
+    yield "its export adds no weight that the model lacks, and loses none", lambda family: _unfaithful(family, args)
+    tokenizer = args.get("tokenizer_model")
+    if isinstance(tokenizer, str):
+        yield f"the run's tokenizer is `{tokenizer}`", lambda family: -_named_by(tokenizer, family)
+    yield "most programs read its architecture", lambda family: -family.prevalence
+
+
+def _unfaithful(family: Family, args: Mapping[str, Any]) -> int:
+    """How many rows a family has and Megatron's model lacks, which an export would invent, or the other way around."""
+    dims = Dims.of(args, vocab_size=1, padded_vocab_size=1)
+    rows = {weight.name for weight in family.weights if weight.when(dims)}
+    return len(rows ^ {weight.name for weight in gpt.weights(args)})
+
+
+def _named_by(tokenizer: str, family: Family) -> int:
+    """How well the name of a tokenizer, or the configuration beside it, tells a family; 0 where it does not."""
+    file = Path(tokenizer) / CONFIG
+    if file.is_file():
+        return len(tokenizer) if _reader_of(read_json(file)) is family else 0
+    name = _letters("/".join(Path(tokenizer).parts[-2:]))
+    return max((len(word) for word in map(_letters, [family.name, *_model_types(family)]) if word in name), default=0)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_convert import families
 from mcore_convert.errors import ConfigError, UnreadableCheckpoint
+from mcore_convert.families import Choice
 from mcore_convert.formats import hf, mp_rank, torch_dist, zarr
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.mp_rank import MpRankCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint
 from mcore_convert.runs import find_run
 from mcore_convert.spec import arguments, gpt
+from mcore_convert.spec.config import shown
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.shard import Box
+
+logger = logging.getLogger(__name__)
 
 MegatronCheckpoint = TorchDistCheckpoint | MpRankCheckpoint
 
@@ -30,8 +35,9 @@ class Model:
     known: that of the directory, the one supplied, or the one carried along since the checkpoint came from there.
     `folder` is where its tokenizer and the like are. `vocab_is_said` is false where all rows of the embedding are taken
     for the vocabulary, since nothing says which of them are padding.
-    Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusals` says
-    why.
+    Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusal` says
+    why. `choice` is how the family of a Megatron model was found. `ignored` are the unknown keys of its `config.json`
+    that a user says change nothing, with their values.
     """
 
     checkpoint: HfCheckpoint | MegatronCheckpoint
@@ -40,9 +46,16 @@ class Model:
     args: Mapping[str, Any]
     config: Mapping[str, Any] | None
     notes: tuple[str, ...] = field(default=())
-    refusals: tuple[str, ...] = field(default=())
+    refusal: ConfigError | None = None
     folder: Path | None = None
     vocab_is_said: bool = True
+    choice: Choice | None = None
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why no family represents it, a line each."""
+        return _lines_of(self.refusal)
 
     @property
     def num_parameters(self) -> int:
@@ -62,19 +75,23 @@ class Opened:
     @property
     def refusals(self) -> tuple[str, ...]:
         """Why no family represents it, a line each."""
-        if self.model is not None:
-            return self.model.refusals
-        return () if self.error is None else (self.error.message, *self.error.items)
+        return _lines_of(self.error) if self.model is None else self.model.refusals
 
 
-def open_any(path: Path, *, hf_config: Path | None = None, vocab_size: int | None = None) -> Opened:
-    """Open a checkpoint, of a known model or not.
+def _lines_of(error: ConfigError | None) -> tuple[str, ...]:
+    return () if error is None else (error.message, *error.items)
+
+
+def open_any(
+    path: Path, *, hf_config: Path | None = None, vocab_size: int | None = None, ignore_keys: Sequence[str] = ()
+) -> Opened:
+    """Open a checkpoint, of a known model or not; the arguments are those of `identify`.
 
     Raises:
         ConvertError: it cannot be read, or its arguments are contradictory.
     """
     try:
-        model = identify(path, hf_config=hf_config, vocab_size=vocab_size)
+        model = identify(path, hf_config=hf_config, vocab_size=vocab_size, ignore_keys=ignore_keys)
     except ConfigError as error:
         return Opened(open_checkpoint(path), None, error)
     return Opened(model.checkpoint, model)
@@ -89,6 +106,12 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfChe
     Raises:
         UnreadableCheckpoint: it is missing, is in no known format, or is damaged.
     """
+    checkpoint = _opened(path, given)
+    logger.info("opened `%s`: %s, %d tensors", checkpoint.path, checkpoint.format, len(checkpoint.tensors))
+    return checkpoint
+
+
+def _opened(path: Path, given: Mapping[str, Any] | None) -> HfCheckpoint | MegatronCheckpoint:
     if not path.exists():
         raise UnreadableCheckpoint(f"`{path}` does not exist")
     if not path.is_dir():
@@ -103,7 +126,7 @@ def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> HfChe
         return torch_dist.open_torch_dist(path)
     run = find_run(path)
     if run is not None and run.checkpoints != path:
-        return open_checkpoint(run.checkpoints, given)
+        return _opened(run.checkpoints, given)
     if (path / hf.CONFIG).is_file():
         raise UnreadableCheckpoint(f"`{path}` has a `{hf.CONFIG}` but no weights")
     raise UnreadableCheckpoint(
@@ -119,6 +142,7 @@ def identify(
     hf_config: Path | None = None,
     vocab_size: int | None = None,
     given: Mapping[str, Any] | None = None,
+    ignore_keys: Sequence[str] = (),
 ) -> Model:
     """Open a checkpoint and find out what it is.
 
@@ -127,20 +151,21 @@ def identify(
         hf_config: an original `config.json`, or the directory with it, of a Megatron checkpoint.
         vocab_size: the true vocabulary of a Megatron checkpoint that does not say it.
         given: Megatron arguments that the checkpoint does not store.
+        ignore_keys: unknown keys of `config.json` that change nothing of what the model computes.
 
     Raises:
         ConvertError: it cannot be read, no family represents it, or its arguments are contradictory.
     """
     checkpoint = open_checkpoint(path, given)
     if isinstance(checkpoint, HfCheckpoint):
-        return _identify_hf(checkpoint, family)
+        return _identify_hf(checkpoint, family, ignore_keys)
     folder = checkpoint.carried
     config = _read_config(hf_config)
     if hf_config is not None and hf_config.is_dir():
         folder = hf_config
     if config is None and folder is not None and (folder / hf.CONFIG).is_file():
         config = hf.read_json(folder / hf.CONFIG)
-    return replace(_identify_megatron(checkpoint, family, config, vocab_size), folder=folder)
+    return replace(_identify_megatron(checkpoint, family, config, vocab_size, ignore_keys), folder=folder)
 
 
 def _read_config(path: Path | None) -> Mapping[str, Any] | None:
@@ -149,21 +174,46 @@ def _read_config(path: Path | None) -> Mapping[str, Any] | None:
     return hf.read_json(path / hf.CONFIG if path.is_dir() else path)
 
 
-def _identify_hf(checkpoint: HfCheckpoint, name: str | None) -> Model:
+def in_one_family(a: Model, b: Model) -> tuple[Model, Model]:
+    """Take a Megatron model for the family of the one that it is compared with, where it fits that as well."""
+    if a.choice is not None and b.family in a.choice.others:
+        return replace(a, family=b.family, choice=None), b
+    if b.choice is not None and a.family in b.choice.others:
+        return a, replace(b, family=a.family, choice=None)
+    return a, b
+
+
+def _ignoring(
+    family: Family, config: Mapping[str, Any] | None, keys: Sequence[str]
+) -> tuple[Family, tuple[str, ...], list[str]]:
+    """The family with further keys of `config.json` that change nothing, those that it has, and what to say of them."""
+    if not keys:
+        return family, (), []
+    ignored = tuple(f"`{key}` = {shown(config[key])}" for key in keys if config is not None and key in config)
+    notes = [f"config.json: {line} is taken to change nothing, as --ignore-key says" for line in ignored]
+    return replace(family, config=family.config.ignoring(keys)), ignored, notes
+
+
+def _identify_hf(checkpoint: HfCheckpoint, name: str | None, ignore_keys: Sequence[str]) -> Model:
     family = families.named(name) if name else families.of_config(checkpoint.config)
+    family, ignored, notes = _ignoring(family, checkpoint.config, ignore_keys)
     args = arguments.normalise(family.config.to_megatron(checkpoint.config))
     vocab = args["vocab_size"]
     dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)
     opened = HfCheckpoint(checkpoint.path, checkpoint.views, checkpoint.config, family.optional_prefix)
-    return Model(opened, family, dims, args, checkpoint.config, folder=checkpoint.path)
+    return Model(opened, family, dims, args, checkpoint.config, tuple(notes), folder=checkpoint.path, ignored=ignored)
 
 
 def _identify_megatron(
-    checkpoint: MegatronCheckpoint, name: str | None, config: Mapping[str, Any] | None, vocab_size: int | None
+    checkpoint: MegatronCheckpoint,
+    name: str | None,
+    config: Mapping[str, Any] | None,
+    vocab_size: int | None,
+    ignore_keys: Sequence[str],
 ) -> Model:
     stored = checkpoint.common.args
-    notes: list[str] = []
-    refusals: tuple[str, ...] = ()
+    refusal: ConfigError | None = None
+    choice: Choice | None = None
     if stored is None:
         if config is None:
             raise ConfigError(
@@ -171,6 +221,7 @@ def _identify_megatron(
                 hint="pass the model's configuration: --hf-config PATH",
             )
         family = families.named(name) if name else families.of_config(config)
+        family, ignored, notes = _ignoring(family, config, ignore_keys)
         args = arguments.normalise(family.config.to_megatron(config))
         notes.append(
             "the checkpoint stores no arguments: its architecture is taken from the Hugging Face configuration"
@@ -178,12 +229,14 @@ def _identify_megatron(
     else:
         args = arguments.normalise(stored)
         try:
-            family = families.named(name) if name else families.of_arguments(args, config)
+            choice = Choice(families.named(name)) if name else families.choose(args, config)
+            family = choice.family
         except ConfigError as error:
             if name:
                 raise
-            refusals = (error.message, *error.items)
+            refusal = error
             family = gpt.family(args)
+        family, ignored, notes = _ignoring(family, config, ignore_keys)
     rows = checkpoint.embedding_rows
     said = vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
     if vocab is None:
@@ -204,6 +257,8 @@ def _identify_megatron(
         args,
         config,
         tuple(notes),
-        refusals,
+        refusal,
         vocab_is_said=said is not None,
+        choice=choice,
+        ignored=ignored,
     )

@@ -101,9 +101,14 @@ def inspection_of(opened: Opened) -> Inspection:
         optimizer=common["optimizer"],
         optimizer_keys=common["optimizer_keys"],
         weights=_lines(tensors),
-        notes=model.notes if model else (),
+        notes=_notes(model) if model else (),
         ranks=_ranks(model) if model else (),
     )
+
+
+def _notes(model: Model) -> tuple[str, ...]:
+    note = model.choice.note if model.choice else None
+    return model.notes if note is None else (*model.notes, note)
 
 
 def _num_files(checkpoint: HfCheckpoint | MegatronCheckpoint) -> int:

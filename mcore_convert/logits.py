@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mcore_convert.elements import Files, global_tensor
+from mcore_convert.elements import Files, Progress, global_tensor
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.identify import Model
+from mcore_convert.phases import phase
 from mcore_convert.plan import find_weights
 from mcore_convert.spec.names import spell
 from mcore_convert.verification import LogitsReport
@@ -22,7 +23,9 @@ SEED = 0
 BATCH, LENGTH = 2, 64
 
 
-def compare_logits(a: Model, b: Model, *, tolerance: float = TOLERANCE) -> LogitsReport:
+def compare_logits(
+    a: Model, b: Model, *, tolerance: float = TOLERANCE, progress: Progress | None = None
+) -> LogitsReport:
     """The largest difference of the logits of two checkpoints, in fp32 on the CPU, on seeded random tokens.
 
     Args:
@@ -30,43 +33,50 @@ def compare_logits(a: Model, b: Model, *, tolerance: float = TOLERANCE) -> Logit
 
     Both models are held in memory, one after the other.
     """
-    import torch
+    with phase(progress, "importing torch"):
+        import torch
 
     generator = torch.Generator().manual_seed(SEED)
     length = min(LENGTH, a.dims.max_position_embeddings)
     tokens = torch.randint(0, a.dims.vocab_size, (BATCH, length), generator=generator)
-    first, second = run(a, tokens), run(b, tokens)
+    first, second = run(a, tokens, progress), run(b, tokens, progress)
     scale = max(1.0, float(first.abs().max()))
     return LogitsReport(float((first - second).abs().max()), tolerance * scale, scale, tokens.numel())
 
 
-def run(model: Model, tokens: Tensor) -> Tensor:
+def run(model: Model, tokens: Tensor, progress: Progress | None = None) -> Tensor:
     """The logits of a checkpoint, `[batch, length, vocab_size]` in fp32."""
-    return _run_hf(model, tokens) if isinstance(model.checkpoint, HfCheckpoint) else _run_megatron(model, tokens)
+    chosen = _run_hf if isinstance(model.checkpoint, HfCheckpoint) else _run_megatron
+    return chosen(model, tokens, progress)
 
 
-def _run_hf(model: Model, tokens: Tensor) -> Tensor:
+def _run_hf(model: Model, tokens: Tensor, progress: Progress | None) -> Tensor:
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    network = AutoModelForCausalLM.from_pretrained(model.checkpoint.path, dtype=torch.float32)
-    with torch.no_grad():
+    with phase(progress, f"building the model of {model.checkpoint.path}"):
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        network = AutoModelForCausalLM.from_pretrained(model.checkpoint.path, dtype=torch.float32)
+    with phase(progress, f"computing the logits of {model.checkpoint.path}"), torch.no_grad():
         logits: Tensor = network.eval()(tokens).logits
     return logits.float()
 
 
-def _run_megatron(model: Model, tokens: Tensor) -> Tensor:
-    from mcore_convert.megatron.logits import logits
-    from mcore_convert.megatron.model import build_model
-    from mcore_convert.megatron.parallel import single_process
-    from mcore_convert.megatron.weights import load_weights
+def _run_megatron(model: Model, tokens: Tensor, progress: Progress | None) -> Tensor:
+    with phase(progress, "importing Megatron Core"):
+        from mcore_convert.megatron.logits import logits
+        from mcore_convert.megatron.model import build_model
+        from mcore_convert.megatron.parallel import single_process
+        from mcore_convert.megatron.weights import load_weights
 
     with single_process():
-        network = build_model({**model.args, "padded_vocab_size": model.dims.vocab_size})
-        load_weights(network, tensors_of(model))
-        return logits(network, tokens)
+        with phase(progress, f"building the model of {model.checkpoint.path}"):
+            network = build_model({**model.args, "padded_vocab_size": model.dims.vocab_size})
+            load_weights(network, tensors_of(model))
+        with phase(progress, f"computing the logits of {model.checkpoint.path}"):
+            return logits(network, tokens)
 
 
 def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:

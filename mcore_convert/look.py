@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from mcore_convert.elements import Progress
 from mcore_convert.errors import ConvertError, MappingError
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.hub import local_path
-from mcore_convert.identify import Opened, open_any
+from mcore_convert.identify import Opened, in_one_family, open_any
 from mcore_convert.inspection import Inspection, inspection_of, planned_ranks
 from mcore_convert.outliers import find_outliers
 from mcore_convert.page.pages import comparison_page, inspection_page
 from mcore_convert.page.render import check_place, write_page
+from mcore_convert.phases import phase
 from mcore_convert.spec.layout import Layout
 from mcore_convert.statistics import measure
 from mcore_convert.tensors import file_errors
@@ -30,6 +32,7 @@ def inspect(
     stats: bool | None = None,
     optimizer: bool = False,
     planned: Layout | None = None,
+    ignore_keys: Sequence[str] = (),
     html: PathLike | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
@@ -40,6 +43,7 @@ def inspect(
             a page has them where they can be had.
         optimizer: with the statistics of the optimizer's state.
         planned: a layout, to see what each of its ranks would hold.
+        ignore_keys: as for `convert`.
         html: also write one self-contained page there.
         progress: called with the bytes read so far and their total.
 
@@ -50,10 +54,11 @@ def inspect(
     """
     if html is not None:
         check_place(Path(html))
-    opened = open_any(Path(path))
-    found = inspection_of(opened)
-    if planned is not None:
-        found = replace(found, planned=planned_ranks(opened, planned))
+    with phase(progress, "opening"):
+        opened = open_any(Path(path), ignore_keys=ignore_keys)
+        found = inspection_of(opened)
+        if planned is not None:
+            found = replace(found, planned=planned_ranks(opened, planned))
     if stats or (stats is None and html is not None):
         try:
             contents, notes = _to_measure(opened, optimizer)
@@ -65,7 +70,8 @@ def inspect(
             notes = [f"no statistics: {error.message}"]
         found = replace(found, notes=(*found.notes, *notes))
     if html is not None:
-        write_page(Path(html), inspection_page(found, opened, planned))
+        with phase(progress, "writing the page"):
+            write_page(Path(html), inspection_page(found, opened, planned))
     return found
 
 
@@ -86,6 +92,7 @@ def diff(
     *,
     optimizer: bool = False,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     html: PathLike | None = None,
     progress: Progress | None = None,
@@ -95,7 +102,7 @@ def diff(
     Args:
         a, b: Hugging Face or Megatron directories, or Hub ids; b is what became of a.
         optimizer: with the states of the optimizer, where both have them.
-        hf_config, vocab_size: as for `convert`.
+        hf_config, ignore_keys, vocab_size: as for `convert`.
         html: also write one self-contained page there.
         progress: called with the bytes read so far and their total.
 
@@ -105,10 +112,18 @@ def diff(
     if html is not None:
         check_place(Path(html))
     config = None if hf_config is None else Path(hf_config)
-    first, second = (open_any(local_path(str(path)), hf_config=config, vocab_size=vocab_size) for path in (a, b))
+    paths = [local_path(str(path)) for path in (a, b)]
+    with phase(progress, "opening"):
+        first, second = (
+            open_any(path, hf_config=config, vocab_size=vocab_size, ignore_keys=ignore_keys) for path in paths
+        )
+    if first.model is not None and second.model is not None:
+        models = in_one_family(first.model, second.model)
+        first, second = replace(first, model=models[0]), replace(second, model=models[1])
     found = compare_contents(*_to_compare(first, second, optimizer), progress=progress)
     if html is not None:
-        write_page(Path(html), comparison_page(found))
+        with phase(progress, "writing the page"):
+            write_page(Path(html), comparison_page(found))
     return found
 
 

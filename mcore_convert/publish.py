@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from mcore_convert.elements import Progress
 from mcore_convert.errors import ConvertError, HubError, UnreadableCheckpoint
 from mcore_convert.exports import Options, Prepared, prepare, write
 from mcore_convert.formats import hf
+from mcore_convert.phases import phase
 from mcore_convert.plan import Plan
 from mcore_convert.tensors import file_errors
 from mcore_convert.tokenizer_files import Tokenizer
@@ -72,6 +73,7 @@ def export(
     dtype: str | None = None,
     family: str | None = None,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     given: Mapping[str, Any] | None = None,
     max_shard_size: int = hf.DEFAULT_SHARD_SIZE,
@@ -98,7 +100,7 @@ def export(
         tokenizer: a directory or a name on the Hub; that of the original model or of the run unless given.
         with_tokenizer: false exports the model without one.
         dtype: `float32`, `float16` or `bfloat16`, to which weights are rounded to nearest; as stored unless given.
-        family, hf_config, vocab_size, given, max_shard_size, allow_drift: as for `convert`.
+        family, hf_config, ignore_keys, vocab_size, given, max_shard_size, allow_drift: as for `convert`.
         metadata: fields of the model card (`license`, `datasets`), over those that are found.
         push_to_hub: a repository on the Hub that it goes to.
         private, branch, tag, commit_message: as for `push`.
@@ -116,6 +118,7 @@ def export(
         dtype=dtype,
         family=family,
         hf_config=None if hf_config is None else Path(hf_config),
+        ignore_keys=ignore_keys,
         vocab_size=vocab_size,
         given=given,
         max_shard_size=max_shard_size,
@@ -147,9 +150,9 @@ def hand_over(
     """What `export` does, with its arguments put together. `target` is a destination on the Hub that was checked."""
     if destination is None and target is not None:
         with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
-            prepared = _prepared(source, _in(folder, source), options, target)
+            prepared = _prepared(source, _in(folder, source), options, target, progress)
             return _run(prepared, target, overwrite=False, dry_run=dry_run, progress=progress, bars=bars, kept=False)
-    prepared = _prepared(source, destination, options, target)
+    prepared = _prepared(source, destination, options, target, progress)
     check_free(prepared.path, overwrite=overwrite or dry_run)
     return _run(prepared, target, overwrite=overwrite, dry_run=dry_run, progress=progress, bars=bars, kept=True)
 
@@ -159,11 +162,18 @@ def _in(folder: str, source: Path) -> Path:
     return Path(folder, source.absolute().name or "model")
 
 
-def _prepared(source: Path, destination: Path | None, options: Options, target: Destination | None) -> Prepared:
-    if target is None:
-        return prepare(source, destination, options)
-    revision = None if target.branch == MAIN else target.branch
-    return prepare(source, destination, options, repo=target.repo, revision=revision)
+def _prepared(
+    source: Path,
+    destination: Path | None,
+    options: Options,
+    target: Destination | None,
+    progress: Progress | None,
+) -> Prepared:
+    with phase(progress, "planning"):
+        if target is None:
+            return prepare(source, destination, options)
+        revision = None if target.branch == MAIN else target.branch
+        return prepare(source, destination, options, repo=target.repo, revision=revision)
 
 
 def _run(
@@ -184,7 +194,7 @@ def _run(
     sent = None
     if target is not None:
         try:
-            sent = upload(prepared.path, target, bars=bars)
+            sent = upload(prepared.path, target, progress=progress, bars=bars)
         except HubError as error:
             if kept:
                 hint = f"the export is in `{path}`: go on with `mcore-convert push {path} {target.repo}`"
@@ -206,6 +216,7 @@ def push(
     branch: str = MAIN,
     tag: str | None = None,
     commit_message: str | None = None,
+    ignore_keys: Sequence[str] = (),
     dry_run: bool = False,
     progress: Progress | None = None,
     bars: bool = False,
@@ -220,6 +231,7 @@ def push(
         branch: made where it lacks, of the repository's first commit.
         tag: a name for the commit.
         commit_message: its message.
+        ignore_keys: as for `export`.
         dry_run: say what would be sent, and send nothing.
         progress: as for `export`, where one is made.
         bars: let the Hub's client show its own progress on stderr.
@@ -231,14 +243,14 @@ def push(
     path, target = Path(source), Destination(repo, private, branch, tag, commit_message)
     if hf.detect(path):
         hf.open_hf(path)  # whole, as far as headers and the index tell
-        return upload(path, target, dry_run=dry_run, bars=bars)
+        return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
     if not path.exists():
         raise UnreadableCheckpoint(f"`{path}` does not exist")
     target = checked(target, writable=not dry_run)
     with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
-        prepared = _prepared(path, _in(folder, path), Options(), target)
+        prepared = _prepared(path, _in(folder, path), Options(ignore_keys=ignore_keys), target, progress)
         write(prepared, progress=progress)
-        return upload(prepared.path, target, dry_run=dry_run, bars=bars)
+        return upload(prepared.path, target, dry_run=dry_run, progress=progress, bars=bars)
 
 
 __all__ = ["Export", "export", "push"]

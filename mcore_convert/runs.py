@@ -70,10 +70,14 @@ class Run:
         return {number: found[number] for number in sorted(found) if latest is None or number <= latest}
 
     def loss_at(self, iteration: int) -> Mapping[str, float]:
-        """The last loss of a step (`train`) and of each evaluation up to an iteration; empty where none is known."""
+        """The last loss of a step (`train`) and of each evaluation up to an iteration; empty where none is known.
+
+        A step that was skipped changed nothing, and its loss is none of the training's.
+        """
         losses: dict[str, float] = {}
         for row in _rows(self.path / METRICS):
-            if row["iteration"] <= iteration and isinstance(row.get("loss"), int | float):
+            known = isinstance(row.get("loss"), int | float) and not row.get("skipped")
+            if row["iteration"] <= iteration and known:
                 losses[str(row.get("evaluation", "train"))] = float(row["loss"])
         return losses
 

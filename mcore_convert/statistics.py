@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mcore_convert.contents import Contents, Tensor
 from mcore_convert.elements import Bytes, Files, Meter, Progress, as_float, blocks_of
+from mcore_convert.phases import phase
 from mcore_convert.spans import Block, Part, Span, spans_of
 from mcore_convert.spec.names import Index
 from mcore_convert.spec.shard import Shape
@@ -132,7 +133,7 @@ def measure(contents: Contents, *, progress: Progress | None = None) -> tuple[We
         UnreadableCheckpoint: a file is shorter than its header says.
     """
     spans = (spans_of(tensor.slots) for tensor in contents.tensors)
-    with Files() as files:
+    with phase(progress, "measuring", contents.nbytes), Files() as files:
         meter = Meter(contents.nbytes, progress)
         tallies = added_up(spans, Tally, lambda part, scratch: _tally(part, files, scratch), meter)
         return tuple(_statistics(t, tally, files) for t, tally in zip(contents.tensors, tallies, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ def iter_hf_weights(
     dtype: str | torch.dtype | None = None,
     family: str | None = None,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     given: Mapping[str, Any] | None = None,
     allow_drift: bool = False,
@@ -53,7 +54,7 @@ def iter_hf_weights(
     Raises:
         ConvertError: it cannot be read, or is no model that transformers has.
     """
-    model = _identified(path, family, hf_config, vocab_size, given)
+    model = _identified(path, family, hf_config, ignore_keys, vocab_size, given)
     plan = _planned(model, dtype, allow_drift)
     with file_errors():
         prove(plan.checks)
@@ -67,6 +68,7 @@ def load_hf_model(
     dtype: str | torch.dtype | None = None,
     family: str | None = None,
     hf_config: PathLike | None = None,
+    ignore_keys: Sequence[str] = (),
     vocab_size: int | None = None,
     given: Mapping[str, Any] | None = None,
     allow_drift: bool = False,
@@ -83,7 +85,7 @@ def load_hf_model(
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
 
-    model = _identified(path, family, hf_config, vocab_size, given)
+    model = _identified(path, family, hf_config, ignore_keys, vocab_size, given)
     plan = _planned(model, dtype, allow_drift)
     content: dict[str, Any] = json.loads(plan.reservation.texts[plan.reservation.path / hf.CONFIG])
     weights = iter_hf_weights(
@@ -91,6 +93,7 @@ def load_hf_model(
         dtype=dtype,
         family=family,
         hf_config=hf_config,
+        ignore_keys=ignore_keys,
         vocab_size=vocab_size,
         given=given,
         allow_drift=allow_drift,
@@ -109,6 +112,7 @@ def _identified(
     path: PathLike,
     family: str | None,
     hf_config: PathLike | None,
+    ignore_keys: Sequence[str],
     vocab_size: int | None,
     given: Mapping[str, Any] | None,
 ) -> Model:
@@ -118,6 +122,7 @@ def _identified(
             local_path(str(path)),
             family=family,
             hf_config=config,
+            ignore_keys=ignore_keys,
             vocab_size=vocab_size,
             given=given,
         )

@@ -17,6 +17,7 @@ from mcore_convert.errors import ConvertError, HubError, MappingError, Unreadabl
 from mcore_convert.exports import Options
 from mcore_convert.formats import hf
 from mcore_convert.identify import open_checkpoint
+from mcore_convert.phases import phase
 from mcore_convert.publish import Export, PathLike, hand_over
 from mcore_convert.runs import Run, find_run, history_of
 from mcore_convert.tensors import file_errors
@@ -125,7 +126,8 @@ def export_all(
         left = [iteration for iteration, checkpoint in waiting.items() if iteration not in done and checkpoint.exists()]
         if not watch or (last is not None and max(done, default=-1) >= last and not left):
             return
-        time.sleep(interval)
+        with phase(progress, "waiting for iterations"):
+            time.sleep(interval)
 
 
 def _waiting(run: Run | None, done: dict[int, State], until: int | None) -> dict[int, Path]:
@@ -171,6 +173,8 @@ def _export_one(sweep: _Sweep, iteration: int, checkpoint: Path, final: Path | N
         message = f"Export of iteration {iteration}"
         target = replace(target, branch=checkpoint.name, message=message)
         if is_there and final is not None:
-            return Swept(iteration, "exported", final, upload=upload(final, target, bars=sweep.bars))
+            return Swept(
+                iteration, "exported", final, upload=upload(final, target, progress=sweep.progress, bars=sweep.bars)
+            )
     made = hand_over(checkpoint, final, sweep.options, target, progress=sweep.progress, bars=sweep.bars)
     return Swept(iteration, "exported", final, export=made, upload=made.upload)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.hf import TOKENIZER_FILES, carried_files, json_bytes, read_json
+from mcore_convert.formats.hf import CONFIG, TOKENIZER_FILES, carried_files, json_bytes, read_json
 from mcore_convert.tensors import open_error
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
 # What the classes of transformers take where no file names a special token.
 CLASS_DEFAULTS = {
-    "GPT2Tokenizer": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>"},
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }
+# The files of which one holds all tokens, in transformers' order of preference.
+VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model", "*.tiktoken", "vocab.txt")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The files of a tokenizer, by the names that they have in a model's directory, and where it was found.
+    """The files of a tokenizer, by the names that they have in a model's directory, and where they were found.
 
     `size` is one more than the largest token id: as many rows an embedding must have. `special` are the ids of
     `bos_token_id`, `eos_token_id` and `pad_token_id`, as far as they are known. `texts` are files yet to be written.
@@ -37,35 +40,16 @@ class Tokenizer:
     texts: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder; None where there is none.
+def read_tokenizer(place: Path) -> Tokenizer | None:
+    """The tokenizer in a folder, or that of one of its files; None where there is none.
 
     Raises:
         UnreadableCheckpoint: its files are damaged.
     """
-    files = tuple(carried_files(folder, TOKENIZER_FILES)) if folder.is_dir() else ()
-    try:
-        return _read(folder, files)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UnreadableCheckpoint(f"the tokenizer in `{folder}` cannot be read: {error!r}") from error
-    except OSError as error:
-        raise open_error(Path(error.filename or folder), error) from error
-
-
-def _read(folder: Path, files: tuple[str, ...]) -> Tokenizer | None:
-    ids = _vocabulary(folder, files)
-    if ids is None:
-        return None
-    config = read_json(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
-    ids |= _added(folder, files, config)
-    named = _named(folder, files, config)
-    for token in (*named.values(), *_extra(config)):
-        if token not in ids:  # transformers adds it behind all others
-            ids[token] = max(ids.values(), default=-1) + 1
-    special = {f"{key}_id": ids[token] for key, token in named.items()}
-    has_chat_template = bool(config.get("chat_template")) or any(name in files for name in CHAT_TEMPLATES)
-    paths = {name: folder / name for name in files}
-    return Tokenizer(str(folder), paths, max(ids.values(), default=-1) + 1, special, has_chat_template)
+    folder = folder_of(place)
+    if folder.is_dir():
+        return _read(place, {name: folder / name for name in carried_files(folder, TOKENIZER_FILES)})
+    return _read(place, {"tokenizer.model": place} if place.is_file() else {})
 
 
 def read_gpt2_bpe(vocabulary: Path, merges: Path) -> Tokenizer | None:
@@ -76,31 +60,95 @@ def read_gpt2_bpe(vocabulary: Path, merges: Path) -> Tokenizer | None:
     """
     if not vocabulary.is_file() or not merges.is_file():
         return None
-    ids = read_json(vocabulary)
-    if not ids or not all(isinstance(number, int) for number in ids.values()):
-        raise UnreadableCheckpoint(f"`{vocabulary}` is no vocabulary of a tokenizer")
-    special = {f"{key}_id": ids[token] for key, token in CLASS_DEFAULTS["GPT2Tokenizer"].items() if token in ids}
-    files = {"vocab.json": vocabulary, "merges.txt": merges}
-    texts = {"tokenizer_config.json": json_bytes({"tokenizer_class": "GPT2Tokenizer"})}
-    return Tokenizer(str(vocabulary), files, max(ids.values()) + 1, special, False, texts)
+    return _read(vocabulary, {"vocab.json": vocabulary, "merges.txt": merges})
 
 
-def _vocabulary(folder: Path, files: tuple[str, ...]) -> dict[str, int] | None:
+def folder_of(place: Path) -> Path:
+    """The folder of a tokenizer that a user names by itself or by one of its files."""
+    is_part = any(fnmatch(place.name, pattern) for pattern in TOKENIZER_FILES)
+    return place.parent if is_part and place.is_file() else place
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file that may be a tokenizer; what is in it is not read."""
+    return any(any(folder.glob(pattern)) for pattern in (*VOCABULARIES, "tokenizer_config.json"))
+
+
+def is_bare_bpe(folder: Path) -> bool:
+    """Whether a folder has the two files of GPT-2's tokenizer, and none that says of which class it is."""
+    return _class_of({name: folder / name for name in carried_files(folder, TOKENIZER_FILES)}) == "GPT2Tokenizer"
+
+
+def _read(place: Path, files: Mapping[str, Path]) -> Tokenizer | None:
+    """The tokenizer of these files, each under the name that it has in a model's folder."""
+    try:
+        return _tokenizer(place, files)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UnreadableCheckpoint(f"the tokenizer in `{place}` cannot be read: {error!r}") from error
+    except OSError as error:
+        raise open_error(Path(error.filename or place), error) from error
+
+
+def _tokenizer(place: Path, files: Mapping[str, Path]) -> Tokenizer | None:
+    ids = _vocabulary(files)
+    if ids is None:
+        return None
+    config, texts = _json(files, "tokenizer_config.json"), {}
+    kind = _class_of(files)
+    if kind is not None:
+        config = {"tokenizer_class": kind}
+        # a token that the vocabulary lacks would be added to it
+        config |= {key: token if token in ids else None for key, token in CLASS_DEFAULTS[kind].items()}
+        texts = {"tokenizer_config.json": json_bytes(config)}
+    ids |= _added(files, config)
+    named = _named(files, config)
+    for token in (*named.values(), *_extra(config)):
+        if token not in ids:  # transformers adds it behind all others
+            ids[token] = max(ids.values(), default=-1) + 1
+    special = {f"{key}_id": ids[token] for key, token in named.items()}
+    has_chat_template = bool(config.get("chat_template")) or any(name in files for name in CHAT_TEMPLATES)
+    return Tokenizer(str(place), files, max(ids.values(), default=-1) + 1, special, has_chat_template, texts)
+
+
+def _class_of(files: Mapping[str, Path]) -> str | None:
+    """The class of transformers for files that do not say it; None where they do, or where none is known.
+
+    The configuration of a model beside them says it, too.
+    """
+    beside = {file.parent / CONFIG for file in files.values()}
+    if "tokenizer_config.json" in files or "tokenizer.json" in files or any(file.is_file() for file in beside):
+        return None
+    if "vocab.json" in files and "merges.txt" in files:
+        return "GPT2Tokenizer"
+    return "LlamaTokenizer" if "tokenizer.model" in files and _is_sentencepiece(files["tokenizer.model"]) else None
+
+
+def _is_sentencepiece(file: Path) -> bool:
+    """Whether a file is a SentencePiece model: a message whose first field is a piece. tiktoken's files are text."""
+    with file.open("rb") as opened:
+        return opened.read(1) == b"\n"
+
+
+def _json(files: Mapping[str, Path], name: str) -> dict[str, Any]:
+    return read_json(files[name]) if name in files else {}
+
+
+def _vocabulary(files: Mapping[str, Path]) -> dict[str, int] | None:
     """The ids of all tokens, from the first of the files that holds them, in transformers' order of preference."""
-    if "tokenizer.json" in files:
-        content = read_json(folder / "tokenizer.json")
+    name = next((name for pattern in VOCABULARIES for name in files if fnmatch(name, pattern)), None)
+    if name is None:
+        return None
+    file = files[name]
+    if name == "tokenizer.json":
+        content = read_json(file)
         vocab = content["model"]["vocab"]
         ids = dict(vocab) if isinstance(vocab, dict) else {piece[0]: number for number, piece in enumerate(vocab)}
         return ids | {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-    if "vocab.json" in files:
-        return {token: int(number) for token, number in read_json(folder / "vocab.json").items()}
-    binary = next((name for name in files if name == "tokenizer.model" or name.endswith(".tiktoken")), None)
-    if binary is not None:
-        raw = (folder / binary).read_bytes()
-        return dict(_pieces(raw) if raw[:1] == b"\n" else _ranks(raw))
-    if "vocab.txt" in files:
-        return {token: number for number, token in enumerate((folder / "vocab.txt").read_text().splitlines())}
-    return None
+    if name == "vocab.json":
+        return {token: int(number) for token, number in read_json(file).items()}
+    if name == "vocab.txt":
+        return {token: number for number, token in enumerate(file.read_text().splitlines())}
+    return dict(_pieces(file.read_bytes()) if _is_sentencepiece(file) else _ranks(file.read_bytes()))
 
 
 def _pieces(content: bytes) -> Iterator[tuple[str, int]]:
@@ -147,12 +195,11 @@ def _ranks(content: bytes) -> Iterator[tuple[str, int]]:
         yield base64.b64decode(token).decode(errors="backslashreplace"), int(rank)
 
 
-def _added(folder: Path, files: tuple[str, ...], config: Mapping[str, Any]) -> dict[str, int]:
+def _added(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, int]:
     """The tokens that are added to a vocabulary, with their ids."""
-    stored = read_json(folder / "added_tokens.json") if "added_tokens.json" in files else {}
     decoder = config.get("added_tokens_decoder") or {}
     return {
-        **{token: int(number) for token, number in stored.items()},
+        **{token: int(number) for token, number in _json(files, "added_tokens.json").items()},
         **{_text(token): int(number) for number, token in decoder.items()},
     }
 
@@ -163,11 +210,10 @@ def _extra(config: Mapping[str, Any]) -> list[str]:
     return [_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
 
 
-def _named(folder: Path, files: tuple[str, ...], config: Mapping[str, Any]) -> dict[str, str]:
+def _named(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens by what they are for."""
     kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
-    stored = read_json(folder / "special_tokens_map.json") if "special_tokens_map.json" in files else {}
-    found = {**CLASS_DEFAULTS.get(kind, {}), **stored, **config}
+    found = {**CLASS_DEFAULTS.get(kind, {}), **_json(files, "special_tokens_map.json"), **config}
     return {key: _text(found[key]) for key in SPECIAL if found.get(key)}
 
 

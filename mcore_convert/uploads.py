@@ -17,9 +17,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_convert.elements import Progress
 from mcore_convert.errors import HubError, UnreadableCheckpoint
 from mcore_convert.formats.hf import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
 from mcore_convert.hub_errors import LOGIN, hub_errors, is_passing
+from mcore_convert.phases import phase
 from mcore_convert.version import VERSION
 
 if TYPE_CHECKING:
@@ -70,37 +72,49 @@ class Upload:
         return {**vars(self), "sent": dict(self.sent), "kept": dict(self.kept), "removed": list(self.removed)}
 
 
-def upload(folder: Path, destination: Destination, *, dry_run: bool = False, bars: bool = False) -> Upload:
+def upload(
+    folder: Path,
+    destination: Destination,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    bars: bool = False,
+) -> Upload:
     """Send a directory to the Hub. What is there already is not sent again, and nothing is changed where all is there.
 
     Args:
         dry_run: look at the Hub, and say what would be done.
-        bars: let the client show its bars of progress.
+        progress: told what is being done.
+        bars: let the client show its bars of progress, in place of that, while it sends.
 
     Raises:
         HubError: the Hub refuses, or cannot be reached.
     """
-    destination = checked(destination, writable=not dry_run)
+    with phase(progress, "asking the Hub"):
+        destination = checked(destination, writable=not dry_run)
     repo = destination.repo
     with hub_errors(f"`{repo}` cannot be written"), _bars(bars):
         api = _api()
-        there = _refs(api, repo)
-        if there is None and not dry_run:
-            api.create_repo(repo, private=destination.private or None, exist_ok=True)
-        head = (there or {}).get(("branch", destination.branch))
-        tagged = (there or {}).get(("tag", destination.tag or ""))
-        _check_tag(repo, destination.tag, tagged, moves=tagged != head)
-        if there is not None and destination.private:
-            _check_private(api, repo)
-        if head is None and not dry_run:
-            head = _make_branch(api, repo, destination.branch)
-        upload = _compared(api, folder, destination, repo, head, created=there is None)
+        with phase(progress, "asking the Hub"):
+            there = _refs(api, repo)
+            if there is None and not dry_run:
+                api.create_repo(repo, private=destination.private or None, exist_ok=True)
+            head = (there or {}).get(("branch", destination.branch))
+            tagged = (there or {}).get(("tag", destination.tag or ""))
+            _check_tag(repo, destination.tag, tagged, moves=tagged != head)
+            if there is not None and destination.private:
+                _check_private(api, repo)
+            if head is None and not dry_run:
+                head = _make_branch(api, repo, destination.branch)
+        with phase(progress, "hashing"):
+            upload = _compared(api, folder, destination, repo, head, created=there is None)
         _check_tag(repo, destination.tag, tagged, moves=bool(upload.sent or upload.removed))
         if dry_run:
             return upload
         for wait in (*WAITS, None):
             try:
-                return _commit(api, folder, destination, upload, head)
+                with phase(None if bars else progress, "sending", sum(upload.sent.values())):
+                    return _commit(api, folder, destination, upload, head)
             except Exception as error:
                 if wait is None or not is_passing(error):
                     raise

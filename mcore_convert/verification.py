@@ -15,6 +15,7 @@ from mcore_convert.execute import prove
 from mcore_convert.formats.hf import HfCheckpoint
 from mcore_convert.formats.torch_dist import TorchDistCheckpoint, check_whole
 from mcore_convert.identify import Model
+from mcore_convert.phases import phase
 from mcore_convert.plan import Sources, find_weights
 from mcore_convert.spec import gpt
 from mcore_convert.spec.family import Family, Item
@@ -88,10 +89,11 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         items = [f"{name}: {mine[name]} and {theirs[name]}" for name in mine if mine[name] != theirs[name]]
         raise VerificationError("the models have different sizes", items=items)
     family, states, notes = _common_ground(a, b)
-    found_a, found_b = _found(a, family, states), _found(b, family, states)
+    with phase(progress, "checking"):
+        found_a, found_b = _found(a, family, states), _found(b, family, states)
     nbytes = sum(slot.view.nbytes for slots in found_a.slots.values() for slot in slots)
     meter = Meter(nbytes, progress)
-    with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
+    with phase(progress, "comparing", nbytes), Files() as files, ThreadPoolExecutor(WORKERS) as pool:
         jobs = []
         for key, slots in found_a.slots.items():
             jobs.append(pool.submit(_compare, key, slots, found_b.slots[key], files, meter))

@@ -1,3 +1,3 @@
-"""The version, where every module may read it."""
+"""The version: the one place, from which packaging, checkpoints and cards take it."""
 
 VERSION = "0.1.0"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from mcore_convert.cli import main
+from mcore_convert.cli.failures import BUG
 
 GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[[str], str]
@@ -26,11 +27,12 @@ class Ended(NamedTuple):
 
 
 def run(*argv: str | Path) -> Ended:
-    """Run one command in this process. Whatever is no exit, and so would be a stack trace, is raised."""
+    """Run one command in this process. What nobody expected, and so would be a bug, is no way to end."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
         main([str(word) for word in argv])
     assert isinstance(end.value.code, int)
+    assert end.value.code != BUG, err.getvalue()
     return Ended(end.value.code, out.getvalue(), err.getvalue())
 
 

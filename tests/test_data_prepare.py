@@ -20,6 +20,7 @@ import pytest
 
 from fixtures.tokenizer import END, make_tokenizer, stories
 from mcore_convert.errors import ConvertError, DataError, UnwritableTarget
+from mcore_convert.marker import new_id, unfinished_ones
 from mcore_convert.megatron.cpu import import_megatron
 from tests.refusals import run, tree
 from train_entry.data import encode, sources
@@ -103,7 +104,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path, vocab_size: int, mon
     """Written in blocks smaller than the index, as that of many documents is."""
     monkeypatch.setattr("train_entry.data.bin_idx.BLOCK", 3)
     documents = [[1, 2, vocab_size - 1], [4], [5, 6], [7] * 9, [8, 8], [0], [3]]
-    writer = PairWriter(str(tmp_path / "ours"), dtype_for(vocab_size))
+    writer = PairWriter(str(tmp_path / "ours"), dtype_for(vocab_size), new_id())
     for some in (documents[:2], documents[2:]):
         ids = np.array([each for document in some for each in document], dtype_for(vocab_size))
         writer.add(ids, np.array([len(document) for document in some], np.int32))
@@ -404,9 +405,9 @@ def long_run(
             start_new_session=True,  # a process group of its own, as on a terminal
         )
         started.append(command)
-        partial = tmp_path / "out_text_document.bin.partial"
+        written = tmp_path / "out_text_document.bin"
         deadline = time.monotonic() + 60
-        while not (partial.exists() and partial.stat().st_size):
+        while not any(partial.stat().st_size for partial in unfinished_ones(written)):
             assert time.monotonic() < deadline
             assert command.poll() is None
             time.sleep(0.02)

@@ -23,6 +23,8 @@ LONGEST = 320  # lines of a file: one responsibility
 # those of `mcore_convert`.
 LAYERS = """
 amounts  errors  folding  scale  version
+marker
+disk
 spec.layers  spec.names  spec.neutral  spec.shard
 spec.arguments
 spec.config  spec.dims  spec.bridge  spec.command_line
@@ -40,7 +42,7 @@ spec.gpt
 tensors
 ranks
 elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
-spans
+phases  spans
 values
 formats.module_buffers  formats.old_names  formats.pickle_writer
 formats.old_classes  formats.torch_file
@@ -76,13 +78,14 @@ api  exports  streams  uploads
 publish
 sweep
 mcore_convert
-train_entry.config  train_entry.config.schema
+train_entry.config  train_entry.config.schema  train_entry.extra
 train_entry.config.nearest
 train_entry.config.files  train_entry.config.inputs  train_entry.config.layouts  train_entry.config.problems
 train_entry.config.estimate  train_entry.config.overrides  train_entry.config.refusals
 train_entry.config.compose
 train_entry.flows.base
-train_entry.flows.fine_tuning  train_entry.flows.pretraining
+train_entry.flows.fine_tuning  train_entry.flows.pretraining  train_entry.flows.sequence
+train_entry.flows.proof
 train_entry.flows
 train_entry.data  train_entry.data.bin_idx  train_entry.data.chunks  train_entry.data.ranks  train_entry.data.sidecar
 train_entry.data.microbatches  train_entry.data.mock  train_entry.data.splits  train_entry.data.tokenizer
@@ -108,7 +111,7 @@ train_entry.checkpoints.optimizer_state  train_entry.checkpoints.random_state
 train_entry.checkpoints.contents
 train_entry.checkpoints.source
 train_entry.arguments  train_entry.initial_weights  train_entry.initialize  train_entry.model_provider
-train_entry.signals
+train_entry.checked  train_entry.signals
 train_entry.optimizer.build
 train_entry.checkpoints.export  train_entry.checkpoints.ranks
 train_entry.checkpoints.writer
@@ -121,8 +124,10 @@ train_entry.trainer
 train_entry.pretrain
 train_entry.__main__
 train_entry
-cli.interruption  cli.options  cli.text
-cli.values
+cli.completion  cli.interruption  cli.text
+cli.failures  cli.logs  cli.values
+cli.options
+cli.command
 cli.convert  cli.data  cli.diff  cli.families  cli.inspect  cli.push  cli.verify
 cli.export  cli.reshard  cli.train
 cli

@@ -226,7 +226,7 @@ def test_diff_shows_what_changed(capsys: pytest.CaptureFixture[str], hf_checkpoi
     a, b = (hf_checkpoint("llama-gqa", fill="normal", seed=seed) for seed in (0, 1))
     page = tmp_path / "page.html"
     code, out, err = run(capsys, "diff", a, b, "--top", "3", "--html", page)
-    assert (code, err) == (0, f"page written to {page}\n")  # a report: they differ, and that is no failure
+    assert (code, err) == (1, f"page written to {page}\n")
     assert "weights   27 of 27 changed" in out
     assert out.count("\nmost changed ") == 1
     assert len(out.splitlines()[-3:]) == 3
@@ -234,9 +234,10 @@ def test_diff_shows_what_changed(capsys: pytest.CaptureFixture[str], hf_checkpoi
     assert code == 0
     assert "weights  0 of 27 changed" in out
     code, out, _ = run(capsys, "diff", a, b, "--json")
+    assert (code, json.loads(out)["equal"]) == (1, False)
     assert len(json.loads(out)["changes"]) == 27
     code, out, err = run(capsys, "diff", a, hf_checkpoint("gpt2"))
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "cannot be compared" in err
 
 

@@ -334,15 +334,15 @@ def test_a_line_every_few_steps_and_all_steps_in_the_file(tmp_path: Path) -> Non
             report.step(step_of(iteration))
         assert [row["iteration"] for row in read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 21))
     lines = words.getvalue().splitlines()
-    # the mean of steps 2 to 10; 16384 tokens/s of 798 MFLOP each on four devices of 10 TFLOP/s
+    # the loss is that of the step; 16384 tokens/s of 798 MFLOP each on four devices of 10 TFLOP/s
     assert [re.findall(r"loss \S+", line) for line in lines] == [
         ["loss 1.0000"],
-        ["loss 6.0000"],
-        ["loss 15.5000"],
-        ["loss 23.0000"],
+        ["loss 10.0000"],
+        ["loss 20.0000"],
+        ["loss 25.0000"],
     ]
     assert lines[1].startswith(
-        "step 10/30  loss 6.0000   lr 3.00e-04  grad 1.50    16.4k tok/s  3.27 TFLOP/s  MFU 32.7%  "
+        "step 10/30  loss 10.0000  lr 3.00e-04  grad 1.50    16.4k tok/s  3.27 TFLOP/s  MFU 32.7%  "
     )
     assert "ETA" not in lines[0]
     assert "ETA" in lines[1]
@@ -462,7 +462,7 @@ def test_what_is_wrong_is_said_at_once_and_then_once_a_line(tmp_path: Path) -> N
     assert losses == [1.0] * 3 + [None] * 9
 
 
-def test_skipped_steps_are_said_and_left_out_of_the_mean(tmp_path: Path) -> None:
+def test_skipped_steps_are_said_and_their_loss_is_not_shown(tmp_path: Path) -> None:
     words = io.StringIO()
     with Report(config_of(tmp_path), GPT2, stream=words) as report:
         for iteration in range(1, 11):

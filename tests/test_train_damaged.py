@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fixtures.megatron import random_weights
 from mcore_convert import ConvertError
 from mcore_convert.errors import UnwritableTarget
+from mcore_convert.marker import REMOVED, finished_name, new_id, unfinished
 from mcore_convert.spec.layout import Layout
 from tests.ranks import run_ranks
 from tests.saved_runs import SMALL, Outcome, config_of, train, trained
@@ -111,10 +112,16 @@ def test_the_tracker_says_which_is_the_newest(said: str, name: str, copy: Path) 
 
 
 def test_the_last_ones_are_kept(copy: Path) -> None:
-    (copy / "checkpoints/iter_0000009.partial").mkdir()
-    (copy / "checkpoints/iter_0000001").rename(copy / "checkpoints/iter_0000001.removed")
+    unfinished(copy / "checkpoints/iter_0000009", new_id()).mkdir()
+    (copy / "checkpoints/iter_0000001").rename(unfinished(copy / "checkpoints/iter_0000001", new_id(), REMOVED))
+    theirs = [copy / "checkpoints" / name for name in ("iter_0000006.partial", "iter_0000001.removed", "mine.partial")]
+    for each in theirs:
+        each.mkdir()
+        (each / "mine.txt").write_text("mine")
     run(config_of(copy, keep_last=2), until=6, save_at=[4, 6])
-    assert iterations(copy) == ["iter_0000004", "iter_0000006"]
+    assert all((each / "mine.txt").read_text() == "mine" for each in theirs)
+    assert [name for name in iterations(copy) if "." not in name] == ["iter_0000004", "iter_0000006"]
+    assert not [path for path in (copy / "checkpoints").iterdir() if finished_name(path) is not None]
 
 
 def test_nothing_is_saved_twice_or_without_being_asked(copy: Path) -> None:

@@ -20,17 +20,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from fixtures.megatron import random_weights
+from mcore_convert.marker import PARTIAL, REMOVED, new_id, unfinished
 from mcore_convert.spec.layout import Layout
 from tests.ranks import run_ranks
 from tests.saved_runs import SEVERAL_BUCKETS, SMALL, config_of, train, trained
-from train_entry.checkpoints.folder import PARTIAL, REMOVED, clean, complete, newest
+from train_entry.checkpoints.folder import clean, complete, newest
 from train_entry.config.schema import Config
 
 KILLS, KEEP = 20, 2
 STEPS = 50  # more than so many kills let happen
 ARGS = {**SMALL, **SEVERAL_BUCKETS}
 LAYOUT, RANKS = Layout(), 2  # two data-parallel ranks
-CHANGES = ("open", "write", "close", "rename", "mkdir", "unlink", "rmdir")  # functions that change a file system
+CHANGES = ("open", "pwrite", "close", "rename", "mkdir", "unlink", "rmdir")  # functions that change a file system
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -185,7 +186,7 @@ def test_killed_at_each_change_while_a_checkpoint_gets_its_name(iteration: int, 
     config = config_of(source, distributed=True)
     start = {"weights": random_weights(SMALL)}
     trained(ARGS, LAYOUT, config, ranks=RANKS, until=3, save_at=[1, 2, 3], **start)
-    written = source / "checkpoints" / f"iter_{iteration:07d}{PARTIAL}"
+    written = unfinished(source / "checkpoints" / f"iter_{iteration:07d}", new_id())
     shutil.copytree(source / "checkpoints/iter_0000003", written)
     (written / "common.pt").unlink()
     files = {"common.pt": (source / "checkpoints/iter_0000003/common.pt").read_bytes()}

@@ -118,7 +118,7 @@ def test_layouts_that_train_are_not_refused(model: str, parallel: str) -> None:
         (["parallel.pp=2", "parallel.vpp=4"], "4 layers do not fit pp = 2, vpp = 4"),
         (["training.recompute=full", "training.recompute_num_layers=3"], "does not divide the 4 layers of a stage"),
         (["model.num_layers=null"], "the model is not described: `model.num_layers`; choose one"),
-        (["model.vocab_size=null"], "the model is not described: `model.vocab_size` (or `data.tokenizer`)"),
+        (["model.default_vocab_size=null"], "the model is not described: `model.vocab_size` (or `data.tokenizer`)"),
         (["parallel.ep=2"], "`parallel.ep` = 2 splits experts, and the model has none"),
         # schedule
         (["optimizer.min_lr=1"], "`optimizer.min_lr` = 1 is above `optimizer.lr` = 0.001"),

@@ -36,7 +36,7 @@ def origin_of(config: Config) -> Model | None:
         ConvertError: it cannot be read.
     """
     source = source_of(config)
-    return None if source is None else identify(source.path)
+    return None if source is None else identify(source.path, ignore_keys=config.checkpoint.ignore_keys)
 
 
 def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int | None = None) -> dict[str, Any]:
@@ -44,12 +44,14 @@ def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int 
 
     Args:
         origin: what `origin_of` found.
-        vocab_size: the tokenizer's, for a new model that does not say its own.
+        vocab_size: the tokenizer's, for a new model that does not say its own; `model.default_vocab_size` without one.
 
     Raises:
         ConfigError: the configuration contradicts the checkpoint, or neither describes a model.
     """
     given = {name: value for name, value in config.model.model_dump().items() if value is not None}
+    vocab_size = vocab_size or given.pop("default_vocab_size", None)
+    given.pop("default_vocab_size", None)
     architecture = {RENAMED.get(name, name): value for name, value in given.items()}
     if "num_query_groups" in architecture:
         architecture["group_query_attention"] = True

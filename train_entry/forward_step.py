@@ -15,13 +15,18 @@ from train_entry.flows.base import Batch, Flow
 Told = dict[str, Tensor]
 
 
-def forward_step(flow: Flow, microbatches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def forward_step(
+    flow: Flow, prove: Callable[[Tensor, Batch], None] | None, microbatches: Iterator[Batch], model: Any
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """The output of this stage, and what makes the loss of it on the last one.
 
     The microbatch is brought to the device, and cut to this rank's part of the sequence under context parallelism.
+
+    Args:
+        prove: called with the output of the last stage and the batch, before the loss is computed.
     """
     batch = on_this_rank(next(microbatches))
-    return flow.forward(model, batch), partial(_loss, flow, batch)
+    return flow.forward(model, batch), partial(_loss, flow, prove, batch)
 
 
 def on_this_rank(batch: Batch) -> Batch:
@@ -35,8 +40,12 @@ def on_this_rank(batch: Batch) -> Batch:
     return cut
 
 
-def _loss(flow: Flow, batch: Batch, output: Tensor) -> tuple[Tensor, Tensor, Told]:
-    """The sum of token losses, to go backward from; their number, which Megatron divides the gradients by; and both."""
+def _loss(
+    flow: Flow, prove: Callable[[Tensor, Batch], None] | None, batch: Batch, output: Tensor
+) -> tuple[Tensor, Tensor, Told]:
+    """The sum of losses, to go backward from; their number, which Megatron divides the gradients by; and both."""
+    if prove is not None:
+        prove(output, batch)
     loss = flow.loss(output, batch)
     count = loss.count.to(torch.int)
     told = {"total": loss.total.detach().float(), "count": count.float(), **loss.metrics}

@@ -12,7 +12,7 @@ from itertools import islice
 from train_entry.config.compose import as_yaml
 from train_entry.config.schema import Config
 from train_entry.data.microbatches import Samples, microbatches
-from train_entry.flows.base import Batch
+from train_entry.flows.base import Batch, rows_per_sample
 from train_entry.initialize import together
 from train_entry.report.profile import profiled
 from train_entry.signals import StopRequest
@@ -31,7 +31,13 @@ def pretrain(config: Config) -> None:
         trainer.setup_model_and_optimizer()
         trainer.report.say(as_yaml(config).strip())
         with together():
-            data = train_valid_test_datasets_provider(config, trainer.args, trainer.tokenizer, samples_of(config))
+            data = train_valid_test_datasets_provider(
+                config,
+                trainer.args,
+                trainer.tokenizer,
+                samples_of(config),
+                rows_per_sample=rows_per_sample(trainer.flow),
+            )
         for remark in (beginning_of(trainer), *trainer.remarks, *data.notes):
             trainer.report.say(remark)
         state, training = trainer.state, config.training
@@ -71,6 +77,9 @@ def beginning_of(trainer: Trainer) -> str:
     path, iteration = trainer.restored.path, trainer.restored.iteration
     if path is None:
         return f"starts with new weights, from seed {trainer.config.training.seed}"
+    if trainer.restored.training and iteration >= trainer.config.training.steps:
+        steps = trainer.config.training.steps
+        return f"finished already: {path} is of step {iteration} of {steps}; training.steps={2 * iteration} would go on"
     return f"goes on from step {iteration}, from {path}" if trainer.restored.training else f"starts from {path}"
 
 
@@ -90,7 +99,12 @@ def evaluate(trainer: Trainer, name: str, dataset: Samples | None) -> None:
 def batches_of(trainer: Trainer, dataset: Samples, consumed_samples: int) -> Iterator[list[Batch]]:
     """This data-parallel rank's microbatches, step by step, without end."""
     each = microbatches(
-        dataset, trainer.config, consumed_samples=consumed_samples, dp_rank=trainer.dp_rank, dp_size=trainer.dp_size
+        dataset,
+        trainer.config,
+        consumed_samples=consumed_samples,
+        dp_rank=trainer.dp_rank,
+        dp_size=trainer.dp_size,
+        rows_per_sample=rows_per_sample(trainer.flow),
     )
     while True:
         yield list(islice(each, trainer.num_microbatches))

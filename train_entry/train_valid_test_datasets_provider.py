@@ -25,7 +25,12 @@ class Datasets:
 
 
 def train_valid_test_datasets_provider(
-    config: Config, args: Mapping[str, Any], tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]
+    config: Config,
+    args: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    num_samples: tuple[int, int, int],
+    *,
+    rows_per_sample: int = 1,
 ) -> Datasets:
     """Open the data of a run, on each rank. What can be computed once and kept, rank 0 computes before the others.
 
@@ -33,6 +38,7 @@ def train_valid_test_datasets_provider(
         args: the run's arguments under Megatron-LM's names; of them, the model's vocabulary.
         tokenizer: that of the run. `sft` needs one; mock and indexed data do without.
         num_samples: how many samples to train, validate and test with, at least.
+        rows_per_sample: examples of `sft` that stay together, as they stand in their file.
 
     Raises:
         DataError: data are missing, damaged, too few, or not for this model or tokenizer; on every rank.
@@ -47,6 +53,6 @@ def train_valid_test_datasets_provider(
     elif config.data.kind == "indexed":
         found, notes = indexed_datasets(config, vocab_size, tokenizer, num_samples)
     else:
-        found, notes = sft_datasets(config, tokenizer, num_samples)
+        found, notes = sft_datasets(config, tokenizer, num_samples, rows_per_sample)
     train, valid, test = found
     return Datasets(train, valid, test, notes)

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from mcore_convert.errors import ConvertError
 from mcore_convert.megatron.parallel import model_parallel
-from train_entry.arguments import megatron_arguments, origin_of
+from train_entry.checked import checked
 from train_entry.checkpoints import Checkpoints, Restored
 from train_entry.config.compose import as_yaml
-from train_entry.config.refusals import check, check_model
 from train_entry.config.schema import Config
-from train_entry.data.tokenizer import Tokenizer, tokenizer_of
-from train_entry.flows import flow_of
-from train_entry.flows.base import Batch
+from train_entry.data.microbatches import deal
+from train_entry.data.tokenizer import Tokenizer
+from train_entry.flows import rows_per_sample
+from train_entry.flows.base import Batch, Flow
 from train_entry.initial_weights import draw_weights
 from train_entry.initialize import process_group, together
 from train_entry.model.choices import select
@@ -73,6 +73,7 @@ class Trainer:
     ep_group: dist.ProcessGroup
     args: dict[str, Any]
     tokenizer: Tokenizer | None
+    flow: Flow
     state: TrainState
     report: Report
     phases: Phases
@@ -109,12 +110,9 @@ class Trainer:
         self.device = self._scope.enter_context(process_group(parallel.timeout_minutes))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         with together():
-            check(config, self.world_size, self.device.type)
-            origin = origin_of(config)
-            self.tokenizer = tokenizer_of(config, origin)
-            vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
-            self.args = megatron_arguments(config, origin, vocab_size=vocab_size)
-            check_model(config, self.args)
+            run = checked(config, self.world_size, self.device.type)
+        self.args, self.tokenizer, self.flow = run.args, run.tokenizer, run.flow
+        self.remarks = (run.vocabulary,)
         self._scope.enter_context(quiet())
         self._scope.enter_context(deterministic(config.training.deterministic))
         self._scope.enter_context(
@@ -148,9 +146,7 @@ class Trainer:
         chunks = wrap(self.config, stages)
         computation.finish(chunks)
         optimizer = build_optimizer(self.config, chunks)
-        with together():
-            flow = flow_of(self.config)
-        self.schedule = Schedule(self.config, flow, chunks, self.device)
+        self.schedule = Schedule(self.config, self.flow, chunks, self.device)
         self.state = TrainState(self.args, chunks, optimizer, build_scheduler(self.config, optimizer))
         self.checkpoints = Checkpoints(self.config)
         self.restored = self.checkpoints.restore(self.state)
@@ -168,7 +164,7 @@ class Trainer:
                 (self.config.run_dir / "config.yaml").write_text(as_yaml(self.config))
         self.report = self._scope.enter_context(report)
         self.phases = self.report.phases
-        self.remarks = (*computation.remarks, *self.restored.notes)
+        self.remarks += (*computation.remarks, *self.restored.notes)
         self._since = time.perf_counter()
 
     @property
@@ -178,21 +174,13 @@ class Trainer:
         return training.global_batch_size // (training.micro_batch_size * self.dp_size)
 
     def split(self, batch: Batch) -> list[Batch]:
-        """This data-parallel rank's microbatches of a global batch.
+        """This data-parallel rank's microbatches of a global batch: the ranks take turns, a microbatch each.
 
         Raises:
             ConvertError: the batch has another size than `global_batch_size`.
         """
-        training = self.config.training
-        sizes = {name: len(tensor) for name, tensor in batch.items()}
-        if set(sizes.values()) != {training.global_batch_size}:
-            raise ConvertError(
-                f"a batch has {training.global_batch_size} samples (`training.global_batch_size`)",
-                items=[f"`{name}` has {size}" for name, size in sizes.items()],
-            )
-        mine = slice(self.dp_rank, None, self.dp_size)
-        parts = {name: tensor[mine].split(training.micro_batch_size) for name, tensor in batch.items()}
-        return [{name: part[number] for name, part in parts.items()} for number in range(self.num_microbatches)]
+        sizes = (self.config.training.global_batch_size, self.config.training.micro_batch_size)
+        return deal(batch, *sizes, dp_rank=self.dp_rank, dp_size=self.dp_size)
 
     def train(self, batch: Batch | Sequence[Batch]) -> StepMetrics:
         """One step of the optimizer.
@@ -204,7 +192,7 @@ class Trainer:
         Raises:
             ConvertError: the loss is not a number.
         """
-        microbatches = self.split(batch) if isinstance(batch, Mapping) else list(batch)
+        microbatches = self._microbatches(batch)
         state, samples, lr = self.state, self.config.training.global_batch_size, self.lr
         for chunk in state.model:
             chunk.zero_grad_buffer()
@@ -248,10 +236,19 @@ class Trainer:
         total = count = 0.0
         with self._not_training("eval"), evaluating(self.state.model):
             for batch in batches:
-                microbatches = self.split(batch) if isinstance(batch, Mapping) else list(batch)
+                microbatches = self._microbatches(batch)
                 told = self.schedule(microbatches, forward_only=True)
                 total, count = total + told["total"], count + told["count"]
         return total / max(count, 1.0)
+
+    def _microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
+        """This rank's microbatches, each of whole samples."""
+        if isinstance(batch, Mapping):
+            return self.split(batch)
+        given, rows = list(batch), rows_per_sample(self.flow)
+        if any(len(tensor) % rows for each in given for tensor in each.values()):
+            raise ConvertError(f"a microbatch has a multiple of {rows} rows (`rows_per_sample` of the flow)")
+        return given
 
     @property
     def lr(self) -> float:

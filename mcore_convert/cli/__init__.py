@@ -6,59 +6,91 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from mcore_convert.cli import convert, data, diff, export, families, inspect, push, reshard, train, verify
+from mcore_convert.cli import convert, data, diff, export, families, inspect, logs, push, reshard, train, verify
+from mcore_convert.cli.command import SETTINGS, Command, Group
+from mcore_convert.cli.failures import DONE, Failures, UsageError
 from mcore_convert.cli.interruption import Interrupted, interruptible
-from mcore_convert.cli.text import say
+from mcore_convert.cli.text import say, show
 from mcore_convert.errors import ConvertError
+from mcore_convert.version import VERSION
+
+NAME = "mcore-convert"
+MOVE, COMPARE, TRAIN = "Move checkpoints", "Compare and look", "Train"
 
 app = typer.Typer(
-    name="mcore-convert",
-    help="Convert checkpoints between Hugging Face and Megatron Core, bit for bit, without a GPU.",
+    name=NAME,
+    cls=Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=SETTINGS,
 )
-app.command("convert")(convert.command)
-app.command("reshard")(reshard.command)
-app.command("export")(export.command)
-app.command("push")(push.command)
-app.command("verify")(verify.command)
-app.command("diff")(diff.command)
-app.command("inspect")(inspect.command)
-app.command("families")(families.command)
-app.command("train")(train.command)
-app.add_typer(data.app, name="data")
+app.command("convert", cls=Command, rich_help_panel=MOVE)(convert.command)
+app.command("reshard", cls=Command, rich_help_panel=MOVE)(reshard.command)
+app.command("export", cls=Command, rich_help_panel=MOVE)(export.command)
+app.command("push", cls=Command, rich_help_panel=MOVE)(push.command)
+app.command("verify", cls=Command, rich_help_panel=COMPARE)(verify.command)
+app.command("diff", cls=Command, rich_help_panel=COMPARE)(diff.command)
+app.command("inspect", cls=Command, rich_help_panel=COMPARE)(inspect.command)
+app.command("families", cls=Command, rich_help_panel=COMPARE)(families.command)
+app.command("train", cls=Command, rich_help_panel=TRAIN)(train.command)
+app.add_typer(data.app, name="data", rich_help_panel=TRAIN)
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version, and end."""
+    if wanted:
+        show(f"{NAME} {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def group(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Convert checkpoints between Hugging Face and Megatron Core, bit for bit, without a GPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line. Exit code 0: done; 1: refused, or different; 2: wrong usage; 128 + n: stopped by signal n.
+    """Run the command line and end with its exit code.
+
+    0: done, or equal; 1: refused, or different; 2: wrong usage, or not to be compared; 3: a bug; 128 + n: stopped by
+    signal n. `docs/command-line.md` has the table.
 
     Args:
         argv: the words after the command's name; those of this process unless given.
     """
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    failures = Failures(words)
     try:
         try:
             with interruptible():
-                app(argv)
+                code = app(words, prog_name=NAME, standalone_mode=False)
         finally:
             sys.stdout.flush()  # here, and not when Python ends, where a failure could not be told
+    except SystemExit as end:
+        sys.exit(failures.trouble if isinstance(end.__context__, OSError) else end.code)  # the output has no reader
     except ConvertError as error:
-        say(f"error: {error.message}")
-        for line in str(error).splitlines()[len(error.message.splitlines()) :]:
-            say(line if line.startswith("hint:") else f"       {line}")
-        sys.exit(1)
+        sys.exit(failures.refused(error))
+    except UsageError as error:
+        sys.exit(failures.misused(error))
     except Interrupted as stop:
-        say(f"interrupted; {stop.remains}")
-        sys.exit(128 + stop.number)
-    except OSError as error:  # those of checkpoints are ConvertErrors: this is our own output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(failures.interrupted(stop.number, stop.remains))
+    except OSError as error:  # those of checkpoints are ConvertErrors
+        if error.filename is not None:
+            sys.exit(failures.of_system(error))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # without a name, it is our own output
         if error.errno != errno.EPIPE:  # a reader that has gone (`| head`) needs no message
             say(f"error: cannot write the output: {error.strerror}")
-        sys.exit(1)
-    sys.exit(0)
+        sys.exit(failures.trouble)
+    except Exception as error:
+        sys.exit(failures.unexpected(error))
+    finally:
+        logs.silence()
+    sys.exit(code if isinstance(code, int) else DONE)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def command(
     source: Annotated[str, typer.Argument(help="Hugging Face or Megatron directory, a training run, or a Hub id")],
     destination: Annotated[Path, typer.Argument(help="Directory to make; it appears when it is complete")],
-    to: Annotated[options.Format | None, typer.Option(help="Format to write; the other one unless given")] = None,
+    to: options.To = None,
     tp: options.Tp = 1,
     pp: options.Pp = 1,
     vpp: options.Vpp = None,
@@ -30,23 +30,34 @@ def command(
     allow_drift: options.AllowDrift = False,
     implementation: options.Names = None,
     iteration: options.Iteration = None,
-    family: Annotated[str | None, typer.Option(help="Model family, where it is not to be found")] = None,
+    family: options.Family = None,
     hf_config: Annotated[
-        Path | None, typer.Option(help="Original config.json to keep, but for what the checkpoint proves different")
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            rich_help_panel=options.SOURCE,
+            help="Original config.json to keep, but for what the checkpoint proves different",
+        ),
     ] = None,
+    ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     arg: options.Given = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="What --tokenizer-model shall name in the stored arguments")
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            rich_help_panel=options.TARGET,
+            help="What --tokenizer-model shall name in the stored arguments",
+        ),
     ] = None,
-    max_shard_size: Annotated[
-        int, typer.Option(parser=options.size, metavar="SIZE", help="Largest safetensors file")
-    ] = "5GB",  # type: ignore[assignment]
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id")] = None,
+    max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
+    revision: options.Revision = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
     """Convert a checkpoint into another format.
 
@@ -72,6 +83,7 @@ def command(
             iteration=iteration,
             family=family,
             hf_config=hf_config,
+            ignore_keys=ignore_key or (),
             vocab_size=vocab_size,
             given=options.arguments(arg),
             tokenizer=tokenizer,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_convert.cli import options
+from mcore_convert.cli.command import Command, Group
 from mcore_convert.cli.text import in_bytes, show, table
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Make training data.",
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -45,7 +47,7 @@ def group() -> None:
     """Make training data."""
 
 
-@app.command("prepare")
+@app.command("prepare", cls=Command)
 def prepare_command(
     inputs: Annotated[
         list[str],
@@ -70,11 +72,17 @@ def prepare_command(
     special_tokens: Annotated[
         bool, typer.Option(help="Begin a document as the tokenizer begins a text, with a BOS where it has one")
     ] = True,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that tokenize; one for each core")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes that tokenize; one for each core")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the tokenizer's Hub id")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace data that exist")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", rich_help_panel=options.TARGET, help="Replace data that exist")
+    ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
     """Tokenize texts into the .bin and .idx that Megatron trains on.
 

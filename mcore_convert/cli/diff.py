@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json as jsonlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mcore_convert.amounts import in_bytes, in_digits, in_percent
-from mcore_convert.cli.options import Html, Quiet, VocabSize
+from mcore_convert.cli import options
 from mcore_convert.cli.text import progress, say, show, table
 from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.errors import fold
@@ -23,30 +22,44 @@ if TYPE_CHECKING:
 def command(
     a: Annotated[str, typer.Argument(help="A checkpoint, in any format")],
     b: Annotated[str, typer.Argument(help="What became of it, in any format")],
-    top: Annotated[int, typer.Option(min=0, help="Also list so many tensors that changed most")] = 0,
+    top: Annotated[int, typer.Option(min=0, metavar="N", help="Also list so many tensors that changed most")] = 0,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With the states of the optimizer")] = False,
-    hf_config: Annotated[
-        Path | None, typer.Option(help="Configuration of a Megatron checkpoint that stores no arguments")
-    ] = None,
-    vocab_size: VocabSize = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON")] = False,
-    html: Html = None,
-    quiet: Quiet = False,
+    hf_config: options.HfConfig = None,
+    ignore_key: options.IgnoreKey = None,
+    vocab_size: options.VocabSize = None,
+    json: options.Json = False,
+    html: options.Html = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
-    """Say what changed between two checkpoints, weight by weight. A report, not a test: exit code 0 where they differ.
+    """Report what changed between two checkpoints, weight by weight.
+
+    Exit code 0: equal; 1: different; 2: they cannot be compared.
 
     Example: mcore-convert diff ./Llama-3.2-1B ./checkpoints --top 5
     """
     from mcore_convert.api import diff
 
     with progress(quiet=quiet) as update:
-        found = diff(a, b, optimizer=optimizer, hf_config=hf_config, vocab_size=vocab_size, html=html, progress=update)
+        found = diff(
+            a,
+            b,
+            optimizer=optimizer,
+            hf_config=hf_config,
+            ignore_keys=ignore_key or (),
+            vocab_size=vocab_size,
+            html=html,
+            progress=update,
+        )
     if json:
         show(jsonlib.dumps(found.as_dict(), indent=2))
     elif not quiet:
         report(found, top)
     if html is not None and not quiet:
         say(f"page written to {html}")
+    if not found.equal:
+        raise typer.Exit(1)
 
 
 def report(found: Comparison, top: int) -> None:

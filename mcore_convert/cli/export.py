@@ -33,32 +33,69 @@ def command(
     destination: Annotated[
         Path | None, typer.Argument(help="Directory to make; RUN/hf/iter_* or SOURCE-hf unless given")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Directory or Hub id of the tokenizer to add")] = None,
-    no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Export the model without a tokenizer")] = False,
-    dtype: Annotated[Dtype | None, typer.Option(help="Round weights to it; as stored unless given")] = None,
-    family: Annotated[str | None, typer.Option(help="Model family, where it is not to be found")] = None,
-    hf_config: Annotated[
-        Path | None, typer.Option(help="Original model's config.json or directory, with its tokenizer and licence")
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", rich_help_panel=options.TARGET, help="Directory or Hub id of the tokenizer to add"
+        ),
     ] = None,
+    no_tokenizer: Annotated[
+        bool,
+        typer.Option("--no-tokenizer", rich_help_panel=options.TARGET, help="Export the model without a tokenizer"),
+    ] = False,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(rich_help_panel=options.TARGET, help="Round weights to it; as stored unless given"),
+    ] = None,
+    family: options.Family = None,
+    hf_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            rich_help_panel=options.SOURCE,
+            help="Original model's config.json or directory, with its tokenizer and licence",
+        ),
+    ] = None,
+    ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     arg: options.Given = None,
-    max_shard_size: Annotated[
-        int, typer.Option(parser=options.size, metavar="SIZE", help="Largest safetensors file")
-    ] = "5GB",  # type: ignore[assignment]
+    max_shard_size: options.MaxShardSize = "5GB",  # type: ignore[assignment]
     allow_drift: options.AllowDrift = False,
     metadata: Annotated[
         list[str] | None,
-        typer.Option("--metadata", metavar="NAME=VALUE", help="Field of the model card, as license or datasets"),
+        typer.Option(
+            "--metadata",
+            metavar="NAME=VALUE",
+            rich_help_panel=options.TARGET,
+            help="Field of the model card, as license or datasets",
+        ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Export every iteration of a run that is not exported yet")
+        bool,
+        typer.Option(
+            "--all", rich_help_panel=options.RUN, help="Export every iteration of a run that is not exported yet"
+        ),
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="With --all: wait for further iterations, until the run's last")
+        bool,
+        typer.Option(
+            "--watch", rich_help_panel=options.RUN, help="With --all: wait for further iterations, until the run's last"
+        ),
     ] = False,
-    interval: Annotated[float, typer.Option(min=0, help="Seconds between two looks at a running training")] = 30.0,
-    until: Annotated[int | None, typer.Option(min=0, help="With --all: end after this iteration")] = None,
-    push_to_hub: Annotated[str | None, typer.Option(metavar="REPO", help="Repository on the Hub to send it to")] = None,
+    interval: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", rich_help_panel=options.RUN, help="Time between two looks at a running training"
+        ),
+    ] = 30.0,
+    until: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", rich_help_panel=options.RUN, help="With --all: end after this iteration"),
+    ] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="REPO", rich_help_panel=options.HUB, help="Repository on the Hub to send it to"),
+    ] = None,
     private: options.Private = False,
     branch: options.Branch = "main",
     tag: options.Tag = None,
@@ -67,6 +104,8 @@ def command(
     dry_run: options.DryRun = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
     """Make a complete Hugging Face directory: weights, configuration, tokenizer, model card.
 
@@ -78,6 +117,7 @@ def command(
         "dtype": dtype.value if dtype else None,
         "family": family,
         "hf_config": hf_config,
+        "ignore_keys": ignore_key or (),
         "vocab_size": vocab_size,
         "given": options.arguments(arg),
         "max_shard_size": max_shard_size,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mcore_convert.cli import completion, options
 from mcore_convert.cli.text import show, table
 
 if TYPE_CHECKING:
@@ -16,8 +17,12 @@ CUTS = {(None, 1): "replicated", (0, 1): "column", (1, 1): "row", (0, 2): "gated
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(help="Show the rows of this family")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print as JSON")] = False,
+    name: Annotated[
+        str | None, typer.Argument(autocompletion=completion.families, help="Show the rows of this family")
+    ] = None,
+    json: options.Json = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
     """List the model families, or the rows of one.
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mcore_convert.ranks import RankPart
     from mcore_convert.statistics import WeightStatistics
 
-Planned = Annotated[int | None, typer.Option(min=1, help="Size in a layout to look at, beside that of the checkpoint")]
-
 
 def command(
     path: Annotated[Path, typer.Argument(help="A checkpoint directory, in any format")],
@@ -31,16 +29,19 @@ def command(
         typer.Option("--stats/--no-stats", help="Read every weight and say what its values are like; a page does"),
     ] = None,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With statistics of the optimizer's state")] = False,
-    tp: Planned = None,
-    pp: Planned = None,
+    tp: options.Planned = None,
+    pp: options.Planned = None,
     vpp: options.Vpp = None,
-    ep: Planned = None,
+    ep: options.Planned = None,
     first_stage_layers: options.FirstStage = None,
     last_stage_layers: options.LastStage = None,
     pipeline_layout: options.PipelineLayout = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON")] = False,
+    ignore_key: options.IgnoreKey = None,
+    json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
     """Say what a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers only.
 
@@ -67,7 +68,15 @@ def command(
             pipeline_layout=pipeline_layout,
         )
     with progress(quiet=quiet) as update:
-        found = inspect(path, stats=stats, optimizer=optimizer, planned=planned, html=html, progress=update)
+        found = inspect(
+            path,
+            stats=stats,
+            optimizer=optimizer,
+            planned=planned,
+            ignore_keys=ignore_key or (),
+            html=html,
+            progress=update,
+        )
     if json:
         show(jsonlib.dumps(found.as_dict(), indent=2, default=str))
     elif not quiet:

@@ -1,4 +1,4 @@
-"""Options that several commands share: layouts, sizes, and arguments given by hand."""
+"""Options that several commands share, each defined once, and how their values are read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from mcore_convert.cli import completion, logs
 
 SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -65,34 +67,149 @@ def page_name(path: Path | None) -> Path | None:
     return path
 
 
-Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel size")]
-Pp = Annotated[int, typer.Option(min=1, help="Pipeline-parallel size")]
-Vpp = Annotated[int | None, typer.Option(min=1, help="Virtual pipeline stages on each pipeline rank")]
-Ep = Annotated[int, typer.Option(min=1, help="Expert-parallel size")]
-FirstStage = Annotated[int | None, typer.Option(min=0, help="Layers on the first pipeline stage")]
-LastStage = Annotated[int | None, typer.Option(min=0, help="Layers on the last pipeline stage")]
-PipelineLayout = Annotated[str | None, typer.Option(help="Stages spelled out, as --pipeline-model-parallel-layout")]
-NoOptimizer = Annotated[bool, typer.Option("--no-optimizer", help="Leave optimizer state behind")]
-AllowDrift = Annotated[
-    bool, typer.Option("--allow-drift", help="Take the first rank's copy where ranks hold slightly different ones")
+# What `--help` groups options under, in this order; those without a panel come first.
+SOURCE, LAYOUT, TARGET, RUN, HUB, OUTPUT = PANELS = (
+    "Source options",
+    "Layout options",
+    "Target options",
+    "Options for a whole run",
+    "Hub options",
+    "Output options",
+)
+
+Family = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        autocompletion=completion.families,
+        rich_help_panel=SOURCE,
+        help="Model family, where it is not to be found",
+    ),
 ]
-Names = Annotated[Implementation | None, typer.Option(help="Layer spec whose names the format torch shall have")]
-Iteration = Annotated[int | None, typer.Option(min=0, help="Number of the iter_* directory to write")]
+HfConfig = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH", rich_help_panel=SOURCE, help="Configuration of a Megatron checkpoint that stores no arguments"
+    ),
+]
 VocabSize = Annotated[
-    int | None, typer.Option(min=1, help="True vocabulary of a Megatron checkpoint that does not store it")
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=SOURCE,
+        help="True vocabulary of a Megatron checkpoint that does not store it",
+    ),
 ]
 Given = Annotated[
     list[str] | None,
-    typer.Option("--arg", metavar="NAME=VALUE", help="Megatron argument that an old checkpoint does not store"),
+    typer.Option(
+        "--arg",
+        metavar="NAME=VALUE",
+        rich_help_panel=SOURCE,
+        help="Megatron argument that an old checkpoint does not store",
+    ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a destination that exists")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and prove, write nothing")]
+IgnoreKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore-key",
+        metavar="NAME",
+        rich_help_panel=SOURCE,
+        help="Unknown key of config.json that changes nothing; repeatable",
+    ),
+]
+AllowDrift = Annotated[
+    bool,
+    typer.Option(
+        "--allow-drift",
+        rich_help_panel=SOURCE,
+        help="Take the first rank's copy where ranks hold slightly different ones",
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(metavar="NAME", rich_help_panel=SOURCE, help="Branch, tag or commit of a Hub id")
+]
+
+Tp = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Tensor-parallel size")]
+Pp = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Pipeline-parallel size")]
+Vpp = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Virtual pipeline stages on each pipeline rank"),
+]
+Ep = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Expert-parallel size")]
+FirstStage = Annotated[
+    int | None, typer.Option(min=0, metavar="N", rich_help_panel=LAYOUT, help="Layers on the first pipeline stage")
+]
+LastStage = Annotated[
+    int | None, typer.Option(min=0, metavar="N", rich_help_panel=LAYOUT, help="Layers on the last pipeline stage")
+]
+PipelineLayout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STAGES", rich_help_panel=LAYOUT, help="Stages spelled out, as --pipeline-model-parallel-layout"
+    ),
+]
+Planned = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", rich_help_panel=LAYOUT, help="Size in a layout to look at, beside that of the checkpoint"
+    ),
+]
+
+To = Annotated[Format | None, typer.Option(rich_help_panel=TARGET, help="Format to write; the other one unless given")]
+ToMegatron = Annotated[
+    MegatronFormat | None, typer.Option(rich_help_panel=TARGET, help="Format to write; that of the source unless given")
+]
+NoOptimizer = Annotated[
+    bool, typer.Option("--no-optimizer", rich_help_panel=TARGET, help="Leave optimizer state behind")
+]
+Names = Annotated[
+    Implementation | None,
+    typer.Option(rich_help_panel=TARGET, help="Layer spec whose names the format torch shall have"),
+]
+Iteration = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", rich_help_panel=TARGET, help="Number of the iter_* directory to write"),
+]
+MaxShardSize = Annotated[
+    int, typer.Option(parser=size, metavar="SIZE", rich_help_panel=TARGET, help="Largest safetensors file")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", rich_help_panel=TARGET, help="Replace a destination that exists")
+]
+
+Private = Annotated[bool, typer.Option("--private", rich_help_panel=HUB, help="Make a new repository private")]
+Branch = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=HUB, help="Branch of the repository; created if missing")
+]
+Tag = Annotated[str | None, typer.Option(metavar="NAME", rich_help_panel=HUB, help="Name for the commit")]
+CommitMessage = Annotated[str | None, typer.Option(metavar="TEXT", rich_help_panel=HUB, help="Message of the commit")]
+
+DryRun = Annotated[bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Plan and prove, write nothing")]
 Html = Annotated[
-    Path | None, typer.Option(metavar="FILE.html", callback=page_name, help="Also write one self-contained page")
+    Path | None,
+    typer.Option(
+        metavar="FILE.html", callback=page_name, rich_help_panel=OUTPUT, help="Also write one self-contained page"
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only")]
-Private = Annotated[bool, typer.Option("--private", help="Make a new repository private")]
-Branch = Annotated[str, typer.Option(help="Branch of the repository; made where it lacks")]
-Tag = Annotated[str | None, typer.Option(help="Name for the commit")]
-CommitMessage = Annotated[str | None, typer.Option(help="Message of the commit")]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the result, or the error, as JSON")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Print errors only")]
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        callback=logs.verbose,
+        show_default=False,
+        rich_help_panel=OUTPUT,
+        help="Log phases with their times to stderr; -vv each file, too",
+    ),
+]
+LogLevel = Annotated[
+    logs.Level | None,
+    typer.Option(
+        callback=logs.at_level, case_sensitive=False, rich_help_panel=OUTPUT, help="Log to stderr from this level on"
+    ),
+]

@@ -23,19 +23,20 @@ def command(
     first_stage_layers: options.FirstStage = None,
     last_stage_layers: options.LastStage = None,
     pipeline_layout: options.PipelineLayout = None,
-    to: Annotated[
-        options.MegatronFormat | None, typer.Option(help="Format to write; that of the source unless given")
-    ] = None,
+    to: options.ToMegatron = None,
     no_optimizer: options.NoOptimizer = False,
     allow_drift: options.AllowDrift = False,
     implementation: options.Names = None,
     iteration: options.Iteration = None,
+    ignore_key: options.IgnoreKey = None,
     vocab_size: options.VocabSize = None,
     arg: options.Given = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
     """Bring a Megatron checkpoint to another layout, its optimizer state with it.
 
@@ -59,6 +60,7 @@ def command(
             allow_drift=allow_drift,
             implementation=implementation.value if implementation else None,
             iteration=iteration,
+            ignore_keys=ignore_key or (),
             vocab_size=vocab_size,
             given=options.arguments(arg),
             overwrite=overwrite,

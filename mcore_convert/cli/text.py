@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 
 from mcore_convert.amounts import in_bytes, in_parameters
 
 __all__ = ["in_bytes", "in_parameters", "printable", "progress", "say", "show", "table"]
 
 
+DRAW_EVERY = 0.2  # seconds
+
+_bar: Bar | None = None  # the one that is on the terminal
+
+
 def say(line: str) -> None:
     """A message for the user, on stderr."""
-    sys.stdout.flush()  # or a pipe that takes both would show the messages first
-    sys.stderr.write(f"{printable(line)}\n")
+    with _bar.aside() if _bar is not None else contextlib.nullcontext():
+        sys.stdout.flush()  # or a pipe that takes both would show the messages first
+        sys.stderr.write(f"{printable(line)}\n")
 
 
 def show(line: str = "") -> None:
     """A line of data, on stdout."""
-    sys.stdout.write(f"{printable(line)}\n")
+    with _bar.aside() if _bar is not None else contextlib.nullcontext():
+        sys.stdout.write(f"{printable(line)}\n")
+        if _bar is not None:
+            sys.stdout.flush()
 
 
 def printable(text: str) -> str:
@@ -43,18 +55,98 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
     ]
 
 
+class Bar:
+    """A line on stderr that names what is being done, with the time and, where they are counted, bytes and rate.
+
+    It is a `progress` with phases, see `mcore_convert.phases`. A thread draws it, so that time is seen to pass where no
+    byte is moved.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of what is drawn, and of stderr
+        self._name: str | None = None
+        self._done, self._total, self._first = 0, 0, 0
+        self._since = time.monotonic()
+        self._is_drawn = False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._draw_on, daemon=True)
+        self._thread.start()
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many bytes of all are done."""
+        if not self._total:
+            self._first = done
+        self._done, self._total = done, total
+
+    def phase(self, name: str | None) -> None:
+        """What is done from now on; None where there is nothing to show."""
+        with self._lock:
+            self._erase()
+            self._name, self._since = name, time.monotonic()
+            self._done = self._total = self._first = 0
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A scope in which others may write lines to the terminal."""
+        with self._lock:
+            self._erase()
+            yield
+
+    def close(self) -> None:
+        """End, and leave nothing on the terminal."""
+        self._end.set()
+        self._thread.join()
+        with self._lock:
+            self._erase()
+
+    def line(self) -> str:
+        """What is shown now."""
+        seconds = time.monotonic() - self._since
+        if not self._total:
+            return f"{self._name}  {seconds:.0f} s"
+        from tqdm import tqdm
+
+        return str(
+            tqdm.format_meter(
+                self._done,
+                self._total,
+                seconds,
+                initial=self._first,
+                prefix=self._name or "",
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1000,
+                ncols=shutil.get_terminal_size().columns - 1,
+            )
+        )
+
+    def _draw_on(self) -> None:
+        while not self._end.wait(DRAW_EVERY):
+            with self._lock:
+                if self._name is not None:
+                    width = shutil.get_terminal_size().columns - 1
+                    with contextlib.suppress(OSError):  # a terminal that has gone
+                        sys.stderr.write(f"\r{printable(self.line())[:width]}\x1b[K")
+                        sys.stderr.flush()
+                        self._is_drawn = True
+
+    def _erase(self) -> None:
+        if self._is_drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._is_drawn = False
+
+
 @contextlib.contextmanager
-def progress(*, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar of bytes, rate and time left on stderr; nothing where stderr is no terminal."""
+def progress(*, quiet: bool = False) -> Iterator[Bar | None]:
+    """A bar with the names of phases on stderr; nothing where stderr is no terminal."""
+    global _bar
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    from tqdm import tqdm
-
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1000, leave=False, file=sys.stderr) as bar:
-
-        def update(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield update
+    _bar = Bar()
+    try:
+        yield _bar
+    finally:
+        bar, _bar = _bar, None
+        bar.close()

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json as jsonlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mcore_convert.cli import completion, options
 from mcore_convert.cli.interruption import Interrupted
 from mcore_convert.cli.text import in_bytes, in_parameters, show, table
-from mcore_convert.errors import ConfigError
 
 if TYPE_CHECKING:
     from train_entry.config.estimate import Estimate
     from train_entry.config.schema import Config
 
-NEEDED = ("hydra", "omegaconf", "pydantic", "yaml")  # of the configuration; the rest is refused by what needs it
-
 
 def command(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="CONFIG", help="YAML file, directory that a run left, or name of a ready run"),
+        typer.Argument(
+            metavar="CONFIG",
+            autocompletion=completion.ready_runs,
+            help="YAML file, directory that a run left, or name of a ready run",
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="parallel=tp2 selects a choice, training.steps=20 sets a value"),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            autocompletion=completion.overrides,
+            help="parallel=tp2 selects a choice, training.steps=20 sets a value",
+        ),
     ] = None,
     export_hf: Annotated[
         bool,
@@ -39,21 +44,38 @@ def command(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and say sizes and memory; start nothing")] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="With --dry-run: ranks of the run; the fewest that it needs unless given")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="With --dry-run: ranks of the run; the fewest that it needs unless given"
+        ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="With --dry-run: print as JSON")] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            rich_help_panel=options.OUTPUT,
+            help="Print as JSON what --list, --print-config or --dry-run show; a run writes metrics.jsonl",
+        ),
+    ] = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
-    """Train a model in this process; over several ranks with `torchrun --nproc-per-node 4 -m train_entry CONFIG ...`.
+    """Train a model in this process.
+
+    Over several ranks: torchrun --nproc-per-node 4 -m train_entry CONFIG ...
 
     Example: mcore-convert train tiny-gpt2 training.steps=20
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"training needs {', '.join(f'`{name}`' for name in missing)}", hint="pip install 'mcore-convert[train]'"
+    if json and not (list_ or print_config or dry_run):
+        raise typer.BadParameter(
+            "it is for --list, --print-config and --dry-run; a run writes its numbers to metrics.jsonl",
+            param_hint="--json",
         )
+    from train_entry.extra import require_extra
+
+    require_extra()
     if list_:
-        show_choices()
+        show_choices(json=json)
         return
     if config is None:
         raise typer.BadParameter("a YAML file or the name of a ready run; `--list` shows them", param_hint="CONFIG")
@@ -61,7 +83,7 @@ def command(
 
     chosen = load_config(config, [*(["--export-hf"] if export_hf else ()), *(overrides or ())])
     if print_config:
-        show(as_yaml(chosen).rstrip())
+        show(chosen.model_dump_json(indent=2) if json else as_yaml(chosen).rstrip())
     elif dry_run:
         report(chosen, planned(chosen, ranks), json=json)
     else:
@@ -76,16 +98,21 @@ def command(
             raise
 
 
-def show_choices() -> None:
-    """The ready runs, and the choices of each group, a line each."""
+def show_choices(*, json: bool) -> None:
+    """The ready runs, and the choices of each group, a line each or as JSON."""
     from train_entry.config.files import CONFIGS, ENDING, choices, ready_runs, title
     from train_entry.config.nearest import groups
 
-    rows = [("runs", "")]
-    rows += [(f"  {name}", title(CONFIGS / f"{name}{ENDING}")) for name in ready_runs()]
-    for group in groups():
-        rows.append((f"{group}=", ""))
-        rows += [(f"  {name}", title(CONFIGS / group / f"{name}{ENDING}")) for name in choices(group)]
+    runs = {name: title(CONFIGS / f"{name}{ENDING}") for name in ready_runs()}
+    chosen = {
+        group: {name: title(CONFIGS / group / f"{name}{ENDING}") for name in choices(group)} for group in groups()
+    }
+    if json:
+        show(jsonlib.dumps({"runs": runs, "groups": chosen}, indent=2))
+        return
+    rows: list[tuple[str, str]] = []
+    for heading, titles in [("runs", runs), *((f"{group}=", titles) for group, titles in chosen.items())]:
+        rows += [(heading, ""), *((f"  {name}", words) for name, words in titles.items())]
     for line in table(rows):
         show(line)
 
@@ -100,19 +127,13 @@ def planned(config: Config, ranks: int | None) -> Estimate:
         ConvertError: the run would be refused.
     """
     from mcore_convert.spec.arguments import normalise
-    from train_entry.arguments import megatron_arguments, origin_of
+    from train_entry.checked import checked
     from train_entry.config.estimate import estimate
     from train_entry.config.layouts import ranks_of
-    from train_entry.config.refusals import check, check_model
-    from train_entry.data.tokenizer import tokenizer_of
 
     world_size = ranks or ranks_of(config.parallel)
-    check(config, world_size, None)  # the device is that of another machine, as likely as not
-    origin = origin_of(config)
-    tokenizer = tokenizer_of(config, origin)
-    args = megatron_arguments(config, origin, vocab_size=tokenizer.vocab_size if tokenizer else None)
-    check_model(config, args)
-    return estimate(config, normalise(args), world_size)
+    run = checked(config, world_size, None)  # the device is that of another machine, as likely as not
+    return estimate(config, normalise(run.args), world_size)
 
 
 def report(config: Config, plan: Estimate, *, json: bool) -> None:

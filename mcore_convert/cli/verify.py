@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json as jsonlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mcore_convert.cli import options
 from mcore_convert.cli.text import in_bytes, progress, say, show, table
 from mcore_convert.errors import MAX_ITEMS
 
@@ -22,18 +22,23 @@ def command(
         bool, typer.Option("--logits", help="Also run both in fp32 on the CPU and compare the logits")
     ] = False,
     tolerance: Annotated[
-        float | None, typer.Option(min=0, help="Allowed difference of logits, as a share of the largest")
+        float | None,
+        typer.Option(min=0, metavar="SHARE", help="Allowed difference of logits, as a share of the largest"),
     ] = None,
-    hf_config: Annotated[
-        Path | None, typer.Option(help="Configuration of a Megatron checkpoint that stores no arguments")
-    ] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="True vocabulary of a Megatron checkpoint that does not store it")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code tells")] = False,
+    hf_config: options.HfConfig = None,
+    ignore_key: options.IgnoreKey = None,
+    vocab_size: options.VocabSize = None,
+    json: options.Json = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", rich_help_panel=options.OUTPUT, help="Print nothing; the exit code tells"),
+    ] = False,
+    verbose: options.Verbose = 0,
+    log_level: options.LogLevel = None,
 ) -> None:
-    """Compare two checkpoints bit for bit, as global tensors. Exit code 1 where they differ.
+    """Compare two checkpoints bit for bit, as global tensors.
+
+    Exit code 0: equal; 1: different; 2: they cannot be compared.
 
     Example: mcore-convert verify ./Llama-3.2-1B ./out --logits
     """
@@ -41,7 +46,14 @@ def command(
 
     with progress(quiet=quiet) as update:
         found = verify(
-            a, b, logits=logits, tolerance=tolerance, hf_config=hf_config, vocab_size=vocab_size, progress=update
+            a,
+            b,
+            logits=logits,
+            tolerance=tolerance,
+            hf_config=hf_config,
+            ignore_keys=ignore_key or (),
+            vocab_size=vocab_size,
+            progress=update,
         )
     if json:
         show(jsonlib.dumps(as_dict(found), indent=2))

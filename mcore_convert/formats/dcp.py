@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,6 +23,8 @@ from mcore_convert.formats.torch_file import TorchFile
 from mcore_convert.spec.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.tensors import Slot, TensorMeta, View, is_inside, open_error, untiled
+
+logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"
 SIZE = Global("torch", "Size")
@@ -117,6 +120,7 @@ def read(path: Path) -> Directory:
     """
     file = path / METADATA
     try:
+        logger.debug("opened %s for its header", file)
         with file.open("rb") as opened, _without_collection():
             return _decoded(path, pickles.load(opened, f"`{file}`"))
     except OSError as error:

@@ -6,6 +6,7 @@ A file is eight bytes of header length, a JSON header and the tensors, which til
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.tensors import TensorMeta, View, open_error
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "F64": "float64",
@@ -40,6 +43,7 @@ def read(path: Path) -> dict[str, View]:
     """
     try:
         size = path.stat().st_size
+        logger.debug("opened %s for its header", path)
         with path.open("rb") as file:
             head = file.read(8)
             if len(head) < 8:

@@ -118,7 +118,7 @@ def curve_data(metrics: Metrics, iteration: int | None) -> Data | None:
         "yTicks": [{"at": round((high - t) / (high - low), 4), "label": f"{t:g}"} for t in _ticks(low, high, 5)],
         "read": [[int(at[i]), _digits(losses[i]), None if smooth is None else _digits(smooth[i])] for i in spaced],
         "first": _digits(losses[good][0]),
-        "last": _digits((losses if smooth is None else smooth)[good][-1]),
+        "last": _digits(losses[good][-1]),
         "steps": len(at),
         "lastIteration": int(at[-1]),
         "mark": None

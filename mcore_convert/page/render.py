@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_convert.disk import write_whole
 from mcore_convert.errors import UnwritableTarget
 from mcore_convert.version import VERSION
 
@@ -74,10 +75,7 @@ def write_page(path: Path, text: str) -> None:
         UnwritableTarget: it cannot be written.
     """
     check_place(path)
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UnwritableTarget(f"cannot write `{path}`: {error.strerror}") from error

@@ -7,14 +7,16 @@ function; every Megatron argument that changes the function belongs to a field o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.neutral import INERT, NEUTRAL, ONLY, is_neutral
+from mcore_convert.spec.neutral import INERT, MEANING, NEUTRAL, ONLY, is_inert, is_neutral
 
 Values = Mapping[str, Any]
+
+KNOWN = {*INERT, *ONLY, "layer_types"}
 
 REQUIRED = object()  # as a default: the key may not be absent
 ABSENT = object()
@@ -88,8 +90,7 @@ class ConfigMapping:
         """
         mapping = self._dialect(config)
         args, problems = mapping._read(config)
-        if problems:
-            raise ConfigError("Megatron Core cannot represent this `config.json`", items=problems)
+        mapping._refuse(config, problems)
         return args
 
     def to_hf(self, args: Values) -> dict[str, Any]:
@@ -117,9 +118,7 @@ class ConfigMapping:
             ConfigError: as `to_hf`; or the original has keys that are not known, or is another model.
         """
         mapping = self._dialect(original)
-        unknown = mapping._unknown(original)
-        if unknown:
-            raise ConfigError("Megatron Core cannot represent this `config.json`", items=unknown)
+        mapping._refuse(original, [])
         fresh = mapping.to_hf(args)
         filled = mapping._filled(original)
         result, changes = dict(original), []
@@ -157,16 +156,47 @@ class ConfigMapping:
         defaults = {key: value for field in self.fields for key, value in field.hf.items() if value is not REQUIRED}
         return {**defaults, **config}
 
-    def _unknown(self, config: Values) -> list[str]:
-        known = {"model_type", "architectures", *(key for field in self.fields for key in field.hf)}
-        return [
-            f"`{key}` = {shown(value)}" + ("" if key in ONLY else " is not known")
-            for key, value in config.items()
-            if key not in known and key not in INERT and (key not in ONLY or value not in (None, ONLY[key]))
-        ]
+    def ignoring(self, keys: Iterable[str]) -> ConfigMapping:
+        """The mapping with further keys of `config.json` that change nothing, on the word of a user.
+
+        Raises:
+            ConfigError: a key is known, and may change the model.
+        """
+        claimed = {key for mapping in (self, *self.dialects) for field in mapping.fields for key in field.hf}
+        known = [key for key in keys if key in claimed or key in KNOWN]
+        if known:
+            raise ConfigError(
+                "only an unknown key of `config.json` can be ignored",
+                items=[f"`{key}` is known, and may change the model" for key in known],
+            )
+        extra = Field(dict.fromkeys(keys, ABSENT), (), lambda _: {}, lambda _: {})
+        dialects = tuple(replace(mapping, fields=(*mapping.fields, extra)) for mapping in self.dialects)
+        return replace(self, fields=(*self.fields, extra), dialects=dialects)
+
+    def _strangers(self, config: Values) -> dict[str, Any]:
+        """The keys that no field answers for, and that do not leave the model as it is."""
+        claimed = {"model_type", "architectures", *(key for field in self.fields for key in field.hf)}
+        return {key: value for key, value in config.items() if key not in claimed and not is_inert(key, value)}
+
+    def _refuse(self, config: Values, problems: list[str]) -> None:
+        """Refuse what Megatron cannot represent, and keys that are not known: they may change the model."""
+        strangers = self._strangers(config)
+        lines = {key: f"`{key}` = {shown(value)}" for key, value in strangers.items()}
+        meant = [f"{line}: {MEANING[key]}" if key in MEANING else line for key, line in lines.items() if key in KNOWN]
+        unknown = {key: f"unknown key {line}" for key, line in lines.items() if key not in KNOWN}
+        hint = None
+        if unknown:
+            options = " ".join(f"--ignore-key {key}" for key in unknown)
+            hint = f"where a key changes nothing of what the model computes: {options}"
+        if problems or meant:
+            items = [*meant, *unknown.values(), *problems]
+            raise ConfigError("Megatron Core cannot represent this `config.json`", items=items, hint=hint)
+        if unknown:
+            message = "this `config.json` has keys that are not known, and that may change the model"
+            raise ConfigError(message, items=unknown.values(), hint=hint)
 
     def _read(self, config: Values) -> tuple[dict[str, Any], list[str]]:
-        filled, problems = self._filled(config), self._unknown(config)
+        filled, problems = self._filled(config), list[str]()
         args: dict[str, Any] = {}
         for field in self.fields:
             missing = [key for key in field.hf if key not in filled]

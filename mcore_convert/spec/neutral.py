@@ -10,11 +10,21 @@ from __future__ import annotations
 
 from typing import Any
 
-# Keys that any `config.json` may have. What transformers' base class writes, and what was seen on the Hub.
+# Keys that change no model whatever they say. They are those of transformers' base class (`configuration_utils.py` of
+# 4.0 to 5.17), which says how a model is trained, run and generated from; what older versions and other programs leave:
+# `_num_labels` (DistilGPT2), `output_past` and `n_special` (GPT-2 before 3.0), `is_llama_config` (nanotron's SmolLM),
+# `transformers.js_config`, `unsloth_*`; and what no class of transformers reads where the model is one of its own:
+# `auto_map`, the lengths of a tokenizer, the dropout of a head.
 INERT = frozenset(
     """
     _name_or_path _commit_hash _attn_implementation attn_implementation transformers_version name_or_path
-    unsloth_version unsloth_fixed use_cache initializer_range gradient_checkpointing
+    _attn_implementation_autoset _attn_implementation_internal _experts_implementation experts_implementation
+    _from_model_config _num_labels _output_attentions auto_map transformers.js_config
+    is_llama_config output_past n_special predict_special_tokens tie_last_hidden_states xla_device
+    unsloth_version unsloth_fixed unsloth_traced use_cache initializer_range gradient_checkpointing pretraining_tp
+    classifier_dropout keys_to_ignore_at_inference model_max_length max_sequence_length cache_implementation
+    use_flash_attn _flash_attn_2_enabled mask_token_id cls_token_id image_token_id
+    renormalize_logits max_new_tokens min_new_tokens min_p penalty_alpha num_assistant_tokens
     bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
     id2label label2id num_labels problem_type finetuning_task task_specific_params
     output_hidden_states output_attentions output_scores return_dict return_dict_in_generate
@@ -26,13 +36,56 @@ INERT = frozenset(
     """.split()  # noqa: SIM905 - forty names on ten lines
 )
 
-# Keys that any `config.json` may have, and that change the model unless they have this value.
+FULL_ATTENTION = "full_attention"
+
+# Keys that any `config.json` may have, and that change the model unless they have this value, or null. Which classes of
+# transformers 5.17 read them stands beside those that a class of another family reads: such a class names them in the
+# table of its family, and they are here for the configurations that carry them without a meaning.
 ONLY: dict[str, Any] = {
     "is_encoder_decoder": False,
     "tie_encoder_decoder": False,
     "add_cross_attention": False,
     "pruned_heads": {},
+    "per_layer_config": {},
+    "quantization_config": None,
+    "compression_config": None,
+    "quantization": None,  # of MLX
+    "rope_interleaved": False,  # of nanotron: pairs of neighbours instead of halves
+    "rope_scaling": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "attention_chunk_size": None,
+    "qk_layernorm": False,  # Phi, StableLM
+    "use_qk_norm": False,
+    "use_mrope": False,
+    "partial_rotary_factor": 1.0,  # Phi, GLM, Nemotron
+    "clip_qkv": None,  # OLMo
+    "attn_logit_softcapping": None,  # Gemma 2
+    "final_logit_softcapping": None,
+    "embedding_multiplier": 1.0,  # Granite
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "alibi": False,  # Falcon
+    "num_experts": None,
+    "num_local_experts": None,
 }
+
+# What the value of such a key means, where its name does not tell.
+MEANING = {
+    "quantization_config": "its weights are quantised",
+    "compression_config": "its weights are quantised",
+    "quantization": "its weights are quantised",
+}
+
+
+def is_inert(key: str, value: Any) -> bool:
+    """Whether a key of `config.json` that no field of a family claims leaves the model as it is."""
+    if key == "layer_types":  # of transformers 5: a name for each layer
+        return value is None or (isinstance(value, list) and set(value) <= {FULL_ATTENTION})
+    return key in INERT or (key in ONLY and value in (None, ONLY[key]))
+
 
 OFF: tuple[Any, ...] = (None, False)
 NOTHING: tuple[Any, ...] = (None, 0)

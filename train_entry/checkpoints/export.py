@@ -24,7 +24,13 @@ def export_hf(config: Config, iteration: int) -> Path:
     source = folder.iteration_path(config.run_dir / CHECKPOINTS, iteration)
     target = config.run_dir / "hf" / source.name
     has_tokenizer = (source / CARRIED).is_dir() and read_tokenizer(source / CARRIED) is not None
-    export(source, target, with_tokenizer=has_tokenizer, overwrite=True)  # made up tokens have no tokenizer
+    export(  # made up tokens have no tokenizer
+        source,
+        target,
+        with_tokenizer=has_tokenizer,
+        ignore_keys=config.checkpoint.ignore_keys,
+        overwrite=True,
+    )
     check(target)
     return target
 

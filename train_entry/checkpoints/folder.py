@@ -1,23 +1,24 @@
 """The checkpoints of a run on disk: whole ones are called `iter_*`, and no other directory is.
 
-iter_0000010           whole: everything in it was on the disk before it got this name
-iter_0000020.partial   being written, or left by a run that was killed
-iter_0000005.removed   on its way out, or left by a run that was killed
+iter_0000010   whole: everything in it was on the disk before it got this name
+iter_0000020.mcore-convert-ID.partial   being written, or left by a run that was killed
+iter_0000005.mcore-convert-ID.removed   on its way out, or left by a run that was killed
 latest_checkpointed_iteration.txt   Megatron-LM's tracker file: the iteration to go on from
+
+The ID in a name is the mark of what a run may remove. What others have put there stays as it is.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_convert.disk import remove_tree, sync, write_new, write_whole
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
 from mcore_convert.formats.torch_dist import MAX_DIGITS, TRACKER, check_whole, iterations, open_torch_dist
-
-PARTIAL, REMOVED = ".partial", ".removed"
+from mcore_convert.marker import REMOVED, finished_name, new_id, unfinished, unfinished_ones
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def check(path: Path) -> None:
 
 def begin(final: Path) -> Path:
     """Make the directory in which a checkpoint is written."""
-    partial = final.with_name(final.name + PARTIAL)
-    remove(partial)
+    discard(final)
+    partial = unfinished(final, new_id())
     partial.mkdir(parents=True)
     return partial
 
@@ -88,17 +89,15 @@ def complete(partial: Path, files: Mapping[str, bytes], keep_last: int | None) -
     """
     for name, content in files.items():
         (partial / name).parent.mkdir(exist_ok=True, parents=True)
-        write_durably(partial / name, content)
+        write_new(partial / name, content)
     for directory in {(partial / name).parent for name in files} | {partial}:
         sync(directory)
-    final = partial.with_name(partial.name.removesuffix(PARTIAL))
+    final = finished_name(partial)
+    assert final is not None
     earlier = set_aside(final)  # damaged, or of a future that the user went back from
     partial.rename(final)
     sync(final.parent)
-    tracker = final.parent / TRACKER
-    written = tracker.with_name(tracker.name + PARTIAL)
-    write_durably(written, str(iteration_of(final)).encode())
-    written.rename(tracker)
+    write_whole(final.parent / TRACKER, str(iteration_of(final)).encode())
     sync(final.parent)
     if earlier is not None:
         remove(earlier)
@@ -110,14 +109,16 @@ def complete(partial: Path, files: Mapping[str, bytes], keep_last: int | None) -
 
 
 def discard(final: Path) -> None:
-    """Give up a checkpoint that is being written."""
-    shutil.rmtree(final.with_name(final.name + PARTIAL), ignore_errors=True)
+    """Give up a checkpoint that is being written, or was by a run that was killed."""
+    if final.parent.is_dir():
+        for partial in unfinished_ones(final):
+            remove(partial)
 
 
 def clean(folder: Path) -> None:
     """Remove what killed runs have left."""
     for leftover in folder.glob("*"):
-        if leftover.is_dir() and leftover.name.endswith((PARTIAL, REMOVED)):
+        if finished_name(leftover) is not None:
             remove(leftover)
 
 
@@ -125,10 +126,7 @@ def set_aside(path: Path) -> Path | None:
     """Take a checkpoint its name; returns the one it has then, or None where there is none."""
     if not path.exists():
         return None
-    gone = path.with_name(path.name + REMOVED)
-    if gone.exists():
-        shutil.rmtree(gone)
-    return path.rename(gone)
+    return path.rename(unfinished(path, new_id(), REMOVED))
 
 
 def remove(path: Path) -> None:
@@ -136,26 +134,10 @@ def remove(path: Path) -> None:
 
     What the file system does not give up yet, as NFS with open files, is left for the next start.
     """
-    gone = path if path.name.endswith((PARTIAL, REMOVED)) else set_aside(path)
+    gone = path if finished_name(path) is not None else set_aside(path)
     if gone is not None:
-        shutil.rmtree(gone, ignore_errors=True)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file, and return when it is on the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            remove_tree(gone)
 
 
 def _tracked(folder: Path) -> int | None:

@@ -10,12 +10,13 @@ from mcore_convert.errors import ConvertError, UnreadableCheckpoint
 from mcore_convert.formats import dcp
 from mcore_convert.formats.torch_dist import iterations, open_torch_dist, resolve
 from mcore_convert.hub import local_path
+from mcore_convert.marker import new_id, unfinished, unfinished_ones
 from mcore_convert.runs import CHECKPOINTS, find_run
 from train_entry.checkpoints import folder
 from train_entry.checkpoints.contents import OURS
 from train_entry.config.schema import Config
 
-START = "start"  # within a run's directory, while it is read: a foreign checkpoint in our format
+START = "start"  # becomes an unfinished file's name in a run's directory: a foreign checkpoint, in our format
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,19 @@ def in_our_format(source: Source, config: Config) -> Path:
     """
     if is_ours(source.path):
         return source.path
-    start = config.run_dir / START
-    convert(source.path, start, to="torch_dist", tp=config.parallel.tp, optimizer=source.training, overwrite=True)
+    forget(config)
+    start = unfinished(config.run_dir / START, new_id())
+    convert(
+        source.path,
+        start,
+        to="torch_dist",
+        tp=config.parallel.tp,
+        optimizer=source.training,
+        ignore_keys=config.checkpoint.ignore_keys,
+    )
     path = resolve(start)
     if source.training and not open_torch_dist(path).optimizer_keys:
-        folder.remove(start)
+        forget(config)
         raise ConvertError(
             f"`{source.path}` has no optimizer state to go on with",
             hint="`checkpoint.init` starts a new run from its weights",
@@ -76,8 +85,10 @@ def in_our_format(source: Source, config: Config) -> Path:
 
 
 def forget(config: Config) -> None:
-    """Remove what `in_our_format` has made."""
-    folder.remove(config.run_dir / START)
+    """Remove what `in_our_format` has made, and nothing else of that name."""
+    if config.run_dir.is_dir():
+        for start in unfinished_ones(config.run_dir / START):
+            folder.remove(start)
 
 
 def is_ours(path: Path) -> bool:

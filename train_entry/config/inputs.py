@@ -66,7 +66,7 @@ def problems_of_start(config: Config) -> Iterator[str]:
     if checkpoint.revision is not None and checkpoint.init is None:
         yield "`checkpoint.revision` is that of a Hub id in `checkpoint.init`, and there is none"
     missing = [f"`model.{name}`" for name in NEEDED if getattr(model, name) is None]
-    if model.vocab_size is None and config.data.tokenizer is None:
+    if model.vocab_size is None and model.default_vocab_size is None and config.data.tokenizer is None:
         missing.append("`model.vocab_size` (or `data.tokenizer`)")
     if missing and not has_start(config):
         yield (

@@ -32,6 +32,7 @@ class Model(Group):
     kv_channels: PositiveInt | None = Field(None, description="size of a head; hidden_size / heads unless given")
     max_position_embeddings: PositiveInt | None = None
     vocab_size: PositiveInt | None = Field(None, description="without padding; the tokenizer's unless given")
+    default_vocab_size: PositiveInt | None = Field(None, description="where no tokenizer says it, as with made-up data")
     make_vocab_size_divisible_by: PositiveInt = Field(128, description="times tp: embedding rows are padded to this")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = None
     rotary_base: PositiveFloat | None = None
@@ -130,6 +131,7 @@ class Checkpoint(Group):
 
     init: str | None = Field(None, description="weights to start from: HF directory, Hub id or Megatron checkpoint")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub id")
+    ignore_keys: tuple[str, ...] = Field((), description="unknown keys of a config.json that change nothing")
     load: Path | None = Field(None, description="run to go on from, with its optimizer; the own one unless given")
     resume: bool = Field(True, description="go on from the newest whole checkpoint of the run directory")
     save: bool = True

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_convert.errors import DataError, UnwritableTarget
+from mcore_convert.marker import unfinished, unfinished_ones
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents + 1
@@ -124,11 +125,12 @@ def check_tokens(pair: Pair, vocab_size: int) -> None:
 class PairWriter:
     """Writes a pair under partial names, in constant memory; `publish` gives it its names, `discard` removes it.
 
-    A sidecar that is at `partial(".json")` goes along.
+    A sidecar that is at `partial(".json")` goes along. `identity` is that of the lock, which the caller holds: what
+    else has a partial name is left by a process that was killed, and is removed.
     """
 
-    def __init__(self, prefix: str, dtype: str) -> None:
-        self.prefix, self.dtype = prefix, dtype
+    def __init__(self, prefix: str, dtype: str, identity: str) -> None:
+        self.prefix, self.dtype, self.identity = prefix, dtype, identity
         self.sequences = self.tokens = 0
         self._bin = self._open(".bin")
         self._idx = self._open(".idx")
@@ -137,13 +139,15 @@ class PairWriter:
     def _open(self, suffix: str) -> BinaryIO:
         path = self.partial(suffix)
         try:
-            return path.open("w+b")
+            for stale in unfinished_ones(Path(f"{self.prefix}{suffix}")):
+                stale.unlink(missing_ok=True)
+            return path.open("x+b")
         except OSError as error:
             raise UnwritableTarget(f"`{path}` cannot be written: {error.strerror}") from error
 
     def partial(self, suffix: str) -> Path:
         """Where a file is until it is complete."""
-        return Path(f"{self.prefix}{suffix}.partial")
+        return unfinished(Path(f"{self.prefix}{suffix}"), self.identity)
 
     def add(self, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int32]) -> None:
         """Append documents: their ids in one array of the pair's dtype, and how many each has.

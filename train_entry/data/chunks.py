@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mcore_convert.errors import DataError
+from mcore_convert.errors import DataError, ranged
 
 T = TypeVar("T")
 
@@ -37,9 +37,10 @@ class JsonLines:
         """What `read` makes of each line that is not blank; a ValueError of it is what is wrong with the line.
 
         Raises:
-            DataError: lines are bad; all that are bad are named.
+            DataError: lines are bad; all that are bad are named, those with the same fault together.
         """
-        problems: list[str] = []
+        lines: dict[str, list[int]] = {}  # by what is wrong with them
+        shown: dict[str, str] = {}
         # not `splitlines`: within a string, JSON may have other ends of line than this one
         for number, line in enumerate(self.data.split(b"\n"), start=self.line):
             if not line.strip():
@@ -47,7 +48,12 @@ class JsonLines:
             try:
                 yield read(json.loads(_decoded(line)))
             except (ValueError, RecursionError) as error:
-                problems.append(f"{self.file}:{number}: {_reason(error)}: {_shown(line)}")
+                lines.setdefault(_reason(error), []).append(number)
+                shown.setdefault(_reason(error), _shown(line))
+        problems = []
+        for reason, (first, *others) in lines.items():
+            more = f" (and {'line' if len(others) == 1 else 'lines'} {ranged(others)})" if others else ""
+            problems.append(f"{self.file}:{first}: {reason}: {shown[reason]}{more}")
         if problems:
             raise DataError("lines of the input are not what they should be", items=problems, hint=hint)
 

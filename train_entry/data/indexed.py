@@ -21,7 +21,7 @@ from train_entry.data.splits import Blend, blends_of, bounds_of, check_split
 from train_entry.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from train_entry.config.schema import Config
+    from train_entry.config.schema import Config, Data
 
 THREADS = 4  # that build the indices of the files of a blend
 
@@ -102,6 +102,16 @@ def _checked(config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_s
         if check_split(split, blend, [pairs[path].lengths() for path in blend.paths], bounds[split], notes):
             blends[split] = blend
     return Found(tuple(blends), shared, pairs, tuple(sidecars), tuple(notes))
+
+
+def vocab_size_of(data: Data) -> int | None:
+    """The vocabulary of the tokenizer that made the data; None where they do not say.
+
+    Raises:
+        DataError: what stands beside them is not what `mcore-convert data prepare` writes.
+    """
+    sidecars = map(sidecar_of, (*data.paths, *data.train_paths, *data.valid_paths, *data.test_paths))
+    return max((sidecar.vocab_size for sidecar in sidecars if sidecar), default=None)
 
 
 def _check_tokenizer(prefix: str, sidecar: Sidecar | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from mcore_convert.errors import DataError
+from mcore_convert.errors import ConvertError, DataError
 
 if TYPE_CHECKING:
     from train_entry.config.schema import Config
@@ -27,7 +27,13 @@ class Samples(Protocol):
 
 
 def microbatches(
-    dataset: Samples, config: Config, *, consumed_samples: int, dp_rank: int, dp_size: int
+    dataset: Samples,
+    config: Config,
+    *,
+    consumed_samples: int,
+    dp_rank: int,
+    dp_size: int,
+    rows_per_sample: int = 1,
 ) -> Iterator[Batch]:
     """This data-parallel rank's microbatches without end, from a position in the data on.
 
@@ -37,16 +43,18 @@ def microbatches(
     Args:
         consumed_samples: samples that the run has trained on before. An evaluation begins at 0, so that each sees the
             same samples.
+        rows_per_sample: items of the data set that belong together, from its beginning on. What is left at its end is
+            not taken.
 
     Raises:
         DataError: the data set is empty.
     """
-    if not len(dataset):
+    whole = len(dataset) // rows_per_sample * rows_per_sample
+    if not whole:
         raise DataError("there is not one sample in the data")
     training = config.training
-    share = Share(
-        len(dataset), consumed_samples, training.global_batch_size, training.micro_batch_size, dp_rank, dp_size
-    )
+    first = -(-consumed_samples // rows_per_sample) * rows_per_sample
+    share = Share(whole, first, training.global_batch_size, training.micro_batch_size, dp_rank, dp_size)
     if not config.data.num_workers:
         return (stack([dataset[index] for index in indices]) for indices in share)
     return _loaded(dataset, share, config.data.num_workers)
@@ -71,6 +79,23 @@ class Share:
                 mine = turn + self.dp_rank * self.micro_batch_size
                 yield [index % self.num_samples for index in range(mine, mine + self.micro_batch_size)]
             step += self.global_batch_size
+
+
+def deal(batch: Batch, global_batch_size: int, micro_batch_size: int, *, dp_rank: int, dp_size: int) -> list[Batch]:
+    """A data-parallel rank's microbatches of a global batch at hand: those that `Share` gives it.
+
+    Raises:
+        ConvertError: the batch has another size.
+    """
+    sizes = {name: len(tensor) for name, tensor in batch.items()}
+    if set(sizes.values()) != {global_batch_size}:
+        raise ConvertError(
+            f"a batch has {global_batch_size} samples (`training.global_batch_size`)",
+            items=[f"`{name}` has {size}" for name, size in sizes.items()],
+        )
+    parts = {name: tensor.split(micro_batch_size) for name, tensor in batch.items()}
+    turns = range(dp_rank, global_batch_size // micro_batch_size, dp_size)
+    return [{name: part[turn] for name, part in parts.items()} for turn in turns]
 
 
 def stack(samples: Sequence[Mapping[str, Any]]) -> Batch:

@@ -161,8 +161,9 @@ def _written(prefixes: Sequence[str], dtype: str, *, overwrite: bool) -> Iterato
             folder.mkdir(parents=True, exist_ok=True)
             writers: list[PairWriter] = []
             for prefix in prefixes:
-                scope.enter_context(locked(Path(f"{prefix}.lock"), Path(prefix)))
-                writers.append(PairWriter(prefix, dtype))
+                lock = scope.enter_context(locked(Path(f"{prefix}.lock"), Path(prefix)))
+                lock.record()
+                writers.append(PairWriter(prefix, dtype, lock.identity))
                 scope.callback(writers[-1].discard)
             _check_free(prefixes, overwrite=overwrite)  # again: another process may have finished
             yield writers

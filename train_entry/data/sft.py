@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +32,8 @@ class Sft(Dataset[dict[str, Tensor]]):
     Packed samples hold as many examples as fit, one after the other, numbered from 1 in `segment_ids`; positions begin
     at 0 in each. What is left of a sample is `padding`, without loss, in segment 0.
 
+    Examples that belong together (`together` of them, as they stand in their file) are samples one after the other.
+
     `dropped` examples have nothing to learn among the tokens that fit; `cut` ones are longer than a sample.
     """
 
@@ -44,11 +46,13 @@ class Sft(Dataset[dict[str, Tensor]]):
         padding: int,
         seed: tuple[int, ...],
         num_samples: int,
+        together: int = 1,
     ) -> None:
+        self.together = together
         self.tokens = [examples.tokens for examples, _ in files]
         self.seq_length, self.packed, self.padding = seq_length, packed, padding
         self.seed, self.num_samples = seed, num_samples
-        chosen = [_places(examples, which, seq_length) for examples, which in files]
+        chosen = [_places(examples, which, seq_length, together) for examples, which in files]
         self.file = np.repeat(np.arange(len(files)), [len(starts) for starts, _ in chosen])
         self.start = np.concatenate([starts for starts, _ in chosen])
         self.length = np.concatenate([lengths for _, lengths in chosen])
@@ -72,7 +76,8 @@ class Sft(Dataset[dict[str, Tensor]]):
     def _plan(self, epoch: int) -> tuple[Numbers, Numbers]:
         """The examples of an epoch in its order, and where in that order each sample begins, and the last ends."""
         if self.planned[0] != epoch:
-            order = np.random.default_rng((*self.seed, epoch)).permutation(len(self.start))
+            groups = np.random.default_rng((*self.seed, epoch)).permutation(len(self.start) // self.together)
+            order = (groups[:, None] * self.together + np.arange(self.together)).reshape(-1)
             bounds = _packs(self.length[order], self.seq_length) if self.packed else np.arange(len(order) + 1)
             self.planned = (epoch, order, bounds)
         return self.planned[1:]
@@ -97,14 +102,16 @@ class Sft(Dataset[dict[str, Tensor]]):
         return {name: torch.from_numpy(values) for name, values in sample.items()}
 
 
-def _places(examples: Examples, which: slice, seq_length: int) -> tuple[Numbers, Numbers]:
-    """Where examples begin, and how many places of a sample they take; without those that have nothing to learn."""
+def _places(examples: Examples, which: slice, seq_length: int, together: int) -> tuple[Numbers, Numbers]:
+    """Where examples begin, and how many places of a sample they take; without those that have nothing to learn, and
+    those that belong together with them."""
     lengths = examples.lengths()[which]
     starts = examples.ends[which] - lengths
     learns = np.ones(len(starts), bool)
     for number in np.flatnonzero(lengths - 1 > seq_length):
         begin = starts[number]
         learns[number] = np.any(examples.tokens[begin + 1 : begin + seq_length + 1] >= 0)
+    learns = learns.reshape(-1, together).all(1).repeat(together)
     return starts[learns], np.minimum(lengths - 1, seq_length)[learns]
 
 
@@ -119,30 +126,38 @@ def _packs(lengths: Numbers, seq_length: int) -> Numbers:
 
 
 class Blended(Dataset[dict[str, Tensor]]):
-    """Samples of several data sets, each drawn from by its weight, in the order in which Megatron Core blends."""
+    """Samples of several data sets, each drawn from by its weight, in the order in which Megatron Core blends.
 
-    def __init__(self, datasets: Sequence[Sft], weights: Sequence[float], num_samples: int) -> None:
+    `together` samples of one data set follow each other.
+    """
+
+    def __init__(self, datasets: Sequence[Sft], weights: Sequence[float], num_samples: int, together: int = 1) -> None:
         from megatron.core.datasets.helpers import build_blending_indices
 
-        self.datasets = datasets
+        self.datasets, self.together = datasets, together
+        num_samples = -(-num_samples // together)
         self.which, self.sample = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
         shares = [weight / sum(weights) for weight in weights]
         build_blending_indices(self.which, self.sample, shares, len(datasets), num_samples, False)
 
     def __len__(self) -> int:
-        return len(self.which)
+        return len(self.which) * self.together
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.datasets[int(self.which[index])][int(self.sample[index])]
+        group, member = divmod(index, self.together)
+        return self.datasets[int(self.which[group])][int(self.sample[group]) * self.together + member]
 
 
 def sft_datasets(
-    config: Config, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]
+    config: Config, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int], together: int = 1
 ) -> tuple[list[Sft | Blended | None], tuple[str, ...]]:
     """Data sets to train, validate and test with, and what to tell of them. Call it on every rank.
 
     A data set is None where no samples are asked for, or no files are named. Tokens are kept in `data.cache_dir`:
     rank 0 makes them, the others read them.
+
+    Args:
+        together: examples that belong together, as they stand in their file: each split has all of them or none.
 
     Raises:
         DataError: there is no tokenizer, files are missing or hold something else, or nothing is to be learned.
@@ -161,6 +176,8 @@ def sft_datasets(
     asked = [blend if count else None for blend, count in zip(blends, num_samples, strict=True)]
     paths = dict.fromkeys(path for blend in asked if blend for path in blend.paths)
     files = rank_0_first(lambda: {path: examples_of(path, tokenizer, cache) for path in paths})
+    if together > 1:
+        _check_together(files.values(), together)
     notes = [note for examples in files.values() for note in _notes_of(examples)]
     datasets: list[Sft | Blended | None] = [None] * 3
     for split, (blend, count) in enumerate(zip(asked, num_samples, strict=True)):
@@ -168,8 +185,8 @@ def sft_datasets(
             continue
         found = [files[path] for path in blend.paths]
         if check_split(split, blend, [examples.lengths() for examples in found], bounds[split], notes):
-            parts = [(examples, slice_of(bounds[split], len(examples.ends))) for examples in found]
-            datasets[split] = _dataset(config, tokenizer, blend, parts, split, count, notes)
+            parts = [(each, _whole(slice_of(bounds[split], len(each.ends)), together)) for each in found]
+            datasets[split] = _dataset(config, tokenizer, blend, parts, split, count, notes, together)
     return datasets, tuple(notes)
 
 
@@ -181,9 +198,10 @@ def _dataset(
     split: int,
     num_samples: int,
     notes: list[str],
+    together: int,
 ) -> Sft | Blended:
     """One data set of all files, or one of each where they have weights."""
-    together = [parts] if blend.weights is None else [[part] for part in parts]
+    sets = [parts] if blend.weights is None else [[part] for part in parts]
     datasets = [
         Sft(
             each,
@@ -192,8 +210,9 @@ def _dataset(
             padding=tokenizer.eod or 0,
             seed=(config.training.seed, split, number),
             num_samples=num_samples,
+            together=together,
         )
-        for number, each in enumerate(together)
+        for number, each in enumerate(sets)
     ]
     cut, dropped = sum(each.cut for each in datasets), sum(each.dropped for each in datasets)
     if not all(len(each.start) for each in datasets):
@@ -208,7 +227,30 @@ def _dataset(
             f"{counted(cut, 'example', 'examples')} to {NAMES[split]} with {'is' if cut == 1 else 'are'} longer than "
             f"`training.seq_length` = {config.training.seq_length} and cut{left_out}"
         )
-    return datasets[0] if blend.weights is None else Blended(datasets, blend.weights, num_samples)
+    return datasets[0] if blend.weights is None else Blended(datasets, blend.weights, num_samples, together)
+
+
+def _whole(which: slice, together: int) -> slice:
+    """A slice without what it has of groups that begin or end outside of it."""
+    return slice(-(-(which.start or 0) // together) * together, which.stop // together * together)
+
+
+def _check_together(files: Iterable[Examples], together: int) -> None:
+    """Refuse files whose examples do not stand in groups: a missing one would shift all that follow.
+
+    Raises:
+        DataError: names all of these files.
+    """
+    problems = []
+    for each in files:
+        if each.empty:
+            problems.append(f"`{each.path}`: {counted(each.empty, 'example has', 'examples have')} nothing to learn")
+        elif each.records % together:
+            problems.append(
+                f"`{each.path}` has {counted(each.records, 'example', 'examples')}, no multiple of {together}"
+            )
+    if problems:
+        raise DataError(f"{together} examples, one after the other, belong together", items=problems)
 
 
 def _notes_of(examples: Examples) -> list[str]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_convert.companions import FORMS
 from mcore_convert.errors import DataError
+from mcore_convert.tokenizer_files import folder_of, holds_tokenizer, is_bare_bpe
 
 if TYPE_CHECKING:
     from mcore_convert.identify import Model
     from train_entry.config.schema import Config
 
-# One of these is in every directory that has a tokenizer.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+# What transformers needs to read a file in the form of another program, beside what this project installs.
+READERS = ("sentencepiece", "tiktoken")
 
 
 @dataclass(frozen=True)
@@ -58,27 +61,30 @@ def tokenizer_of(config: Config, origin: Model | None = None) -> Tokenizer | Non
     folder = origin.folder if origin is not None else None
     if config.data.kind == "mock" or folder is None:
         return None
-    return load_tokenizer(str(folder)) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+    return load_tokenizer(str(folder)) if holds_tokenizer(folder) else None
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
-    """Read a tokenizer from a directory, or by its Hub id.
+    """Read a tokenizer from a directory, from one of its files, or by its Hub id.
 
     Raises:
         DataError: there is none, or it cannot be read.
     """
     from transformers import AutoTokenizer
 
-    path = Path(name)
-    if path.is_dir() and not any((path / file).is_file() for file in TOKENIZER_FILES):
-        raise DataError(f"`{name}` has no tokenizer", hint="one of its files would be tokenizer.json")
+    path = folder_of(Path(name))
+    if path.is_dir() and not holds_tokenizer(path):
+        raise DataError(f"`{name}` has no tokenizer", hint=FORMS)
     if not path.is_dir() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise DataError(f"`{name}` does not exist", hint="name the directory of a tokenizer, or a Hub id")
+    options = {"tokenizer_type": "gpt2"} if path.is_dir() and is_bare_bpe(path) else {}
     try:
-        hf = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+        hf = AutoTokenizer.from_pretrained(str(path), revision=revision or "main", **options)
     except Exception as error:  # transformers lets through what its many readers raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"`{name}` is no tokenizer that transformers can read: {reason}") from error
+        lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines() if line.strip()]
+        raise DataError(
+            f"`{name}` is no tokenizer that transformers can read", items=lines, hint=_absent_readers(path)
+        ) from error
     vocabulary: Mapping[str, int] = hf.get_vocab()
     return Tokenizer(
         name=name,
@@ -87,6 +93,13 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
         eod=hf.eos_token_id,
         fingerprint=_fingerprint(vocabulary, hf.vocab_size),
     )
+
+
+def _absent_readers(folder: Path) -> str | None:
+    """What to install for a folder whose tokenizer is in the form of another program; None where that is not it."""
+    absent = [package for package in READERS if find_spec(package) is None]
+    foreign = folder.is_dir() and any([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
+    return f"a file of this form needs its reader: `pip install {' '.join(absent)}`" if foreign and absent else None
 
 
 def _fingerprint(vocabulary: Mapping[str, int], size: int) -> str:

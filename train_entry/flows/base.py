@@ -1,7 +1,12 @@
 """What a training algorithm is to the trainer: how a batch goes through the model, and what its loss is.
 
 To bring your own, write a class with these three methods and name it: `training.flow=my_module:MyFlow`. It need not
-derive from anything.
+derive from anything. Two attributes may say more of it:
+
+`rows_per_sample`: how many adjacent rows of a batch belong together, as the chosen and the rejected answer of a pair; 1
+unless given. They are never torn apart, by microbatches, data-parallel ranks or readers.
+`check_layouts`: False leaves out the proof, at the first step, that its loss is the same at this layout as on one rank;
+for a loss that is random.
 """
 
 from __future__ import annotations
@@ -26,10 +31,14 @@ class Loss:
     The trainer divides the gradients, and what it reports, by the count over the whole global batch: neither the number
     of microbatches nor that of ranks changes either.
 
-    `total`: the sum of the token losses, a scalar to go backward from.
-    `count`: how many tokens that sum is over, a scalar.
-    `metrics`: further sums over the same tokens; the run reports each divided by the count. The names are the same at
-    every step.
+    `total`: the sum of the losses, of tokens or of samples, a scalar to go backward from.
+    `count`: how many tokens or samples that sum is over, a scalar.
+    `metrics`: further sums over the same; the run reports each divided by the count. The names are the same at every
+    step.
+
+    Of tokens: each context-parallel rank sums its own. Of samples: `train_entry.flows.sum_over_sequence` gives each of
+    these ranks the sums over whole sequences, and each makes the same total and count of them. Not both in one loss;
+    a part of it that is of tokens goes through `sum_over_sequence`, too.
     """
 
     total: Tensor
@@ -42,7 +51,8 @@ class Flow(Protocol):
 
     Around it the trainer does what depends on the layout: each data-parallel rank gets its samples; a batch is on the
     device already; under context parallelism each tensor is cut along its second dimension, to this rank's part of the
-    sequence; Megatron's schedule calls `forward` on each pipeline stage, and goes backward.
+    sequence; Megatron's schedule calls `forward` on each pipeline stage, and goes backward. What `forward` adds to the
+    batch, `loss` finds there.
     """
 
     def __init__(self, config: Config) -> None: ...
@@ -58,8 +68,14 @@ class Flow(Protocol):
         ...
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
-        """The loss of what the last stage returned for this batch."""
+        """The loss of what the last stage returned for this batch. At the first step, the proof calls it as well."""
         ...
+
+
+def rows_per_sample(flow: Flow) -> int:
+    """How many adjacent rows of a batch belong together in a flow."""
+    rows: int = getattr(flow, "rows_per_sample", 1)
+    return rows
 
 
 def masked_loss(token_losses: Tensor, batch: Batch) -> Loss:

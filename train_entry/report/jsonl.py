@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.disk import write_whole
 from train_entry.report.metrics import Evaluation, Interval
 from train_entry.report.rows import Row
 
@@ -61,9 +62,7 @@ def _cut_after(path: Path, start: int) -> None:
         return
     kept = b"".join(line for line, row in _rows(path) if row["iteration"] <= start)
     if len(kept) != path.stat().st_size:
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_bytes(kept)
-        partial.replace(path)
+        write_whole(path, kept)
 
 
 def _finite(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_convert.errors import ranged
 from train_entry.report.flops import mfu
 
 
@@ -109,7 +110,7 @@ class Rates:
 class Interval:
     """The steps since the last line, the newest of them included.
 
-    `loss` is their mean, without skipped ones; `lr`, `grad_norm` and `loss_scale` are those of the newest. `phases` are
+    `lr`, `grad_norm` and `loss_scale` are those of the newest, and so is `loss`, unless it was skipped. `phases` are
     seconds of the whole interval, `memory` bytes at most so far, `eta` seconds until the last step.
     """
 
@@ -131,9 +132,11 @@ class Interval:
 
     @property
     def loss(self) -> float:
-        """The mean; not a number if a loss is none, or if all steps were skipped."""
-        losses = [step.loss for step in self.steps if not step.skipped]
-        return sum(losses) / len(losses) if losses else math.nan
+        """That of the newest step that was not skipped; not a number if all were.
+
+        The same number as in `metrics.jsonl`, in a card and beside the plot: a mean over steps would be another one.
+        """
+        return next((step.loss for step in reversed(self.steps) if not step.skipped), math.nan)
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
@@ -177,11 +180,4 @@ def _is_finite(number: float | None) -> bool:
 
 def _steps(iterations: Sequence[int]) -> str:
     """`step 3`, `steps 3-5, 9`."""
-    runs: list[tuple[int, int]] = []
-    for iteration in iterations:
-        if runs and iteration == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], iteration)
-        else:
-            runs.append((iteration, iteration))
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{'step' if len(iterations) == 1 else 'steps'} {shown}"
+    return f"{'step' if len(iterations) == 1 else 'steps'} {ranged(iterations)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from mcore_convert.disk import write_whole
 from mcore_convert.errors import UnreadableCheckpoint
 from train_entry.report.jsonl import read
 from train_entry.report.rows import Row
@@ -43,7 +45,7 @@ def plot(run_dir: Path) -> Path:
     figure = Figure(figsize=(10, 6), dpi=160, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-    _draw_losses(above, at, losses)
+    _draw_losses(above, at, losses, _last(steps))
     _draw_evaluations(above, [row for row in rows if "evaluation" in row])
     _draw_rate(below, at, _numbers(row["lr"] for row in steps))
     for axes in (above, below):
@@ -55,20 +57,28 @@ def plot(run_dir: Path) -> Path:
     above.set_title(run_dir.resolve().name, loc="left", color=INK, fontsize=16, fontweight="bold", pad=10)
     seen = f"{at[-1]:,} steps, {_short(tokens[-1])} tokens" if at[-1] > 1 else f"1 step, {_short(tokens[-1])} tokens"
     above.set_title(seen, loc="right", color=QUIET, fontsize=12, pad=10)
-    partial = run_dir / "loss.partial.png"
-    figure.savefig(partial)
-    return partial.replace(run_dir / "loss.png")
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
+    picture = run_dir / "loss.png"
+    write_whole(picture, drawn.getvalue())
+    return picture
 
 
-def _draw_losses(axes: Axes, at: NDArray[Any], losses: Numbers) -> None:
+def _last(steps: Sequence[Row]) -> str:
+    """The last loss in words, as the line of its step and a card have it: that of the step, and not of the curve."""
+    row = next((row for row in reversed(steps) if not row.get("skipped")), steps[-1])
+    loss = row["loss"]
+    return "training: " + ("not a number" if loss is None else f"{loss:.4f}")
+
+
+def _draw_losses(axes: Axes, at: NDArray[Any], losses: Numbers, last: str) -> None:
     is_number = np.isfinite(losses)
     if len(at) < LEAST_SMOOTHED:
-        last = f"training: {losses[-1]:.4f}"
         axes.plot(at, losses, color=TRAIN, linewidth=2.2, marker="o", markersize=5, label=last)
     else:
         smooth = smoothed(losses, max(4, len(at) // SMOOTHED))
         axes.plot(at, losses, color=TRAIN, linewidth=0.9, alpha=0.3)
-        axes.plot(at, smooth, color=TRAIN, linewidth=2.2, label=f"training: {smooth[-1]:.4f}")
+        axes.plot(at, smooth, color=TRAIN, linewidth=2.2, label=last)
     if not is_number.all():
         foot = axes.get_xaxis_transform()  # at the foot of the picture, whatever the losses are
         bad = at[~is_number]

@@ -164,12 +164,10 @@ class Report:
 
     def _open_sinks(self, start: int) -> list[Sink]:
         folder, logging = self._config.run_dir, self._config.logging
+        sinks: list[Sink] = [Console(self._config.training.steps, self._stream)]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            sinks: list[Sink] = [
-                Console(self._config.training.steps, self._stream),
-                Jsonl(folder / METRICS, start=start),
-            ]
+            sinks.append(Jsonl(folder / METRICS, start=start))
             if logging.tensorboard:
                 from train_entry.report.tensorboard import TensorBoard
 
@@ -178,6 +176,10 @@ class Report:
                 from train_entry.report.wandb import Wandb
 
                 sinks.append(Wandb(self._config, start=start))
+        except ConfigError:
+            for sink in sinks:
+                sink.close()
+            raise
         except OSError as error:
             raise UnwritableTarget(
                 f"the run directory `{folder}` cannot be written to: {error.strerror or error}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mcore_convert.errors import ConfigError
 from train_entry.config.schema import Config
 from train_entry.report.metrics import Evaluation, Interval
 from train_entry.report.rows import Row, scalars_of
@@ -17,14 +18,22 @@ class Wandb:
 
         note = config.run_dir / "wandb" / "id"
         known = note.read_text().strip() if start > 0 and note.is_file() else None
-        self._run = wandb.init(
-            project=config.logging.wandb_project,
-            name=config.logging.wandb_name or config.run_dir.resolve().name,
-            dir=str(config.run_dir),
-            config=config.model_dump(mode="json"),
-            id=known,
-            resume="allow",
-        )
+        try:
+            self._run = wandb.init(
+                project=config.logging.wandb_project,
+                name=config.logging.wandb_name or config.run_dir.resolve().name,
+                dir=str(config.run_dir),
+                config=config.model_dump(mode="json"),
+                id=known,
+                resume="allow",
+            )
+        except Exception as error:  # its own errors have no one class over its versions; without a key a UsageError
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"Weights & Biases does not start (`logging.wandb`): {reason}",
+                hint="`wandb login` once, or WANDB_API_KEY=...; WANDB_MODE=offline keeps the curves on this machine; "
+                "logging.wandb=false does without",
+            ) from error
         note.parent.mkdir(exist_ok=True)
         note.write_text(self._run.id)
 

@@ -1,0 +1,37 @@
+"""What the shell completes beyond options and choices: families, and the words of a run's configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+
+
+def families(incomplete: str) -> list[str]:
+    """The installed families that begin so."""
+    from mcore_convert.families import families
+
+    return [name for name in families() if name.startswith(incomplete)]
+
+
+def ready_runs(incomplete: str) -> list[str]:
+    """The ready runs that begin so; the shell adds files."""
+    if not _can_train():
+        return []
+    from train_entry.config.files import ready_runs
+
+    return [name for name in ready_runs() if name.startswith(incomplete)]
+
+
+def overrides(incomplete: str) -> list[str]:
+    """The choices of groups (`parallel=tp2`) and the keys (`training.steps=`) that begin so."""
+    if not _can_train():
+        return []
+    from train_entry.config.files import choices
+    from train_entry.config.nearest import groups, keys
+
+    words = [f"{group}={choice}" for group in groups() for choice in choices(group)]
+    words += [f"{key}=" for key in keys()]
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def _can_train() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("omegaconf", "pydantic", "yaml"))

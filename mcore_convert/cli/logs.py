@@ -1,0 +1,64 @@
+"""What `-v` and `--log-level` ask for: the library's log, on stderr."""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+
+from mcore_convert.cli.text import say
+
+LOGGERS = ("mcore_convert", "train_entry")
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(message)s"
+
+
+class Level(StrEnum):
+    """The levels of the log."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class _Stderr(logging.Handler):
+    """Writes as the command's messages are written, so that a progress bar makes room."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
+def verbose(count: int) -> int:
+    """Log phases at `-v`, each file at `-vv`."""
+    if count:
+        _log(logging.INFO if count == 1 else logging.DEBUG)
+    return count
+
+
+def at_level(level: Level | None) -> Level | None:
+    """Log from a level on."""
+    if level is not None:
+        _log(logging.getLevelNamesMapping()[level.upper()])
+    return level
+
+
+def _log(level: int) -> None:
+    """Log to stderr; of two levels asked for, the one that says more counts."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        there = [handler for handler in logger.handlers if isinstance(handler, _Stderr)]
+        if not there:
+            handler = _Stderr()
+            handler.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
+            logger.addHandler(handler)
+            logger.propagate = False
+        logger.setLevel(min(level, logger.level) if there else level)
+
+
+def silence() -> None:
+    """Undo it, so that one command of a process does not log for the next."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        for handler in [handler for handler in logger.handlers if isinstance(handler, _Stderr)]:
+            logger.removeHandler(handler)
+            logger.propagate = True
+            logger.setLevel(logging.NOTSET)

@@ -1,0 +1,176 @@
+"""Reading and writing files: complete, or an error. The one place that asks the operating system for either.
+
+A system call may do less than it was asked for and call that success. Every loop that goes on with the rest is here,
+and so is every place where nothing at all was done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from mcore_convert.marker import MARKER, new_id, record_bytes, unfinished, unfinished_ones
+
+STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the cache
+NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
+
+
+class Shrunk(OSError):
+    """A file that ends before what was to be read of it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EIO, "it became shorter while it was read", str(path))
+
+
+def write_at(fd: int, content: bytes | memoryview, at: int) -> None:
+    """Write all of `content` at a place of a file.
+
+    Raises:
+        OSError: not all of it can be written.
+    """
+    with memoryview(content) as whole, whole.cast("B") as left:
+        done = 0
+        while done < len(left):
+            with left[done:] as rest:
+                count = os.pwrite(fd, rest, at + done)
+            if count <= 0:
+                raise OSError(errno.EIO, "a write wrote nothing")
+            done += count
+
+
+def read_at(fd: int, into: memoryview, at: int, path: Path) -> None:
+    """Fill `into` with the bytes at a place of a file.
+
+    Raises:
+        Shrunk: the file ends before.
+        OSError: it cannot be read.
+    """
+    done = 0
+    while done < len(into):
+        with into[done:] as rest:
+            count = os.preadv(fd, [rest], at + done)
+        if count <= 0:
+            raise Shrunk(path)
+        done += count
+
+
+def copy_range(reading: int, source: Path, start: int, writing: int, at: int, count: int) -> None:
+    """Copy bytes from one file to another, inside the kernel where it can.
+
+    Raises:
+        Shrunk: the source ends before.
+        OSError: not all of it can be copied.
+    """
+    in_kernel = True
+    while count:
+        done = 0
+        if in_kernel:
+            try:
+                done = os.copy_file_range(reading, writing, count, start, at)
+            except OSError as error:  # another file system, or one that cannot
+                if error.errno not in NO_KERNEL_COPY:
+                    raise
+            in_kernel = done > 0  # some file systems answer 0 for what they cannot copy: a read tells which it is
+        if not done:
+            done = min(count, STEP)
+            buffer = memoryview(bytearray(done))
+            read_at(reading, buffer, start, source)
+            write_at(writing, buffer, at)
+        start, at, count = start + done, at + done, count - done
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a whole file to a new one, and return when it is on the disk.
+
+    Raises:
+        OSError: it cannot be read or written, or has another size afterwards.
+    """
+    reading = os.open(source, os.O_RDONLY)
+    try:
+        before = os.fstat(reading)
+        writing = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            copy_range(reading, source, 0, writing, 0, before.st_size)
+            os.fsync(writing)
+            if os.fstat(writing).st_size != before.st_size:
+                raise OSError(errno.EIO, "it has another size than what was written", str(target))
+        finally:
+            os.close(writing)
+        if os.fstat(reading).st_size != before.st_size:
+            raise Shrunk(source)
+    finally:
+        os.close(reading)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Make a new file, and return when its content is on the disk.
+
+    Raises:
+        OSError: the file exists, or not all of it can be written.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        write_at(fd, content, 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def mark(folder: Path, identity: str) -> None:
+    """Mark a directory as unfinished work of ours."""
+    write_new(folder / MARKER, record_bytes(identity))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Give a file new content: at any moment it has the old or the new one. What a killed run of ours left is removed.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    for stale in unfinished_ones(path):
+        _remove_if_dead(stale)
+    partial = unfinished(path, new_id())
+    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        write_at(fd, content, 0)
+        os.fsync(fd)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _remove_if_dead(partial: Path) -> None:
+    """Remove an unfinished file unless a process holds it."""
+    with contextlib.suppress(OSError):
+        fd = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            partial.unlink()
+        finally:
+            os.close(fd)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a directory and all below it; whatever it is, no link is followed."""
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
+    else:
+        folder.unlink()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

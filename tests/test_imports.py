@@ -29,7 +29,7 @@ spec.layers  spec.names  spec.neutral  spec.shard
 spec.arguments
 spec.config  spec.dims  spec.bridge  spec.command_line
 spec.fields  spec.layout  spec.pack
-spec.rope  spec.family
+spec.experts  spec.rope  spec.family
 spec.vary
 spec
 converters
@@ -37,7 +37,8 @@ converters.gpt2  converters.llama
 converters.gpt_bigcode  converters.gpt_neox  converters.jais2  converters.mistral  converters.nemotron
 converters.persimmon  converters.phi3  converters.qwen2  converters.qwen3  converters.smollm3  converters.stablelm
 converters.ernie4_5  converters.glm  converters.helium  converters.seed_oss  converters.starcoder2
-converters.unrepresented
+converters.mixtral  converters.qwen3_moe  converters.unrepresented
+converters.qwen2_moe
 spec.gpt
 tensors
 ranks

@@ -131,6 +131,8 @@ def normalise(stored: Values) -> dict[str, Any]:
     if args.get("ffn_hidden_size") is None and hidden:
         # a gated MLP has three matrices instead of two, hence two thirds, rounded down to a multiple of 64
         args["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64 if args["swiglu"] else 4 * hidden
+    if args.get("num_experts") and args.get("moe_ffn_hidden_size") is None:
+        args["moe_ffn_hidden_size"] = args.get("ffn_hidden_size")
     return args
 
 

@@ -22,6 +22,18 @@ def always(dims: Dims) -> bool:
 
 
 @dataclass(frozen=True)
+class Spelling:
+    """Names of Hugging Face tensors that hold a weight, and how they lie in its global tensor.
+
+    Where the weight is an expert's and a name has no `{expert}`, the tensor has all experts of a layer along its
+    first dimension: the pack is that of one of them.
+    """
+
+    hf: tuple[str, ...]
+    pack: Pack = Same()
+
+
+@dataclass(frozen=True)
 class Weight:
     """One row: what a weight is called on both sides, its shape, how it is packed and how it is cut.
 
@@ -29,7 +41,8 @@ class Weight:
     Hugging Face has and that must be zero. `shape` is that of the global tensor, in the words of `Dims.size`.
     `vocab` rows have the vocabulary as their first dimension, which Megatron pads. What is not `trained` is a buffer,
     and has no optimizer state. `part` names the part of a layer that the row belongs to, in the words of
-    `spec.layers`: layers without it do not have the weight.
+    `spec.layers`: layers without it do not have the weight. `also` are further spellings that are read, where a file
+    has none of the names in `hf`; they are never written.
     """
 
     mcore: str | None
@@ -41,6 +54,12 @@ class Weight:
     vocab: bool = False
     trained: bool = True
     part: str | None = None
+    also: tuple[Spelling, ...] = ()
+
+    @property
+    def spellings(self) -> tuple[Spelling, ...]:
+        """Every spelling in a Hugging Face directory, the one that is written first."""
+        return (Spelling(self.hf, self.pack), *self.also)
 
     @property
     def name(self) -> str:
@@ -92,8 +111,9 @@ def _row(shard: Shard, *, in_vocab: bool = False) -> Row:
         pack: Pack = Same(),
         when: Condition = always,
         part: str | None = None,
+        also: tuple[Spelling, ...] = (),
     ) -> Weight:
-        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab, part=part)
+        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab, part=part, also=also)
 
     return make
 

@@ -33,6 +33,9 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "attention_output_gate": (None, False),
     "softmax_type": (None, "vanilla", "off-by-one"),
     "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "moe_extended_tp": (None, False),
     "enable_mhc_connections": (None, False),
     "use_megatron_fsdp": (None, False),
 }

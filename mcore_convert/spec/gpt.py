@@ -36,6 +36,8 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "moe_mlp_glu_interleave_size": (None,),
     "moe_shared_expert_glu_interleave_size": (None,),
     "moe_extended_tp": (None, False),
+    "tensor_parallel_num_weight_shards": (None, 1),
+    "expert_tensor_parallel_num_weight_shards": (None, 1),
     "enable_mhc_connections": (None, False),
     "use_megatron_fsdp": (None, False),
 }

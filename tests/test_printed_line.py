@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -152,7 +152,7 @@ def test_virtual_stages(
     assert stored["virtual_pipeline_model_parallel_size"] == (None if layout.get("vpp") == 1 else layout.get("vpp", 2))
 
 
-Saved = Callable[[str, str], Path]
+Saved = Callable[[str, Literal["plain", "distributed"]], Path]
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +160,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A run of a model that one rank of Megatron Core saved, with a distributed or a plain optimizer."""
     made: dict[tuple[str, str], Path] = {}
 
-    def save(model: str, optimizer: str) -> Path:
+    def save(model: str, optimizer: Literal["plain", "distributed"]) -> Path:
         if (model, optimizer) not in made:
             path = made[model, optimizer] = tmp_path_factory.mktemp(model) / "saved"
             args, state = MODELS[model], state_of(model)
             if model == "dense":
-                form = "plain" if optimizer == "plain" else "fully_reshardable"
+                form: Literal["plain", "fully_reshardable"] = "plain" if optimizer == "plain" else "fully_reshardable"
                 run_ranks(1, partial(save_with_optimizer, args, state, path, form))
             else:
                 run_ranks(1, partial(save_mp_rank, args, state, path, optimizer=optimizer, dtype=torch.bfloat16))
@@ -218,7 +218,7 @@ def loaded_by_the_line(done: Conversion, model: str) -> list[Loaded]:
     ],
 )
 def test_megatron_core_loads_all_of_it(
-    model: str, optimizer: str, options: dict[str, Any], saved: Saved, tmp_path: Path
+    model: str, optimizer: Literal["plain", "distributed"], options: dict[str, Any], saved: Saved, tmp_path: Path
 ) -> None:
     """Strictly, with every parameter and every state of it from the files."""
     if model == "dense":

@@ -27,6 +27,7 @@ from mcore_convert.spec.config import arguments, bridge
 from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
+from mcore_convert.spec.gpt import WEIGHT_SHARDS
 from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.releases import Release
 
@@ -179,7 +180,9 @@ def _stored_arguments(
             tokenizer_model=target.tokenizer or (str(hf_folder.absolute()) if has_tokenizer else None),
             vocab_size=model.dims.vocab_size,
         )
-    return {**args, **layout_arguments(layout, dims), "ckpt_format": target.format}
+    decided = layout_arguments(layout, dims)
+    shards = {name: decided[size] for name, size in WEIGHT_SHARDS.items() if args.get(name) is not None}
+    return {**args, **decided, **shards, "ckpt_format": target.format}
 
 
 def _with_true_vocabulary(args: Mapping[str, Any], model: Model) -> dict[str, Any]:

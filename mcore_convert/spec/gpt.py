@@ -39,16 +39,28 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "moe_mlp_glu_interleave_size": (None,),
     "moe_shared_expert_glu_interleave_size": (None,),
     "moe_extended_tp": (None, False),
-    "tensor_parallel_num_weight_shards": (None, 1),
-    "expert_tensor_parallel_num_weight_shards": (None, 1),
     "enable_mhc_connections": (None, False),
     "use_megatron_fsdp": (None, False),
 }
 
 
+# Into how many shards a weight is cut, and over how many tensor-parallel ranks: one shard for each, unless weights are
+# cut again to be gathered in use, which changes what a rank holds (Megatron-LM 0.19, `model_parallel_config.py`).
+WEIGHT_SHARDS = {
+    "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+    "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+}
+
+
 def refusals(args: Mapping[str, Any]) -> list[str]:
     """Why the weights of a model with these arguments are not known, a line each."""
-    return [f"`{name}` = {args[name]!r}" for name, plain in UNKNOWN.items() if args.get(name) not in plain]
+    tp = args.get("tensor_model_parallel_size") or 1
+    again = [
+        f"`{name}` = {args[name]!r}, with `{size}` = {args.get(size) or tp}"
+        for name, size in WEIGHT_SHARDS.items()
+        if args.get(name) not in (None, args.get(size) or tp)
+    ]
+    return again + [f"`{name}` = {args[name]!r}" for name, plain in UNKNOWN.items() if args.get(name) not in plain]
 
 
 def family(args: Mapping[str, Any]) -> Family:

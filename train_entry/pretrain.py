@@ -99,7 +99,8 @@ def _pretrain(
         trainer.report.say(as_yaml(config).strip())
         with together():
             data = datasets_of(trainer, datasets_provider)
-        for remark in (beginning_of(trainer), *trainer.remarks, *data.notes):
+        vocabulary, *remarks = trainer.remarks
+        for remark in (vocabulary, beginning_of(trainer), *remarks, *data.notes):
             trainer.report.say(remark)
         state, training = trainer.state, config.training
         batches = batches_of(trainer, data.train, state.consumed_samples) if data.train is not None else iter(())

@@ -16,9 +16,15 @@ from mcore_convert.checkpoints.checks import prove
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.reopening import check_reopened
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableTarget
+from mcore_convert.storage.beside import copy_together, together
 from mcore_convert.storage.destination import check_free, claimed, partial_path
 from mcore_convert.storage.disk import Stamp, copy_file, reserve, stamped, sync, write_new
-from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress, copy_view
+from mcore_convert.storage.elements import (
+    WORKERS,
+    Files,
+    Meter,
+    Progress,
+)
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.views import open_error
 
@@ -128,7 +134,7 @@ def _here(path: Path, final: Path, partial: Path) -> Path:
 def _fill(plan: Plan, files: Files, meter: Meter) -> None:
     """Run every copy. The threads draw from one queue, so that its length costs no memory."""
     final, partial = plan.reservation.path, partial_path(plan.reservation.path)
-    copies = ((move.item, copy) for move in plan.moves for copy in move.copies)
+    copies = ((move.item, group) for move in plan.moves for group in together(move.copies))
     drawing, stop = threading.Lock(), threading.Event()
 
     def work() -> None:
@@ -137,10 +143,10 @@ def _fill(plan: Plan, files: Files, meter: Meter) -> None:
                 drawn = next(copies, None)
             if drawn is None:
                 return
-            item, copy = drawn
-            target = copy.target._replace(path=_here(copy.target.path, final, partial))
+            item, group = drawn
+            here = [c._replace(target=c.target._replace(path=_here(c.target.path, final, partial))) for c in group]
             try:
-                for done in copy_view(files, copy.source, target):
+                for done in copy_together(files, here):
                     meter.add(done)
                     if stop.is_set():
                         return

@@ -77,14 +77,17 @@ class Files:
                 logger.debug("opened %s to %s", path, "write" if write else "read")
             return self._fds[path, write]
 
-    def read(self, view: View) -> Bytes:
+    def read(self, view: View, into: Bytes | None = None) -> Bytes:
         """The elements of a view in memory, as unsigned integers of their size: they are moved, never computed with.
+
+        Args:
+            into: an array that takes them; a new one unless given.
 
         Raises:
             UnreadableCheckpoint: the file ends before them.
         """
         with _as_unreadable():
-            return gathered(self.fd(view.path), view)
+            return gathered(self.fd(view.path), view, into)
 
     def read_run(self, path: Path, at: int, into: memoryview) -> None:
         """Fill `into` with bytes that lie together.
@@ -150,9 +153,7 @@ def copy_view(files: Files, source: View, target: View) -> Iterator[int]:
     # a block of columns has short runs, all the shorter the fewer they are
     limit = CAST_BLOCK if source.strides[-1] == source.itemsize else BLOCK
     for block in blocks_of(source.shape, source.itemsize, limit):
-        part = files.read(source.block(block))
-        to_array[block] = part
-        yield int(part.nbytes)
+        yield int(files.read(source.block(block), to_array[block]).nbytes)
 
 
 def _cast_view(files: Files, source: View, target: View) -> Iterator[int]:

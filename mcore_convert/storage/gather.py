@@ -7,6 +7,8 @@ is read is an error with a name.
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +18,17 @@ from numpy.typing import NDArray
 from mcore_convert.storage.disk import read_at
 from mcore_convert.storage.views import View, contiguous_strides
 
-GAP = 16 * 2**10  # bytes that cost less to read in vain than another system call
-LIMIT = 2 * 2**20  # bytes that are read at once
+GAP = 6 * 2**10  # bytes that cost less to read in vain than another system call
+LIMIT = 2**20  # bytes that are read at once
+
+_of_thread = threading.local()
 
 
-def gathered(fd: int, view: View) -> NDArray[Any]:
+def gathered(fd: int, view: View, into: NDArray[Any] | None = None) -> NDArray[Any]:
     """The elements of a view in memory, as unsigned integers of their size.
+
+    Args:
+        into: an array of the view's shape that takes them, as one of a file that is written; a new one unless given.
 
     Raises:
         Shrunk: the file ends before them.
@@ -29,11 +36,17 @@ def gathered(fd: int, view: View) -> NDArray[Any]:
     """
     order = sorted(range(len(view.shape)), key=lambda axis: -view.strides[axis])  # as the file has them
     strides = [view.strides[axis] for axis in order]
-    whole: NDArray[Any] = np.empty([view.shape[axis] for axis in order], f"u{view.itemsize}")
+    whole: NDArray[Any]
+    if into is None:
+        whole = np.empty([view.shape[axis] for axis in order], f"u{view.itemsize}")
+    else:
+        whole = into.transpose(order)
     if not order:
         read_at(fd, whole.reshape(1).view(np.uint8).data, view.offset, view.path)
     elif whole.size:
         _fill(fd, whole, strides, view)
+    if into is not None:
+        return into
     back: NDArray[Any] = whole.transpose(np.argsort(order))
     return back
 
@@ -49,18 +62,46 @@ def _fill(fd: int, whole: NDArray[Any], strides: Sequence[int], view: View) -> N
     count, step = whole.shape[axis], strides[axis]
     at_once = max(1, (LIMIT - span) // max(step, 1) + 1) if _near(count, step, span) else 1
     kind = whole.dtype
+    if (
+        at_once == 1
+        and whole.flags.c_contiguous
+        and _dense(whole.shape[axis + 1 :], strides[axis + 1 :], view.itemsize)
+    ):
+        _fill_runs(fd, whole, strides[: axis + 1], span, view)
+        return
     for index in itertools.product(*map(range, whole.shape[:axis])):
         start = view.offset + sum(number * stride for number, stride in zip(index, strides, strict=False))
         for first in range(0, count, at_once):
             part = whole[index][first : first + at_once]
             nbytes = (len(part) - 1) * step + span
             at = start + first * step
-            if _dense(part.shape, strides[axis:], view.itemsize):
+            if part.flags.c_contiguous and _dense(part.shape, strides[axis:], view.itemsize):
                 read_at(fd, part.reshape(-1).view(np.uint8).data, at, view.path)
             else:
-                buffer = np.empty(nbytes, np.uint8)
+                buffer = scratch(nbytes)
                 read_at(fd, buffer.data, at, view.path)
                 part[...] = np.ndarray(part.shape, kind, buffer.data, 0, tuple(strides[axis:]))
+
+
+def _fill_runs(fd: int, whole: NDArray[Any], steps: Sequence[int], nbytes: int, view: View) -> None:
+    """Read runs of so many bytes, which lie far apart, one by one."""
+    starts: NDArray[np.int64] = np.array([view.offset])
+    for count, step in zip(whole.shape, steps, strict=False):
+        starts = (starts[:, None] + np.arange(count) * step).reshape(-1)
+    preadv = os.preadv
+    into = whole.reshape(-1).view(np.uint8).data
+    for low, start in zip(range(0, len(into), nbytes), starts.tolist(), strict=True):
+        run = into[low : low + nbytes]
+        if preadv(fd, [run], start) != nbytes:
+            read_at(fd, run, start, view.path)  # goes on with the rest, or says what is wrong
+
+
+def scratch(nbytes: int) -> NDArray[np.uint8]:
+    """Memory of this thread, with whatever is in it."""
+    held: NDArray[np.uint8] | None = getattr(_of_thread, "buffer", None)
+    if held is None or held.nbytes < nbytes:
+        held = _of_thread.buffer = np.empty(max(nbytes, LIMIT), np.uint8)
+    return held[:nbytes]
 
 
 def _near(count: int, step: int, span: int) -> bool:

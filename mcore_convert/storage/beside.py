@@ -1,0 +1,67 @@
+"""Copies whose sources lie in the same rows of a file, such as the parts of a matrix that several ranks hold.
+
+Each of them alone has many short runs, and takes as many system calls; together they are read once, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mcore_convert.conversion.plan import Copy
+from mcore_convert.storage.elements import KERNEL_RUN, Files, cast, copy_view
+from mcore_convert.storage.gather import LIMIT, scratch
+from mcore_convert.storage.views import View
+
+
+def together(copies: Sequence[Copy]) -> list[list[Copy]]:
+    """The copies in groups that `copy_together` takes."""
+    groups: dict[object, list[Copy]] = {}
+    for number, copy in enumerate(copies):
+        source = copy.source
+        key = (source.path, source.shape, source.strides, source.dtype) if _in_short_runs(source) else number
+        groups.setdefault(key, []).append(copy)
+    found: list[list[Copy]] = []
+    for group in groups.values():
+        first = min(copy.source.offset for copy in group)
+        span = max(copy.source.block((slice(0, 1),)).end for copy in group) - first
+        row = sum(copy.source.nbytes for copy in group) // group[0].source.shape[0]
+        if len(group) > 1 and row <= span <= group[0].source.strides[0] and 2 * row >= span:
+            found.append(sorted(group, key=lambda copy: copy.source.offset))
+        else:
+            found += [[copy] for copy in group]
+    return found
+
+
+def _in_short_runs(view: View) -> bool:
+    if len(view.shape) < 2 or not view.nbytes or view.is_contiguous:
+        return False
+    return max(view.strides) == view.strides[0] and view.shape[-1] * view.itemsize < KERNEL_RUN
+
+
+def copy_together(files: Files, group: Sequence[Copy]) -> Iterator[int]:
+    """Run the copies of a group; yields the bytes read after each block.
+
+    Raises:
+        OverflowError: as `cast`.
+    """
+    if len(group) == 1:
+        yield from copy_view(files, group[0].source, group[0].target)
+        return
+    first = group[0].source
+    targets = [files.target(copy.target) for copy in group]
+    span = max(copy.source.block((slice(0, 1),)).end for copy in group) - first.offset
+    step = first.strides[0]
+    at_once = max(1, LIMIT // step)
+    for start in range(0, first.shape[0], at_once):
+        count = min(at_once, first.shape[0] - start)
+        rows = scratch((count - 1) * step + span)
+        files.read_run(first.path, first.offset + start * step, rows.data)
+        done = 0
+        for (source, target), array in zip(group, targets, strict=True):
+            shape = (count, *source.shape[1:])
+            part = np.ndarray(shape, f"u{source.itemsize}", rows.data, source.offset - first.offset, source.strides)
+            array[start : start + count] = cast(part, source.dtype, target.dtype)
+            done += part.nbytes
+        yield done

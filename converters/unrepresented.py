@@ -56,6 +56,7 @@ UNREPRESENTED = {
     "OPTForCausalLM": "the activation ReLU, and learned positions that are shifted by two",
     "Olmo2ForCausalLM": f"{AFTER}, and none before them; norms of queries and keys over all heads at once",
     "Olmo3ForCausalLM": f"{AFTER}, and none before them; norms of queries and keys over all heads at once",
+    "OlmoeForCausalLM": "norms of queries and keys over all heads at once, and those of Megatron Core are of each head",
     "OlmoForCausalLM": "LayerNorms without weights, and those of Megatron Core have weights, which training moves",
     "OpenAIGPTLMHeadModel": "norms of the residual stream itself, after each addition",
     "PhiForCausalLM": PARALLEL,

@@ -103,7 +103,8 @@ def _where(weight: Weight) -> str:
     flags = [field.name for field in fields_of(Dims) if field.type == "bool"]
     found = []
     for flag in flags:
-        without, having = (weight.when(replace(SIZES, **{flag: value})) for value in (False, True))
+        changes: list[dict[str, Any]] = [{flag: value} for value in (False, True)]
+        without, having = (weight.when(replace(SIZES, **change)) for change in changes)
         if without != having:
             found.append(f"`{flag}`" if having else f"not `{flag}`")
     return " and ".join(found) or "always"

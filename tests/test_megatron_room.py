@@ -370,7 +370,6 @@ def test_a_tied_output_layer_must_equal_the_embedding(alone: None) -> None:
     [
         ({"multi_latent_attention": True}, "multi_latent_attention = True"),
         ({"window_attn_skip_freq": 2}, "window_attn_skip_freq = 2"),
-        ({"moe_layer_freq": [0, 1]}, "moe_layer_freq = [0, 1]"),
         ({"position_embedding_type": "yarn"}, "`position_embedding_type` = 'yarn'"),
         ({"hidden_size": None}, "hidden_size"),
         ({"padded_vocab_size": None}, "padded_vocab_size or vocab_size"),

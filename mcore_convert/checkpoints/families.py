@@ -164,8 +164,10 @@ def _rules(args: Mapping[str, Any], reader: Family | None) -> Iterator[tuple[str
 def _unfaithful(family: Family, args: Mapping[str, Any]) -> int:
     """How many rows a family has and Megatron's model lacks, which an export would invent, or the other way around."""
     dims = Dims.of(args, vocab_size=1, padded_vocab_size=1)
-    rows = {weight.name for weight in family.weights if weight.when(dims)}
-    return len(rows ^ {weight.name for weight in gpt.weights(args)})
+    rows, plain = (
+        {weight.name for weight in weights if weight.exists(dims)} for weights in (family.weights, gpt.weights(args))
+    )
+    return len(rows ^ plain)
 
 
 def _named_by(tokenizer: str, family: Family) -> int:

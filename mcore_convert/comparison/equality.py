@@ -16,7 +16,7 @@ from mcore_convert.checkpoints.weights import Sources, find_weights
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.base import Side
 from mcore_convert.spec import gpt
-from mcore_convert.spec.config.neutral import NEUTRAL
+from mcore_convert.spec.config.neutral import NEUTRAL, NEUTRAL_OF_EXPERTS
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import PARAM
 from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress, as_float, differing
@@ -130,7 +130,7 @@ def sizes_of(model: Model) -> Mapping[str, Any]:
 def config_differences(a: Model, b: Model) -> list[str]:
     """What the configurations of two checkpoints mean differently, a line each."""
     if a.refusals or b.refusals:  # no family can put both into the words of a `config.json`
-        first, second = ({name: model.args.get(name) for name in NEUTRAL} for model in (a, b))
+        first, second = ({name: model.args.get(name) for name in (*NEUTRAL, *NEUTRAL_OF_EXPERTS)} for model in (a, b))
     else:
         first, second = (model.family.config.to_hf(model.args) for model in (a, b))
     names = [name for name in {**first, **second} if name not in NO_FUNCTION]

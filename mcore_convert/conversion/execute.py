@@ -19,12 +19,7 @@ from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableT
 from mcore_convert.storage.beside import copy_together, together
 from mcore_convert.storage.destination import check_free, claimed, partial_path
 from mcore_convert.storage.disk import Stamp, copy_file, reserve, stamped, sync, write_new
-from mcore_convert.storage.elements import (
-    WORKERS,
-    Files,
-    Meter,
-    Progress,
-)
+from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.views import open_error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_convert.spec.dims import Dims
@@ -11,7 +12,7 @@ from mcore_convert.spec.names import placeholders_of
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import DTYPE_SIZES
 
-EMBEDDING, LAYER, EXPERT, OUTPUT = "embedding", "layer", "expert", "output"
+EMBEDDING, OUTPUT = "embedding", "output"
 
 
 @dataclass(frozen=True)
@@ -41,30 +42,33 @@ def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[R
     layout.check(dims)
     stages = layout.stages(dims.num_layers)
     first, last = min(stages), max(stages)
-    sizes = _sizes(family, dims, layout.tp)
+    weights = [weight for weight in family.weights if weight.mcore is not None and weight.exists(dims)]
     parts = []
     for rank in layout.ranks():
         mine = {stage: layers for stage, layers in stages.items() if stage.pp == rank.pp}
         experts = layout.experts(dims.num_experts, rank.ep) if dims.num_experts else None
         ends = tuple(name for stage, name in ((first, EMBEDDING), (last, OUTPUT)) if stage in mine)
-        layer = sizes[LAYER] + sizes[EXPERT] * len(experts or ())
-        numel = layer * sum(map(len, mine.values())) + sum(sizes[end] for end in ends)
+        held = [layer for layers in mine.values() for layer in layers]
+        numel = sum(_numel_on(weight, dims, layout, ends, held, experts) for weight in weights)
         if dims.tied and last in mine and first not in mine:  # the copy of the embedding that serves as the head
             numel += _local_numel(family.weights[0], dims, layout.tp)
         parts.append(RankPart(rank, tuple(mine.values()), ends, experts, numel * DTYPE_SIZES[dtype], numel))
     return parts
 
 
-def _sizes(family: Family, dims: Dims, tp: int) -> dict[str, int]:
-    """Elements that a rank holds of the embedding, of a layer without experts, of an expert, and of the output."""
-    sizes = dict.fromkeys((EMBEDDING, LAYER, EXPERT, OUTPUT), 0)
-    for weight in family.weights:
-        if weight.mcore is None or not weight.when(dims):
-            continue
-        held = placeholders_of(weight.mcore)
+def _numel_on(
+    weight: Weight, dims: Dims, layout: Layout, ends: Sequence[str], layers: Sequence[int], experts: range | None
+) -> int:
+    """Elements that a rank holds of a row: of an end of the model, of its layers, of its experts in each of them."""
+    assert weight.mcore is not None
+    placeholders = placeholders_of(weight.mcore)
+    if "layer" not in placeholders:
         end = EMBEDDING if weight.mcore.startswith("embedding.") else OUTPUT
-        sizes[EXPERT if "expert" in held else LAYER if "layer" in held else end] += _local_numel(weight, dims, tp)
-    return sizes
+        return _local_numel(weight, dims, layout.tp) if end in ends else 0
+    count = sum(1 for layer in layers if weight.in_layer(layer, dims))
+    if "expert" in placeholders:
+        return count * len(experts or ()) * _local_numel(weight, dims, layout.expert_tp)
+    return count * _local_numel(weight, dims, layout.tp)
 
 
 def _local_numel(weight: Weight, dims: Dims, tp: int) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_convert.formats.torch_dist.keys import DENSE_NORM, EXPERT_NORM
 from mcore_convert.megatron.cpu import import_megatron
 
 if TYPE_CHECKING:
@@ -23,10 +24,19 @@ def load_torch_dist(stages: Sequence[GPTModel], path: Path) -> dict[str, Any]:
 
     metadata = dist_checkpointing.load_content_metadata(str(path)) or {}
     wanted = {name: stage.sharded_state_dict(metadata=dict(metadata)) for name, stage in named(stages).items()}
+    _take_expert_norms(wanted, set(dist_checkpointing.load_tensors_metadata(str(path))))
     state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
     for name, stage in named(stages).items():
         stage.load_state_dict(state.pop(name))
     return state
+
+
+def _take_expert_norms(wanted: Mapping[str, Mapping[str, Any]], keys: Container[str]) -> None:
+    """Ask for the norm before experts under its own name, where the checkpoint has not that of the local layer spec."""
+    for stage in wanted.values():
+        for entry in stage.values():
+            if DENSE_NORM in entry.key and entry.key not in keys:
+                entry.key = entry.key.replace(DENSE_NORM, EXPERT_NORM)
 
 
 def named(stages: Sequence[GPTModel]) -> dict[str, GPTModel]:

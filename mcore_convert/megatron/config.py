@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.megatron.cpu import import_megatron
+from mcore_convert.spec.layers import plain_frequency
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -70,7 +71,6 @@ STAGES = {
 ONLY: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "mtp_num_layers": (0,),
-    "moe_layer_freq": (1,),
     "moe_latent_size": (),
     "heterogeneous_layers_config_path": (),
     "heterogeneous_layers_config_encoded_json": (),
@@ -123,6 +123,7 @@ def config_of(
         chosen["num_query_groups"] = args["num_query_groups"]
     if chosen.get("num_moe_experts"):
         chosen.setdefault("moe_ffn_hidden_size", args.get("ffn_hidden_size"))
+        chosen["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
         chosen["moe_token_dispatcher_type"] = "allgather"  # the other one wants CUDA streams
         chosen["moe_router_load_balancing_type"] = "none"  # the balancing losses are of no concern to a forward pass
     activation, gated = activation_of(args)

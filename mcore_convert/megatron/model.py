@@ -11,10 +11,11 @@ import torch
 from mcore_convert.errors import ConfigError
 from mcore_convert.megatron.config import config_of
 from mcore_convert.megatron.cpu import import_megatron, without_cuda
+from mcore_convert.spec.layers import expert_layers
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import ModuleSpec, TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
@@ -99,18 +100,33 @@ def build_stages(
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's local layer spec, with torch's norms wherever Apex or Transformer Engine would bring theirs."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from mcore_convert.megatron.norm import Norm
 
     if config.num_moe_experts and not hasattr(moe_utils, "te_general_gemm"):
         # the router asks whether it is None, but without Transformer Engine the name is never bound (0.16.1)
         moe_utils.te_general_gemm = None
+    specs = {has_experts: _local_layer(config, has_experts) for has_experts in (False, True)}
+    every = expert_layers(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else []
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[bool(every) and every[layer]] for layer in mine], layer_norm=Norm
+    )
+
+
+def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    """A layer with or without experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from mcore_convert.megatron.norm import Norm
+
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=False,  # experts one by one: same keys in a checkpoint, and no CUDA kernel
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
@@ -118,9 +134,7 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm = attention.k_layernorm = Norm if config.qk_layernorm else IdentityOp
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=Norm
-    )
+    return layer
 
 
 def _position_embedding_of(args: Mapping[str, Any]) -> str:

@@ -3,7 +3,17 @@
 from mcore_convert.spec import vary
 from mcore_convert.spec.config.mapping import ConfigMapping
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Family, Weight, column, gated_column, must_be_zero, replicated, row, vocab
+from mcore_convert.spec.family import (
+    Family,
+    Spelling,
+    Weight,
+    column,
+    gated_column,
+    must_be_zero,
+    replicated,
+    row,
+    vocab,
+)
 from mcore_convert.spec.layout import Layout, Rank
 from mcore_convert.spec.names import Index
 from mcore_convert.spec.pack import QKV, Concat, Fused, Pack, Piece, Same, Transposed
@@ -24,6 +34,7 @@ __all__ = [
     "Rank",
     "Same",
     "Shard",
+    "Spelling",
     "Transposed",
     "Weight",
     "column",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec.layers import EXPERTS, MLP, Parts, are_stacked, parts_of
 from mcore_convert.spec.shard import Shape
 
 MAX_LAYERS = 10_000  # a damaged number must not keep us busy
@@ -14,7 +15,11 @@ MAX_LAYERS = 10_000  # a damaged number must not keep us busy
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes in elements, under Megatron's names. `vocab_size` is the true one, without padding."""
+    """Sizes in elements, under Megatron's names. `vocab_size` is the true one, without padding.
+
+    `parts` has the parts of each layer; all have experts, or none has, unless given. `stacked`: Megatron Core takes the
+    layers for alike, so that one key of `torch_dist` holds a weight of all of them.
+    """
 
     num_layers: int
     hidden_size: int
@@ -31,6 +36,13 @@ class Dims:
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
     shared_ffn_hidden_size: int | None = None
+    parts: Parts = ()
+    stacked: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            part = EXPERTS if self.num_experts else MLP
+            object.__setattr__(self, "parts", (frozenset({part}),) * self.num_layers)
 
     @staticmethod
     def of(args: Mapping[str, Any], *, vocab_size: int, padded_vocab_size: int) -> Dims:
@@ -74,7 +86,13 @@ class Dims:
             num_experts=args.get("num_experts"),
             moe_ffn_hidden_size=(args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"]) if with_experts else None,
             shared_ffn_hidden_size=args.get("moe_shared_expert_intermediate_size") if with_experts else None,
+            parts=parts_of(args, args["num_layers"]),
+            stacked=are_stacked(args),
         )
+
+    def layers_with(self, part: str | None) -> list[int]:
+        """The layers that have a part, or all."""
+        return [layer for layer, parts in enumerate(self.parts) if part is None or part in parts]
 
     def size(self, word: str) -> int:
         """The size that a word of a shape stands for; `vocab` is the true vocabulary."""

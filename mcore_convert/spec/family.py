@@ -22,13 +22,27 @@ def always(dims: Dims) -> bool:
 
 
 @dataclass(frozen=True)
+class Spelling:
+    """Names of Hugging Face tensors that hold a weight, and how they lie in its global tensor.
+
+    Where the weight is an expert's and a name has no `{expert}`, the tensor has all experts of a layer along its
+    first dimension: the pack is that of one of them.
+    """
+
+    hf: tuple[str, ...]
+    pack: Pack = Same()
+
+
+@dataclass(frozen=True)
 class Weight:
     """One row: what a weight is called on both sides, its shape, how it is packed and how it is cut.
 
     `mcore` is the key of Megatron's `torch_dist` format with every placeholder spelled; None for a tensor that only
     Hugging Face has and that must be zero. `shape` is that of the global tensor, in the words of `Dims.size`.
     `vocab` rows have the vocabulary as their first dimension, which Megatron pads. What is not `trained` is a buffer,
-    and has no optimizer state.
+    and has no optimizer state. `part` names the part of a layer that the row belongs to, in the words of
+    `spec.layers`: layers without it do not have the weight. `also` are further spellings that are read, where a file
+    has none of the names in `hf`; they are never written.
     """
 
     mcore: str | None
@@ -39,6 +53,13 @@ class Weight:
     when: Condition = always
     vocab: bool = False
     trained: bool = True
+    part: str | None = None
+    also: tuple[Spelling, ...] = ()
+
+    @property
+    def spellings(self) -> tuple[Spelling, ...]:
+        """Every spelling in a Hugging Face directory, the one that is written first."""
+        return (Spelling(self.hf, self.pack), *self.also)
 
     @property
     def name(self) -> str:
@@ -50,8 +71,18 @@ class Weight:
         """Whether each layer has one."""
         return "layer" in placeholders_of(self.name)
 
+    def exists(self, dims: Dims) -> bool:
+        """Whether a model of these sizes has the weight in any layer."""
+        return self.when(dims) and (self.part is None or any(self.part in parts for parts in dims.parts))
+
+    def in_layer(self, layer: int, dims: Dims) -> bool:
+        """Whether a layer has the weight."""
+        return self.part is None or self.part in dims.parts[layer]
+
     def at(self, layer: int | None, dims: Dims) -> list[Index]:
-        """Where a layer has the weight: once, or once for each expert."""
+        """Where a layer has the weight: once, once for each expert, or not at all."""
+        if layer is not None and not self.in_layer(layer, dims):
+            return []
         if "expert" not in placeholders_of(self.name):
             return [Index(layer)]
         return [Index(layer, expert) for expert in range(dims.num_experts or 0)]
@@ -73,8 +104,16 @@ Row = Callable[..., Weight]
 
 
 def _row(shard: Shard, *, in_vocab: bool = False) -> Row:
-    def make(mcore: str, shape: str, *hf: str, pack: Pack = Same(), when: Condition = always) -> Weight:
-        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab)
+    def make(
+        mcore: str,
+        shape: str,
+        *hf: str,
+        pack: Pack = Same(),
+        when: Condition = always,
+        part: str | None = None,
+        also: tuple[Spelling, ...] = (),
+    ) -> Weight:
+        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab, part=part, also=also)
 
     return make
 
@@ -109,7 +148,7 @@ class Family:
 
     def instances(self, dims: Dims) -> Iterator[tuple[Weight, Index]]:
         """Every weight that a model of these sizes has, layer by layer, in the order of the forward pass."""
-        rows = (weight for weight in self.weights if weight.when(dims))
+        rows = (weight for weight in self.weights if weight.exists(dims))
         for per_layer, block in groupby(rows, key=lambda weight: weight.per_layer):
             weights = list(block)
             for layer in range(dims.num_layers) if per_layer else [None]:

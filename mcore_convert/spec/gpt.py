@@ -13,6 +13,7 @@ from typing import Any
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.mapping import ConfigMapping
 from mcore_convert.spec.family import Family, Weight
+from mcore_convert.spec.layers import EXPERTS, MLP
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
 
 # The output layer of a tied model is the embedding, and has no tensor of its own.
@@ -35,6 +36,11 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "attention_output_gate": (None, False),
     "softmax_type": (None, "vanilla", "off-by-one"),
     "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "moe_extended_tp": (None, False),
+    "tensor_parallel_num_weight_shards": (None, 1),
+    "expert_tensor_parallel_num_weight_shards": (None, 1),
     "enable_mhc_connections": (None, False),
     "use_megatron_fsdp": (None, False),
 }
@@ -42,10 +48,7 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
 
 def refusals(args: Mapping[str, Any]) -> list[str]:
     """Why the weights of a model with these arguments are not known, a line each."""
-    lines = [f"`{name}` = {args[name]!r}" for name, plain in UNKNOWN.items() if args.get(name) not in plain]
-    if args.get("num_experts") and args.get("moe_layer_freq") not in (None, 1):
-        lines.append(f"`moe_layer_freq` = {args['moe_layer_freq']!r}: layers with and without experts")
-    return lines
+    return [f"`{name}` = {args[name]!r}" for name, plain in UNKNOWN.items() if args.get(name) not in plain]
 
 
 def family(args: Mapping[str, Any]) -> Family:
@@ -75,12 +78,12 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
         for part in "qk":
             rows += _norm(LAYER + f"self_attention.{part}_layernorm.", norm_bias, "head")
     rows += _linear(LAYER + "self_attention.linear_proj.", "hidden", "heads", ROW, bias)
+    mlp = _norm(LAYER + "mlp.linear_fc1.layer_norm_", norm_bias)
+    mlp += _linear(LAYER + "mlp.linear_fc1.", up_shape + "ffn", "hidden", up, bias)
+    mlp += _linear(LAYER + "mlp.linear_fc2.", "hidden", "ffn", ROW, bias)
+    rows += [replace(weight, part=MLP) for weight in mlp]
     if args.get("num_experts"):
-        rows += _experts(args, norm_bias, bias, up, up_shape)
-    else:
-        rows += _norm(LAYER + "mlp.linear_fc1.layer_norm_", norm_bias)
-        rows += _linear(LAYER + "mlp.linear_fc1.", up_shape + "ffn", "hidden", up, bias)
-        rows += _linear(LAYER + "mlp.linear_fc2.", "hidden", "ffn", ROW, bias)
+        rows += [replace(weight, part=EXPERTS) for weight in _experts(args, norm_bias, bias, up, up_shape)]
     rows += _norm("decoder.final_layernorm.", norm_bias)
     if args.get("untie_embeddings_and_output_weights"):
         rows.append(_row(OUTPUT, "vocab hidden", COLUMN, vocab=True))

@@ -6,7 +6,7 @@ stage begins follows from them, since layers are dealt out in the order (virtual
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import Any
 
 from mcore_convert.errors import LayoutError
 from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.layers import MLP
 
 
 @dataclass(frozen=True, order=True)
@@ -112,10 +113,31 @@ class Layout:
         fixed = (self.first_stage_layers, self.last_stage_layers, self.pipeline_layout)
         return fixed == (None, None, None) and not (self.account_for_embedding or self.account_for_loss)
 
+    @property
+    def expert_tp(self) -> int:
+        """Over how many ranks an expert is cut: as the rest of the model is, unless `etp` says otherwise."""
+        return self.etp or self.tp
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """The fewest ranks of a pipeline stage: a multiple of TP, and of ETP x EP."""
+        return math.lcm(self.tp, self.expert_tp * self.ep)
+
     def ranks(self) -> Iterator[Rank]:
-        """Every rank that holds its own part: TP x PP x EP of them."""
-        for pp, ep, tp in itertools.product(range(self.pp), range(self.ep), range(self.tp)):
-            yield Rank(tp, pp, ep)
+        """Every rank that holds its own part: TP x PP x EP of them, fewer where experts are cut less than the rest.
+
+        Ranks count through TP, and through ETP and EP, at once (Megatron Core, `parallel_state.py`, `RankGenerator`).
+        """
+        for pp in range(self.pp):
+            numbers = range(self.ranks_per_stage)
+            yield from dict.fromkeys(
+                Rank(number % self.tp, pp, number // self.expert_tp % self.ep) for number in numbers
+            )
+
+    def cut_at(self, rank: Rank, *, is_expert: bool) -> tuple[int, int]:
+        """Into how many parts a rank's group cuts a weight, and which of them the rank has."""
+        parts = self.expert_tp if is_expert else self.tp
+        return parts, rank.tp % parts
 
     def stages(self, num_layers: int) -> dict[Stage, range]:
         """The global indices of the decoder layers on each stage, in the order of the forward pass.
@@ -160,6 +182,8 @@ class Layout:
             LayoutError: with every reason why it cannot.
         """
         problems = self._tensor_problems(dims, self.tp)
+        if dims.num_experts and dims.size("moe_ffn") % self.expert_tp:
+            problems.append(f"`moe_ffn_hidden_size` = {dims.size('moe_ffn')} cannot be split over {self._expert_cut}")
         if dims.num_experts is not None and dims.num_experts % self.ep:
             problems.append(f"`num_experts` = {dims.num_experts} cannot be split over ep = {self.ep}")
         if dims.num_experts is None and self.ep > 1:
@@ -173,14 +197,19 @@ class Layout:
         if problems:
             raise LayoutError("the model does not fit this layout", items=problems, hint=self._divisors(dims))
 
+    @property
+    def _expert_cut(self) -> str:
+        return f"tp = {self.tp}" if self.etp is None else f"etp = {self.etp}"
+
     @staticmethod
     def _tensor_problems(dims: Dims, tp: int) -> list[str]:
         """Why the weights cannot be split over `tp` ranks; groups may also be shared by ranks (Megatron Core 0.16)."""
-        problems = [
-            f"`{name}` = {getattr(dims, name)} cannot be split over tp = {tp}"
-            for name in ("num_attention_heads", "ffn_hidden_size")
-            if getattr(dims, name) % tp
-        ]
+        sizes = {"num_attention_heads": dims.num_attention_heads}
+        if dims.layers_with(MLP):
+            sizes["ffn_hidden_size"] = dims.ffn_hidden_size
+        if dims.shared_ffn_hidden_size:
+            sizes["moe_shared_expert_intermediate_size"] = dims.shared_ffn_hidden_size
+        problems = [f"`{name}` = {size} cannot be split over tp = {tp}" for name, size in sizes.items() if size % tp]
         groups = dims.num_query_groups
         if (groups % tp and tp % groups) or dims.size("qkv") % tp:
             problems.append(f"`num_query_groups` = {groups} cannot be split over tp = {tp}")

@@ -71,5 +71,10 @@ def with_biases(base: Iterable[Weight], *parts: str) -> tuple[Weight, ...]:
     return tuple(result)
 
 
+def of_part(part: str, rows: Iterable[Weight]) -> tuple[Weight, ...]:
+    """The rows as those of one part of a layer, in the words of `spec.layers`."""
+    return tuple(replace(row, part=part) for row in rows)
+
+
 def _bias_of(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"

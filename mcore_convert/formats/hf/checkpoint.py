@@ -15,8 +15,8 @@ from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Family, Item
-from mcore_convert.spec.names import spell
+from mcore_convert.spec.family import Family, Item, Spelling
+from mcore_convert.spec.names import placeholders_of, spell
 from mcore_convert.storage.views import Slot, TensorMeta, View, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -98,20 +98,31 @@ class HfCheckpoint(Checkpoint):
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         weight, at, _ = item
         shape = dims.shape(weight.shape)
+        spelling = self._spelling(item)
         views = []
-        for template, expected in zip(weight.hf, weight.pack.shapes(shape, dims), strict=True):
+        for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
             name = self.name_of(spell(template, at))
             view = self.views.get(name)
             meta = None if view is None else TensorMeta(view.shape, view.dtype)
+            joined = at.expert if "expert" not in placeholders_of(template) else None
+            expected = one if joined is None else (dims.num_experts or 0, *one)
             if findings.expect(name, meta, expected) and view is not None:
-                views.append(view)
-        if len(views) < len(weight.hf):
+                views.append(view if joined is None else view.select(joined))
+        if len(views) < len(spelling.hf):
             return []
         slots = []
-        for piece in weight.pack.pieces(shape, dims):
+        for piece in spelling.pack.pieces(shape, dims):
             view = views[piece.tensor].narrow(piece.hf)
             slots.append(Slot(view.transposed if piece.transposed else view, piece.mcore))
         return slots
+
+    def _spelling(self, item: Item) -> Spelling:
+        """The first spelling of a weight of which the directory has a tensor; where it has none, the usual one."""
+        spellings = item.weight.spellings
+        if len(spellings) == 1:
+            return spellings[0]
+        there = (s for s in spellings if any(self.name_of(spell(name, item.at)) in self.views for name in s.hf))
+        return next(there, spellings[0])
 
     def name_of(self, name: str) -> str:
         """The name under which the directory has a tensor: without the optional prefix where it is stored so."""

@@ -90,7 +90,7 @@ class Run:
     @property
     def etp(self) -> int:
         """Tensor parallelism of the experts."""
-        return self.layout.etp or self.layout.tp
+        return self.layout.expert_tp
 
     @property
     def has_expert_optimizer(self) -> bool:
@@ -213,7 +213,8 @@ def _indices(run: Run, order: Order, stage: Stage, rank: Rank) -> Iterator[tuple
     for per_layer, block in groupby(in_module_order(run.rows, order.implementation), lambda weight: weight.per_layer):
         rows = list(block)
         for layer in run.stages[stage] if per_layer else ():
-            for is_expert, part in groupby(rows, _is_expert):
+            held = [weight for weight in rows if weight.in_layer(layer, run.dims)]
+            for is_expert, part in groupby(held, _is_expert):
                 if is_expert:
                     yield from _experts(run, order, layer, rank, list(part))
                 else:

@@ -166,8 +166,11 @@ class MpRankCheckpoint(Checkpoint):
     def _places(self, item: Item, dims: Dims) -> list[Place]:
         """Where the first copy of each part is: one place for each tensor rank, or one where the weight is not cut."""
         stage, ep, name = self._position(item, dims)
-        tensor_ranks = range(self.layout.tp) if item.weight.shard.dim is not None else [0]
-        return [Place(Rank(tp, stage.pp, ep or 0), stage.vpp, name) for tp in tensor_ranks]
+        first: dict[int, Rank] = {}
+        for rank in self._ranks(stage, ep):
+            _, part = self.layout.cut_at(rank, is_expert=ep is not None)
+            first.setdefault(part if item.weight.shard.dim is not None else 0, rank)
+        return [Place(rank, stage.vpp, name) for _, rank in sorted(first.items())]
 
     def _copies(self, item: Item, dims: Dims) -> list[Place]:
         """Where further copies are: on other tensor or expert ranks, and a tied embedding's on the last stage."""
@@ -175,14 +178,20 @@ class MpRankCheckpoint(Checkpoint):
         ends = [(stage, name)]
         if item.weight.mcore == EMBEDDING and dims.tied and self._last.pp != stage.pp:
             ends.append((self._last, OUTPUT))
-        every = [
-            Place(Rank(tp, end.pp, at), end.vpp, end_name)
-            for end, end_name in ends
-            for at in (range(self.layout.ep) if ep is None else [ep])
-            for tp in range(self.layout.tp)
-        ]
+        every = [Place(rank, end.vpp, end_name) for end, end_name in ends for rank in self._ranks(end, ep)]
         first = set(self._places(item, dims))
         return [place for place in every if place not in first]
+
+    def _ranks(self, stage: Stage, ep: int | None) -> list[Rank]:
+        """The ranks of a stage, or those of them that have an expert rank."""
+        return [rank for rank in self._by_stage[stage.pp] if ep is None or rank.ep == ep]
+
+    @cached_property
+    def _by_stage(self) -> Mapping[int, list[Rank]]:
+        by_stage: dict[int, list[Rank]] = {}
+        for rank in self.layout.ranks():
+            by_stage.setdefault(rank.pp, []).append(rank)
+        return by_stage
 
     def _position(self, item: Item, dims: Dims) -> tuple[Stage, int | None, str]:
         """The stage of a weight, its expert rank where it has one, and its name in the modules there."""
@@ -220,7 +229,7 @@ class MpRankCheckpoint(Checkpoint):
         shape: Shape = dims.shape(weight.shape)
         if rows is not None and rows >= shape[0]:
             shape = (rows, *shape[1:])
-        local = local_of(weight.shard, shape, self.layout.tp, place.rank.tp)
+        local = local_of(weight.shard, shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None))
         if not findings.expect(key, found.meta, local.shape):
             return []
         view = found.view

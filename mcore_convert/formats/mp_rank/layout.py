@@ -47,19 +47,30 @@ def rank_name(rank: Rank, layout: Layout) -> str:
 
 
 def layout_of(args: Mapping[str, Any]) -> Layout:
-    """The layout that the arguments of a run describe, whose experts are cut as the rest is.
+    """The layout that the arguments of a run describe.
 
     Raises:
-        LayoutError: it cannot be, or experts are cut for another tensor parallelism than the rest of the model.
+        LayoutError: it cannot be, or parts of an expert would share a directory.
     """
     layout = Layout.of(args)
-    if args.get("num_experts") and layout.etp not in (None, layout.tp):
+    if not args.get("num_experts"):
+        return replace(layout, etp=None)
+    check_expert_cut(layout)
+    return replace(layout, etp=None if layout.etp == layout.tp else layout.etp)
+
+
+def check_expert_cut(layout: Layout) -> None:
+    """That each part of an expert has a directory of its own, whose name has no number for it.
+
+    Raises:
+        LayoutError: experts are cut for more ranks than the rest of the model, or for a number that does not divide it.
+    """
+    if layout.tp % layout.expert_tp:
         raise LayoutError(
             f"experts are cut for etp = {layout.etp} and the rest for tp = {layout.tp}, "
             "which the format `torch` cannot tell apart",
             hint="save such a run as `torch_dist`",
         )
-    return replace(layout, etp=None)
 
 
 def check_names(layout: Layout, names: Iterable[str], where: str) -> None:

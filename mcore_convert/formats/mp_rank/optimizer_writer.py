@@ -83,14 +83,16 @@ def optimizer_of(
     return parts[0] if len(parts) == 1 else parts
 
 
-def buffers_of(file: RankFile, rank: Rank, count: int, args: Mapping[str, Any]) -> Any:
+def buffers_of(file: RankFile, rank: Rank, count: int, args: Mapping[str, Any], *, saves_dense: bool) -> Any:
     """The content of `distrib_optim.pt`, for `count` chained optimizers.
 
-    The data-parallel group of what is no expert's reaches over the expert ranks, and its first rank alone saves.
+    Args:
+        saves_dense: the data-parallel group of what is no expert's reaches over the expert ranks, and its first rank
+            alone saves.
     """
     parts: list[Any] = []
     for which, parameters in enumerate(owned_by(file, count)):
-        if count > 1 and which == 0 and rank.ep > 0:
+        if count > 1 and which == 0 and not saves_dense:
             parts.append(None)
             continue
         part: dict[Any, Any] = {"buckets_coalesced": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import Slot, TensorMeta, View
 
 MODEL_FILE, DISTRIBUTED_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+JOINED_EXPERTS = re.compile(r"(.*mlp\.experts\.)weight([12])")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 # Entries of a state dict that are no weights: state of Transformer Engine's modules, rotary frequencies of old runs.
@@ -120,7 +121,7 @@ def chunks_of(tree: Mapping[str, Any], args: Mapping[str, Any], where: str) -> t
     """The chunks of a rank, whether its model is of Megatron Core's classes or of those before.
 
     Raises:
-        UnreadableCheckpoint: its experts lie in one tensor.
+        UnreadableCheckpoint: a tensor that joins experts does not hold as many as the run has.
         MappingError: the names of an old model are not those of a GPT model.
     """
     chunks: list[Chunk] = []
@@ -128,16 +129,31 @@ def chunks_of(tree: Mapping[str, Any], args: Mapping[str, Any], where: str) -> t
         if old_classes.is_old(model):
             chunks.append(_old_chunk(model, tree.get("checkpoint_version") or 0, args))
             continue
-        joined = [key for key in model if re.search(r"mlp\.experts\.weight[12]$", key)]
-        if joined:
-            raise UnreadableCheckpoint(
-                f"{where} keeps all experts of a layer in one transposed tensor (`GroupedMLP`), which is not read",
-                items=joined,
-                hint="save the run as `torch_dist`, where experts are told apart",
-            )
         views = {key: view for key, view in model.items() if isinstance(view, View) and not key.endswith(NO_WEIGHT)}
-        chunks.append({key: LocalTensor(key, view) for key, view in views.items()})
+        chunks.append(dict(each for key, view in views.items() for each in _local_tensors(key, view, args, where)))
     return tuple(chunks)
+
+
+def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) -> Iterator[tuple[str, LocalTensor]]:
+    """A tensor of a chunk by its name, or those of the experts that it joins.
+
+    `GroupedMLP` keeps the matrices of a layer's experts one after the other, each transposed, in a tensor whose shape
+    says otherwise (Megatron Core 0.5 to 0.16.1, `moe/experts.py`: `weight1.view(num_local_experts, hidden_size, -1)`).
+    """
+    joined = JOINED_EXPERTS.fullmatch(key)
+    if joined is None:
+        yield key, LocalTensor(key, view)
+        return
+    count = (args.get("num_experts") or 0) // (args.get("expert_model_parallel_size") or 1)
+    along = 1 if joined[2] == "1" else 0
+    if not count or len(view.shape) != 2 or view.shape[along] % count:
+        raise UnreadableCheckpoint(f"`{key}` of {where}, {list(view.shape)}, does not hold {count} experts")
+    shape = (view.shape[0], view.shape[1] // count) if joined[2] == "1" else (view.shape[0] // count, view.shape[1])
+    size = Box.whole(shape).numel * view.itemsize
+    for expert in range(count):
+        one = View.of(view.path, view.offset + expert * size, TensorMeta(shape, view.dtype))
+        name = f"{joined[1]}local_experts.{expert}.linear_fc{joined[2]}.weight"
+        yield name, LocalTensor(f"{key}, expert {expert}", one.transposed)
 
 
 def _old_chunk(model: Mapping[str, Any], version: float, args: Mapping[str, Any]) -> Chunk:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import LayerSpec, Request, Reservation, Resume, Training
 from mcore_convert.formats.files.torch_tree import Hole, reserve_tree
 from mcore_convert.formats.megatron.flat import local_of
@@ -62,9 +61,9 @@ class _Model:
             module, _, _ = name.rpartition(".")
             if module.endswith("self_attention.linear_proj") and extra is not None and name.endswith("weight"):
                 state[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = extra
-            shape = local_of(
-                weight.shard, self.dims.padded_shape(weight.shape, vocab=weight.vocab), self.layout.tp, rank.tp
-            ).shape
+            cut = self.layout.cut_at(rank, is_expert=at.expert is not None)
+            whole = self.dims.padded_shape(weight.shape, vocab=weight.vocab)
+            shape = local_of(weight.shard, whole, *cut).shape
             state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
@@ -95,7 +94,8 @@ class _Model:
             rows = list(group)
             if per_layer:
                 for local, layer in enumerate(self.layout.stages(self.dims.num_layers)[stage]):
-                    yield from self._layer(rows, local, layer, ep)
+                    held = [weight for weight in rows if weight.in_layer(layer, self.dims)]
+                    yield from self._layer(held, local, layer, ep)
                 continue
             for weight in rows:
                 assert weight.mcore is not None
@@ -146,17 +146,17 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     """Lay out the files of every rank, with the tracker file. Their modules are those of the request's layer spec.
 
     Raises:
-        LayoutError: experts would be cut for another tensor parallelism than the rest of the model.
+        LayoutError: parts of an expert would share a directory.
         MappingError: the optimizer's groups do not deal out the parameters.
     """
     path, dims, dtype_of, layout = request.path, request.dims, request.dtype_of, request.layout
     common, training = request.common, request.training
     spec = request.layer_spec or LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL)
-    if dims.num_experts and layout.etp not in (None, layout.tp):
-        raise LayoutError(f"the format `torch` cannot hold experts cut for etp = {layout.etp} beside tp = {layout.tp}")
+    if dims.num_experts:
+        mp_rank_layout.check_expert_cut(layout)
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
-    present = [weight for weight in request.family.weights if weight.mcore is not None and weight.when(dims)]
+    present = [weight for weight in request.family.weights if weight.mcore is not None and weight.exists(dims)]
     rows = in_module_order(present, spec.implementation)
     model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts, request.norm_state)
     apart = bool(dims.num_experts) and layout.ep > 1
@@ -199,7 +199,8 @@ def _reserve_rank(
             tree["opt_param_scheduler"] = dict(training.scheduler)
         tree |= {key: value for key, value in training.rest.items() if key != "grad_scaler"}
         if training.distributed:
-            content = buffers_of(planned, rank, len(chained), args)
+            first = next(each for each in model.layout.ranks() if (each.tp, each.pp) == (rank.tp, rank.pp))
+            content = buffers_of(planned, rank, len(chained), args, saves_dense=rank == first)
             buffers = reserve_tree(path.with_name(DISTRIBUTED_FILE), content, reservation)
     laid_out = reserve_tree(path, tree, reservation)
     chunks = tuple(_chunk(laid_out.pop(key)) for key in models)

@@ -110,8 +110,13 @@ class StateKeys:
 
     def _axes(self, template: str) -> tuple[str, ...]:
         """Which placeholders are leading axes here."""
-        held = placeholders_of(template)
-        return {"stacked": held, "per_layer": tuple(a for a in held if a == "expert"), "singleton": ()}[self.dialect]
+        return axes_of(template, self.dialect)
+
+
+def axes_of(template: str, dialect: str) -> tuple[str, ...]:
+    """Which placeholders of a name are leading axes in a dialect."""
+    held = placeholders_of(template)
+    return {"stacked": held, "per_layer": tuple(axis for axis in held if axis == "expert"), "singleton": ()}[dialect]
 
 
 def with_expert_norms(keys: Mapping[str, str]) -> dict[str, str]:

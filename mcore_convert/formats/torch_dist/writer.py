@@ -1,7 +1,7 @@
 """Reserving a `torch_dist` directory that every Megatron-LM from 0.11 on loads with default strictness and no flags.
 
-Stacked keys; one chunk per layer, cut for the chosen TP; the `_extra_state` objects that any model asks for; the common
-state in both places where the versions look for it.
+Stacked keys, or keys of each layer where layers are not alike; one chunk per layer, cut for the chosen TP; the
+`_extra_state` objects that any model asks for; the common state in both places where the versions look for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ from mcore_convert.formats.megatron.modules import EXTRA_STATE, LOCAL
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, NO_WEIGHT, TorchDistCheckpoint
-from mcore_convert.formats.torch_dist.keys import DENSE_NORM, EXPERT_NORM
+from mcore_convert.formats.torch_dist.keys import DENSE_NORM, EXPERT_NORM, axes_of
 from mcore_convert.formats.torch_dist.training import FULLY_RESHARDABLE, MODEL_SPACE, common_of
 from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
 from mcore_convert.spec.releases import Release
-from mcore_convert.spec.shard import Box
+from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View
 
 # A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
@@ -147,11 +147,12 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     form = _Form.of(training, common["args"], request.release)
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
-            parts = 1 if form.is_flat and item.state != PARAM else tp  # what is flattened is cut along its rows alone
+            cut = tp if item.at.expert is None else request.layout.expert_tp
+            parts = 1 if form.is_flat and item.state != PARAM else cut  # what is flattened is cut along its rows alone
             _reserve_weight(item, form.prefix(item), dtype, dims, parts, files, content)
-    _refuse_mixed(dtype_of)
+    _refuse_mixed(dtype_of, dims)
     blob = _filled(torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]), EXTRA_STATE)
-    for key in _extra_state_keys([item.weight for item in dtype_of], dims):
+    for key in _extra_state_keys(dtype_of, dims):
         content.objects[key] = files.place(blob)
     content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, form, listed=True))
     reservation.texts = {
@@ -227,12 +228,11 @@ def _common_state(
 
 
 def _reserve_weight(item: Item, prefix: str, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
-    """Add the chunks of one state of one weight of one layer to its stacked key."""
+    """Add the chunks of one state of one weight of one layer to its key."""
     weight, at, _ = item
     assert weight.mcore is not None
-    axes = placeholders_of(weight.mcore)
-    leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
-    lead = tuple(leading[axis] for axis in axes)
+    axes = _axes(weight.mcore, dims)
+    lead = _sizes(axes, dims)
     place = tuple(getattr(at, axis) for axis in axes)
     key = prefix + spell(drop(weight.mcore, *axes), at)
     shape = dims.padded_shape(weight.shape, vocab=weight.vocab)
@@ -259,12 +259,23 @@ def _bounded(box: Box, dtype: str) -> list[Box]:
     ]
 
 
-def _refuse_mixed(dtype_of: Mapping[Item, str]) -> None:
-    """A stacked key has one dtype for all its layers."""
+def _axes(template: str, dims: Dims) -> tuple[str, ...]:
+    """The placeholders of a name that are leading axes in what is written."""
+    return axes_of(template, "stacked" if dims.stacked else "per_layer")
+
+
+def _sizes(axes: tuple[str, ...], dims: Dims) -> Shape:
+    leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
+    return tuple(leading[axis] for axis in axes)
+
+
+def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
+    """A key has one dtype for all its layers and experts."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
-            found.setdefault((item.weight.mcore, item.state), {}).setdefault(dtype, str(item))
+            key = spell(drop(item.weight.mcore, *_axes(item.weight.mcore, dims)), item.at)
+            found.setdefault((key, item.state), {}).setdefault(dtype, str(item))
     mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
     if mixed:
         raise MappingError(
@@ -278,26 +289,23 @@ def _filled(archive: torch_file.Archive, *contents: bytes) -> torch_file.Archive
     return torch_file.Archive(archive.size, ((0, b"".join(content for _, content in pieces)),), ())
 
 
-def _extra_state_keys(weights: list[Weight], dims: Dims) -> list[str]:
+def _extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
     """The `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
 
     Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14.
     """
-    modules: dict[str, None] = {}
-    for weight in weights:
-        if weight.mcore is None:
+    keys: dict[str, None] = {}
+    for weight, at, state in items:
+        if weight.mcore is None or state != PARAM:
             continue
         module = weight.mcore.rpartition(".")[0]
         last = module.rpartition(".")[2]
-        if last.startswith("linear_") or last.endswith("layernorm"):
-            modules[module] = None
+        modules = [module] if last.startswith("linear_") or last.endswith("layernorm") else []
         if last == "linear_proj":
-            modules[f"{module.rpartition('.')[0]}.core_attention"] = None
-    keys = []
-    for module in modules:
-        axes = placeholders_of(module)
-        sizes = [{"layer": dims.num_layers, "expert": dims.num_experts or 0}[axis] for axis in axes] or [1]
-        for place in itertools.product(*map(range, sizes)):
-            shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, sizes))}"
-            keys.append(f"{drop(module, *axes)}._extra_state/{shard}")
+            modules.append(f"{module.rpartition('.')[0]}.core_attention")
+        for each in modules:
+            axes = _axes(each, dims)
+            place = [getattr(at, axis) for axis in axes] or [0]
+            shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, _sizes(axes, dims) or (1,)))}"
+            keys[f"{spell(drop(each, *axes), at)}._extra_state/{shard}"] = None
     return keys

@@ -39,13 +39,15 @@ def layout_data(model: Model, planned: Layout | None) -> Data | None:
         planned: a layout that was asked for; else one that differs from that of the checkpoint is proposed.
     """
     try:
-        weights = [w for w in family_of(model).weights if w.mcore is not None and w.when(model.dims)]
+        weights = [w for w in family_of(model).weights if w.mcore is not None and w.exists(model.dims)]
     except ConvertError:
         return None
     saved = saved_layout(model)
     if saved is None and model.checkpoint.side is Side.MEGATRON:
         return None
     start = saved or Layout()
+    if start.expert_tp != start.tp:
+        return None
     try:
         start.check(model.dims)
         saved_cuts = _cuts(weights, model.dims, start.tp)
@@ -56,7 +58,6 @@ def layout_data(model: Model, planned: Layout | None) -> Data | None:
     pipelines = _pipelines(model.dims, start, proposed)
     optimizer, is_known = _optimizer_bytes(model)
     return {
-        "numLayers": model.dims.num_layers,
         "tied": model.dims.tied,
         "itemsize": DTYPE_SIZES[dtype_of(model)],
         "dtype": dtype_of(model),
@@ -86,6 +87,7 @@ def _weight(weight: Weight, model: Model) -> Data:
         "name": name,
         "place": "layer" if "layer" in held else end,
         "expert": "expert" in held,
+        "layers": model.dims.layers_with(weight.part) if "layer" in held else [],
         "dim": weight.shard.dim,
         "parts": weight.shard.parts,
         "shape": model.dims.shape(weight.shape),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec.layers import plain_frequency
 
 Values = Mapping[str, Any]
 
@@ -114,6 +115,8 @@ def normalise(stored: Values) -> dict[str, Any]:
         if args.get(name) is None:
             args[name] = value
 
+    if args.get("num_experts"):
+        args["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
     if (vocab := true_vocab_size(args)) is not None:
         if vocab != args["vocab_size"]:
             args["tokenizer_type"], args["null_tokenizer_eod_id"] = "NullTokenizer", args["vocab_size"]
@@ -128,6 +131,8 @@ def normalise(stored: Values) -> dict[str, Any]:
     if args.get("ffn_hidden_size") is None and hidden:
         # a gated MLP has three matrices instead of two, hence two thirds, rounded down to a multiple of 64
         args["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64 if args["swiglu"] else 4 * hidden
+    if args.get("num_experts") and args.get("moe_ffn_hidden_size") is None:
+        args["moe_ffn_hidden_size"] = args.get("ffn_hidden_size")
     return args
 
 

@@ -160,14 +160,19 @@ def shared_head_dim(config: Values) -> int:
     return hidden // heads
 
 
-def sliding_window(*, default: int | None) -> Field:
+def sliding_window(*, default: int | None, switch: str | None = None) -> Field:
     """A window over all layers. transformers counts the position itself, Megatron those before it.
 
     A window that covers every position changes nothing, and Megatron is not told of it.
+
+    Args:
+        switch: the key without which there is no window; off by default.
     """
 
     def to_megatron(config: Values) -> dict[str, Any]:
         window, positions = config["sliding_window"], config["max_position_embeddings"]
+        if switch is not None and not _checked(switch, config[switch], bool):
+            window = None
         if window is None or (window >= positions and not isinstance(window, bool)):
             return {"window_size": None}
         if _checked("sliding_window", window, int) < 1:
@@ -178,9 +183,11 @@ def sliding_window(*, default: int | None) -> Field:
         before, after = args.get("window_size") or (-1, 0)
         if after not in (0, -1):
             raise Refused(f"`window_size` = {args['window_size']}, positions that come later are never seen")
-        return {"sliding_window": None if before < 0 else before + 1}
+        own = {} if switch is None else {switch: before >= 0}
+        return {**own, "sliding_window": None if before < 0 else before + 1}
 
-    return Field({"sliding_window": default}, ("window_size",), to_megatron, to_hf)
+    keys = {"sliding_window": default, **({} if switch is None else {switch: False})}
+    return Field(keys, ("window_size",), to_megatron, to_hf)
 
 
 def optional_window(*, default: int | None = 4096) -> Field:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config.neutral import INERT, MEANING, NEUTRAL, ONLY, is_inert, is_neutral
+from mcore_convert.spec.config.neutral import INERT, MEANING, ONLY, is_inert, not_neutral
 
 Values = Mapping[str, Any]
 
@@ -212,11 +212,7 @@ class ConfigMapping:
 
     def _write(self, args: Values) -> tuple[dict[str, Any], list[str]]:
         claimed = {name for field in self.fields for name in field.megatron}
-        problems = [
-            f"`{name}` = {args[name]!r}"
-            for name in NEUTRAL
-            if name in args and name not in claimed and not is_neutral(name, args[name])
-        ]
+        problems = [f"`{name}` = {args[name]!r}" for name in not_neutral(args) if name not in claimed]
         config: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.model_type}
         for field in self.fields:
             try:

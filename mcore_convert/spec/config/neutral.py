@@ -8,6 +8,7 @@ beside another one (the sizes of MLA, of experts, of Mamba) are represented by t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 # Keys that change no model whatever they say. They are those of transformers' base class (`configuration_utils.py` of
@@ -157,8 +158,49 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def is_neutral(name: str, value: Any) -> bool:
-    """Whether an argument of NEUTRAL has a value that leaves the function as it is."""
+# The same, of models with experts; without them these arguments say nothing. Sizes have no neutral value.
+NEUTRAL_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "moe_layer_freq": (None, 1),
+    "moe_ffn_hidden_size": (None,),
+    "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_extended_tp": OFF,
+    "moe_single_grouped_weight": OFF,
+    "moe_single_grouped_bias": OFF,
+    # the router
+    "moe_router_topk": (),
+    "moe_router_pre_softmax": OFF,
+    "moe_router_score_function": (None, "softmax"),
+    "moe_router_num_groups": (None,),
+    "moe_router_group_topk": (None,),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_router_topk_scaling_factor": (None, 0, 1),
+    "moe_router_enable_expert_bias": OFF,
+    "moe_router_force_load_balancing": OFF,
+    "moe_router_force_biased": (None,),
+    # `sinkhorn` and `quantile_balancing` choose other experts
+    "moe_router_load_balancing_type": (None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+    "moe_input_jitter_eps": (None,),
+    "moe_apply_probs_on_input": OFF,
+    # tokens that are dropped
+    "moe_expert_capacity_factor": (None,),
+    "moe_expert_rank_capacity_factor": (None,),
+    # the expert that sees every token
+    "moe_shared_expert_intermediate_size": NOTHING,
+    "moe_shared_expert_gate": OFF,
+    "moe_shared_expert_glu_interleave_size": (None,),
+}
+
+
+def not_neutral(args: Mapping[str, Any]) -> list[str]:
+    """The arguments that are there, change the function of a plain decoder, and have not the value that does not."""
+    tables = [NEUTRAL, *([NEUTRAL_OF_EXPERTS] if args.get("num_experts") else [])]
+    return [name for table in tables for name in table if name in args and not _is_one_of(table[name], args[name])]
+
+
+def _is_one_of(values: tuple[Any, ...], value: Any) -> bool:
     if isinstance(value, list):
         value = tuple(value)
-    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name])
+    if isinstance(value, tuple) and value and all(isinstance(each, str) for each in value):  # several losses
+        return all(each in values for each in value)
+    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in values)

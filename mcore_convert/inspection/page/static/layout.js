@@ -18,11 +18,15 @@ function layoutNumbers(data) {
     return { embedding: stages.includes(every[0]), output: stages.includes(every.at(-1)) };
   }
 
+  // The layers of some stages that have a weight: layers need not be alike.
+  const layersIn = (weight, stages) =>
+    weight.layers.filter((layer) => stages.some(([, , first, stop]) => first <= layer && layer < stop));
+
   // How often some stages of a rank hold a weight: once, once a layer, once for each expert of a layer.
   function countIn(weight, layout, stages, ep) {
     if (weight.place === "layer") {
       const [first, stop] = weight.expert ? expertsOf(layout, ep) : [0, 1];
-      return sum(stages.map((stage) => stage[3] - stage[2])) * (stop - first);
+      return layersIn(weight, stages).length * (stop - first);
     }
     const ends = endsOf(layout, stages);
     return Number(ends[weight.place] || (weight.copied && ends.output));
@@ -45,10 +49,9 @@ function layoutNumbers(data) {
   // The pipeline ranks and the expert-parallel ranks that hold a weight of one layer and expert.
   function holdersOf(number, layout, layer, expert) {
     const weight = weights[number];
-    const holds = ([, , first, stop]) => first <= layer && layer < stop;
     const pp = times(pipelineOf(layout).pp, (rank) => rank).filter((rank) => {
       const stages = stagesOf(layout, rank);
-      return weight.place === "layer" ? stages.some(holds) : countIn(weight, layout, stages, 0);
+      return weight.place === "layer" ? layersIn(weight, stages).includes(layer) : countIn(weight, layout, stages, 0);
     });
     const ep = times(layout.ep, (rank) => rank).filter((rank) => {
       const [first, stop] = weight.expert ? expertsOf(layout, rank) : [expert, expert + 1];
@@ -100,7 +103,8 @@ function layoutNumbers(data) {
   const shortName = (weight) => weight.name.replace("decoder.layers.{layer}.", "").replace("{expert}", "*");
 
   return {
-    data, weights, withExperts, numExperts, cutOf, pipelineOf, expertsOf, stagesOf, endsOf, countIn, boxesOn, numelOn,
+    data, weights, withExperts, numExperts, cutOf, pipelineOf, expertsOf, stagesOf, endsOf, layersIn, countIn, boxesOn,
+    numelOn,
     sizesOn, holdersOf, sizesInWords, contentOf, sliceOf, localShape, howCut, rankName, shortName,
   };
 }

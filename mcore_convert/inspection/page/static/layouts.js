@@ -30,9 +30,9 @@ function showLayouts(data) {
 
   // The chosen weight is shown in a layer and an expert that the chosen rank has.
   function settle() {
-    const stages = stagesOf(shown(), state.rank.pp).filter(([, , first, stop]) => stop > first);
-    const isThere = stages.some(([, , first, stop]) => first <= state.layer && state.layer < stop);
-    if (!isThere && stages.length) [, , state.layer] = stages[0];
+    const { layers } = weights[state.weight];
+    const there = numbers.layersIn(weights[state.weight], stagesOf(shown(), state.rank.pp));
+    if (layers.length && !there.includes(state.layer)) state.layer = there[0] ?? layers[0];
     if (weights[state.weight].expert) {
       const [first, stop] = numbers.expertsOf(shown(), state.rank.ep);
       if (state.expert < first || state.expert >= stop) state.expert = first;
@@ -56,8 +56,8 @@ function showLayouts(data) {
         byId("weight").querySelector(`[data-pick="${label}"]`).focus();
       } },
     }, options.map((text, number) => make("option", { value: number, selected: number === value }, text))));
-    const pick = (label, count, key) => select(label, times(count, String), state[key], (value) => {
-      state[key] = value;
+    const pick = (key, values) => select(key, values.map(String), values.indexOf(state[key]), (number) => {
+      state[key] = values[number];
       showWeight();
     });
     const wasOpen = byId("weight").querySelector("details")?.open;
@@ -65,8 +65,8 @@ function showLayouts(data) {
       make("h3", { class: "mono" }, named(name)),
       make("p", { class: "sums" }, make("span", {}, shapeOf(weight.shape)), make("span", {}, numbers.howCut(weight))),
       make("div", { class: "choose" }, select("weight", weights.map(numbers.shortName), state.weight, chooseWeight),
-        weight.place === "layer" ? pick("layer", data.numLayers, "layer") : null,
-        weight.expert ? pick("expert", numbers.numExperts, "expert") : null),
+        weight.place === "layer" ? pick("layer", weight.layers) : null,
+        weight.expert ? pick("expert", times(numbers.numExperts, (expert) => expert)) : null),
       make("div", { class: "figures" }, Object.keys(layouts).map((which) => figure(which, name))),
       weight.bands.length ? make("p", { class: "legend" },
         weight.shape.length === 1 ? "Strip below: from" : "Strip at the left: from",

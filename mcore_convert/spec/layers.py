@@ -1,0 +1,96 @@
+"""Which parts each decoder layer has, from Megatron's arguments: layers need not be alike.
+
+A row of a table may belong to one part, and exists in the layers that have it. A kind of layer that is yet to come
+(a Mamba mixer, latent attention) is a part of its own, and says here where it stands.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+
+# The two forms of the second half of a layer.
+MLP, EXPERTS = "mlp", "experts"
+
+Parts = tuple[frozenset[str], ...]
+
+MAX_PATTERN = 10_000  # entries: a damaged expression must not keep us busy
+
+
+def parts_of(args: Mapping[str, Any], num_layers: int) -> Parts:
+    """The parts of each layer, from normalised arguments.
+
+    Raises:
+        ConfigError: `moe_layer_freq` is no pattern of so many layers.
+    """
+    if not args.get("num_experts"):
+        return (frozenset({MLP}),) * num_layers
+    pattern = expert_layers(args.get("moe_layer_freq"), num_layers)
+    return tuple(frozenset({EXPERTS if has_experts else MLP}) for has_experts in pattern)
+
+
+def are_stacked(args: Mapping[str, Any]) -> bool:
+    """Whether one key of `torch_dist` holds a weight of all layers, as where Megatron Core takes them for alike.
+
+    A list says that they are not, even one of ones only (Megatron Core 0.10 to 0.19, `transformer_block.py`,
+    `sharded_state_dict`).
+    """
+    return not args.get("num_experts") or args.get("moe_layer_freq") in (None, 1)
+
+
+def expert_layers(frequency: Any, num_layers: int) -> list[bool]:
+    """Which layers have experts: every so many, from the first on, or those where a list has a one.
+
+    The list may be an expression, as `([0]*1+[1]*3)*2` on the command line (`arguments.py`, `moe_freq_type`;
+    `gpt_layer_specs.py`, `get_gpt_decoder_layer_specs`).
+
+    Raises:
+        ConfigError: it is neither, or describes another number of layers.
+    """
+    value = _evaluated(frequency)
+    if value is None or (isinstance(value, int) and value > 0):
+        return [layer % (value or 1) == 0 for layer in range(num_layers)]
+    if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1}:
+        return [bool(entry) for entry in value]
+    raise ConfigError(f"`moe_layer_freq` = {frequency!r} does not say which of {num_layers} layers have experts")
+
+
+def plain_frequency(frequency: Any) -> Any:
+    """`moe_layer_freq` with an expression written out; what makes no sense is left as it is."""
+    value = _evaluated(frequency)
+    return frequency if value is None else value
+
+
+def _evaluated(frequency: Any) -> int | list[Any] | None:
+    if isinstance(frequency, bool):
+        raise ConfigError(f"`moe_layer_freq` = {frequency!r} is not a number of layers")
+    if isinstance(frequency, str):
+        try:
+            found: int | list[Any] = _value(ast.parse(frequency.strip(), mode="eval").body)
+            return found
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ConfigError(f"`moe_layer_freq` = {frequency!r} is neither a number nor a list of 0 and 1") from error
+    return list(frequency) if isinstance(frequency, list | tuple) else frequency
+
+
+def _value(node: ast.expr) -> Any:
+    """The value of an expression of integers, lists, `+` and `*`."""
+    match node:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            return number
+        case ast.List(elts=entries):
+            return [_value(entry) for entry in entries]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _value(left), _value(right)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            first, second = _value(left), _value(right)
+            if isinstance(first, int):
+                first, second = second, first
+            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= MAX_PATTERN:
+                return first * second
+    raise ValueError(ast.dump(node))

@@ -75,7 +75,7 @@ class _Content:
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
     chunks: dict[str, list[dcp.Chunk]] = field(default_factory=dict)
     slots: dict[str, list[Slot]] = field(default_factory=dict)
-    leading: dict[str, int] = field(default_factory=dict)  # how many axes of a key are layers and experts
+    cells: dict[str, Shape] = field(default_factory=dict)  # of what one tensor-parallel rank has of one layer
     objects: dict[str, dcp.Place] = field(default_factory=dict)
 
 
@@ -148,8 +148,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
             cut = tp if item.at.expert is None else request.layout.expert_tp
-            parts = 1 if form.is_flat and item.state != PARAM else cut  # what is flattened is cut along its rows alone
-            _reserve_weight(item, form.prefix(item), dtype, dims, parts, files, content)
+            _reserve_weight(item, form, dtype, dims, cut, files, content)
     _refuse_mixed(dtype_of, dims)
     blob = _filled(torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]), EXTRA_STATE)
     for key in _extra_state_keys(dtype_of, dims):
@@ -182,30 +181,27 @@ def _metadata(content: _Content, args: Mapping[str, Any], form: _Form) -> bytes:
     unflattened = {on_disk(key): content.tensors[key].shape for key in content.tensors if form.flattens(key)}
     for key in filter(form.flattens, content.tensors):
         tensors[on_disk(key)], chunks[on_disk(key)] = _flattened(
-            content.tensors[key], content.leading[key], content.chunks[key]
+            content.tensors[key], content.cells[key], content.chunks[key]
         )
     return dcp.metadata_bytes(tensors, chunks, content.objects, unflattened)
 
 
-def _flattened(meta: TensorMeta, lead: int, chunks: list[dcp.Chunk]) -> tuple[TensorMeta, list[dcp.Chunk]]:
+def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[TensorMeta, list[dcp.Chunk]]:
     """A key and its chunks in the shape `(*grid, elements of a cell)` (Megatron Core 0.12, `strategies/resharding.py`).
 
-    A cell is what one index of the `lead` leading axes holds, so that a chunk of whole rows is a range of it.
+    Each cell of the grid was flattened on its own, so that a chunk of some of its rows is a range of it. Cells are as
+    small as those of Megatron: reading two parts of one cell on one rank fails there (`strategies/torch.py`,
+    `sharded_tensor_to_torch_sharded_tensor`).
     """
-    inner = meta.shape[lead:]
-    row = math.prod(inner[1:])
-    ones = (1,) * len(meta.shape)
-    flat = [
-        dcp.Chunk(
-            Box(
-                (*box.offsets[:lead], *(0 for _ in inner), box.offsets[lead] * row),
-                (*ones, math.prod(box.sizes)),
-            ),
-            place,
-        )
-        for box, place in chunks
-    ]
-    return TensorMeta((*meta.shape[:lead], *ones[lead:], math.prod(inner)), meta.dtype), flat
+    ones = (1,) * len(cell)
+    flat = []
+    for box, place in chunks:
+        at = tuple(offset // size for offset, size in zip(box.offsets, cell, strict=True))
+        inside = (offset % size for offset, size in zip(box.offsets, cell, strict=True))
+        start = sum(offset * math.prod(cell[axis + 1 :]) for axis, offset in enumerate(inside))
+        flat.append(dcp.Chunk(Box((*at, start), (*ones, math.prod(box.sizes))), place))
+    grid = tuple(size // part for size, part in zip(meta.shape, cell, strict=True))
+    return TensorMeta((*grid, math.prod(cell)), meta.dtype), flat
 
 
 def _common_state(
@@ -227,23 +223,25 @@ def _common_state(
     return _filled(torch_file.lay_out(tree, [TensorMeta((1,), "float32")]), struct.pack("<f", scaler["scale"]))
 
 
-def _reserve_weight(item: Item, prefix: str, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
+def _reserve_weight(item: Item, form: _Form, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
     """Add the chunks of one state of one weight of one layer to its key."""
     weight, at, _ = item
     assert weight.mcore is not None
     axes = _axes(weight.mcore, dims)
     lead = _sizes(axes, dims)
     place = tuple(getattr(at, axis) for axis in axes)
-    key = prefix + spell(drop(weight.mcore, *axes), at)
+    key = form.prefix(item) + spell(drop(weight.mcore, *axes), at)
     shape = dims.padded_shape(weight.shape, vocab=weight.vocab)
     content.tensors.setdefault(key, TensorMeta((*lead, *shape), dtype))
-    content.leading[key] = len(axes)
     chunks = content.chunks.setdefault(key, [])
     slots = content.slots.setdefault(key, [])
-    for box in itertools.chain.from_iterable(_bounded(b, dtype) for b in weight.shard.grid(shape, tp)):
+    cells = weight.shard.grid(shape, tp)
+    content.cells[key] = (*(1 for _ in axes), *cells[0].sizes)
+    for box in itertools.chain.from_iterable(_bounded(cell, dtype) for cell in cells):
         chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
         meta = TensorMeta(chunk.sizes, dtype)
-        archive = torch_file.lay_out(lambda refs: refs[0], [meta])
+        stored = (*(1 for _ in meta.shape), meta.numel) if form.flattens(key) else meta.shape
+        archive = torch_file.lay_out(lambda refs: refs[0], [TensorMeta(stored, dtype)])
         where = files.place(archive)
         chunks.append(dcp.Chunk(chunk, where))
         slots.append(Slot(View.of(files.folder / where.file, where.offset + archive.holes[0], meta), chunk))

@@ -30,10 +30,9 @@ class Flags:
 
 # In the order in which a reader looks for them. `--norm-epsilon`, `--rotary-base` and the rope scaling are among them:
 # `--use-checkpoint-args` takes over neither the first nor the last in any version.
-MODEL = Flags(
+SIZES = Flags(
     lambda args: True,
     {
-        "--transformer-impl": "transformer_impl",
         "--num-layers": "num_layers",
         "--hidden-size": "hidden_size",
         "--ffn-hidden-size": "ffn_hidden_size",
@@ -58,9 +57,15 @@ MODEL = Flags(
         "--decoder-first-pipeline-num-layers": "decoder_first_pipeline_num_layers",
         "--decoder-last-pipeline-num-layers": "decoder_last_pipeline_num_layers",
         "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
+        "--transformer-impl": "transformer_impl",
         "--ckpt-format": "ckpt_format",
     },
-    {
+    plain={"--softmax-type": "vanilla", "--glu-linear-offset": 0.0},
+)
+
+SWITCHES = Flags(
+    lambda args: True,
+    switches={
         "--account-for-embedding-in-pipeline-split": ("account_for_embedding_in_pipeline_split", True),
         "--account-for-loss-in-pipeline-split": ("account_for_loss_in_pipeline_split", True),
         "--swiglu": ("swiglu", True),
@@ -77,7 +82,6 @@ MODEL = Flags(
         "--bf16": ("bf16", True),
         "--fp16": ("fp16", True),
     },
-    {"--softmax-type": "vanilla", "--glu-linear-offset": 0.0},
 )
 
 GROUPED_QUERIES = Flags(
@@ -161,7 +165,7 @@ EXPERTS = Flags(
     },
 )
 
-ALL = (MODEL, GROUPED_QUERIES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING, LATENT_ATTENTION, EXPERTS)
+ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING, LATENT_ATTENTION, EXPERTS)
 
 # What an optimizer's state needs. 0.19 finds parameter groups by their learning rates, too (`optimizer.py`,
 # `param_group_identifier_keys`), and every version compares the scheduler's numbers with those of the command line

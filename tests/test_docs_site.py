@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from tests.kinds import ROOT
 
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
+# Files of Megatron-LM and Megatron Core that pages name, and groups of entry points, which are no modules.
+MEGATRONS = {"distrib_optimizer.py", "moe/router.py", "preprocess_data.py", "pretrain_gpt.py", "schedules.py"}
+ENTRY_POINTS = {"mcore_convert.families"}
 
 
 def config() -> dict[str, Any]:
@@ -35,8 +39,11 @@ def pages_of(nav: Any) -> list[str]:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
-    assert sorted(pages_of(config()["nav"])) == sorted([*pages, *PAGES.values()])
+    """Those of the families are listed by a page of their own."""
+    assert config()["not_in_nav"].split() == ["/families/*.md"]
+    pages = [path for path in DOCS.rglob("*.md") if path.parent != DOCS / "families" or path.name == "README.md"]
+    named = [str(path.relative_to(DOCS)) for path in pages]
+    assert sorted(pages_of(config()["nav"])) == sorted([*named, *PAGES.values()])
 
 
 def test_files_of_the_configuration_exist() -> None:
@@ -80,6 +87,23 @@ def test_links_of_all_pages_lead_somewhere() -> None:
         text = re.sub(r"^```.*?^```$", "", (ROOT / path).read_text(), flags=re.M | re.S)
         targets = [match["target"] for match in site_pages.LINK.finditer(text)]
         assert len(linked(text, path)) == len(targets), path
+
+
+def test_modules_that_pages_name_exist() -> None:
+    """A path of a module is one of the repository or of the library, and a dotted name leads to something."""
+    absent = []
+    for path in [*PAGES, *(f"docs/{page.relative_to(DOCS)}" for page in DOCS.rglob("*.md"))]:
+        text = (ROOT / path).read_text()
+        for module in re.findall(r"`([\w./]+\.py)(?::\d+)?`", text):
+            places = [ROOT / module, ROOT / "mcore_convert" / module]
+            if module not in MEGATRONS and not any(place.is_file() for place in places):
+                absent.append(f"{path}: {module}")
+        for name in re.findall(r"`(mcore_convert(?:\.\w+)+)`", text):
+            try:
+                pkgutil.resolve_name(name)
+            except (ImportError, AttributeError):
+                absent += [] if name in ENTRY_POINTS else [f"{path}: {name}"]
+    assert not absent
 
 
 def test_a_linked_file_is_shown_in_full() -> None:

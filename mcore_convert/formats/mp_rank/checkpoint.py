@@ -39,8 +39,8 @@ class Place:
 class MpRankCheckpoint(Checkpoint):
     """An open or a reserved directory of rank files.
 
-    `implementation` and `experts` are the words of `formats.modules`; `args` are those of the run, with what the user
-    gave in their stead.
+    `implementation` and `experts` are the words of `formats.megatron.modules`; `args` are those of the run, with what
+    the user gave in their stead.
     """
 
     files: Mapping[Rank, RankFile]

@@ -1,4 +1,4 @@
-"""Optimizer state of a rank as Megatron-LM saves it, with holes for its tensors: the reverse of `mp_rank_optimizer`."""
+"""Optimizer state of a rank as Megatron-LM saves it, with holes for its tensors: the reverse of `optimizer`."""
 
 from __future__ import annotations
 

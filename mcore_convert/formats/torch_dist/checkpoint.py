@@ -1,6 +1,6 @@
 """Format `torch_dist`: Megatron Core's distributed checkpoints, read as 0.8 to 0.19 write them.
 
-Its names are those of `torch_dist_keys`, and the optimizer's state is found by `torch_dist_optimizer`.
+Its names are those of `keys`, and the optimizer's state is found by `optimizer`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     optimizer.state.fp32_param.<key>    the plain optimizers, and the distributed one's `fully_sharded_model_space`
                                         (Megatron Core 0.8 to 0.14), whose tensors are stored flattened
     optimizer.state.param.<key>         the distributed optimizer's `fully_reshardable` (0.15 and later)
-    optimizer.distributed.dp_group_..   its `dp_reshardable` (0.15 and later): flat buckets, see `torch_dist_buckets`
+    optimizer.distributed.dp_group_..   its `dp_reshardable` (0.15 and later): flat buckets, see `buckets`
 
 `exp_avg` and `exp_avg_sq` stand beside either. `<key>` is the weight's own. Optimizers may be chained, one for the
 parameters of experts and one for all others: then a form that is bound to its layout has `chained_N.` before its keys.

@@ -36,7 +36,9 @@ spec.gpt
 tensors
 ranks
 gather
-elements  formats  formats.base  formats.flat  formats.modules  formats.pickles  formats.safetensors_file
+elements  formats  formats.base  formats.flat  formats.modules  formats.pickle_records  formats.safetensors_file
+formats.pickle_budget
+formats.pickles
 spans
 values
 formats.module_buffers  formats.old_names  formats.pickle_writer  formats.zip_records

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
-import functools
+import io
 import pickle
 import types
 from collections.abc import Callable
@@ -18,8 +18,40 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from mcore_convert.errors import UnreadableCheckpoint, UnsafePickle
+from mcore_convert.formats.files.pickle_budget import MAX_PICKLE, Unfinished, end_of, with_stack_for
+from mcore_convert.formats.files.pickle_records import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Function,
+    Metadata,
+    MetadataIndex,
+    Record,
+    Sealed,
+    StandIn,
+    StorageInfo,
+    StorageRef,
+    TensorProperties,
+    TensorRef,
+    TensorStorageMetadata,
+    are_counts,
+)
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.storage.views import DTYPE_SIZES
+
+__all__ = [
+    "DAMAGE",
+    "DTYPE_STORAGES",
+    "Metadata",
+    "MetadataIndex",
+    "RestrictedUnpickler",
+    "StandIn",
+    "StorageRef",
+    "TensorRef",
+    "TensorStorageMetadata",
+    "are_counts",
+    "load",
+    "reason_of",
+]
 
 STORAGE_DTYPES = {
     "DoubleStorage": "float64",
@@ -52,117 +84,9 @@ STAND_IN_GLOBALS = (
 )
 
 
-INTEGERS = {int}  # and not bool
-
-
-class Record:
-    """An inert object: its pickled state lies in `__dict__`, and nothing can be called on it."""
-
-
-class StandIn(Record):
-    """A class or function that is not needed: it keeps its name and arguments and does nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.arguments = args
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def append(self, item: Any) -> None:
-        """List items of a pickled subclass are dropped."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Dict items of a pickled subclass are dropped."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__module__}.{type(self).__name__} {self.arguments}>"
-
-
-class Metadata(Record):
-    """`torch.distributed.checkpoint.metadata.Metadata`."""
-
-    state_dict_metadata: dict[str, Any]
-    storage_data: dict[Any, Any]
-
-
-class TensorStorageMetadata(Record):
-    """Shape, dtype and chunks of one key."""
-
-    properties: TensorProperties
-    size: tuple[int, ...]
-    chunks: list[ChunkStorageMetadata]
-
-
-class TensorProperties(Record):
-    """Pickled as a tuple that begins with the dtype."""
-
-    dtype: TorchDtype | None = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.dtype = state[0] if isinstance(state, tuple) else state.get("dtype")
-
-
-class ChunkStorageMetadata(Record):
-    """Offsets and sizes of one chunk."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-class BytesStorageMetadata(Record):
-    """A key that holds an object."""
-
-
-class MetadataIndex(Record):
-    """Which chunk of which key; the key of `storage_data`."""
-
-    fqn: str
-    offset: tuple[int, ...] | None = None
-
-    def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MetadataIndex) and (self.fqn, self.offset) == (other.fqn, other.offset)
-
-
-class StorageInfo(Record):
-    """File, offset and length of one chunk."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: Any = None
-
-
-@dataclass(frozen=True)
-class StorageRef:
-    """A storage of a torch file: its record, dtype and size in elements."""
-
-    key: str
-    dtype: str
-    numel: int
-
-
-@dataclass(frozen=True)
-class TensorRef:
-    """A tensor of a torch file, in elements of its storage. No byte of it has been read."""
-
-    storage: StorageRef
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class _StorageType:
     dtype: str | None  # None for an untyped storage, which counts bytes
-
-
-def are_counts(*numbers: Any) -> bool:
-    """Whether all of these are integers that count something, as a hostile pickle need not have it."""
-    # Asked for every chunk of a checkpoint: a generator would take five times as long.
-    return {*map(type, numbers)} <= INTEGERS and min(numbers, default=0) >= 0
 
 
 def _rebuild_tensor(storage: StorageRef, offset: int, shape: Any, strides: Any, *_: Any) -> TensorRef:
@@ -259,7 +183,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         if full in _ALLOWED:
             return _own(_ALLOWED[full])
         if full in STAND_IN_GLOBALS or module.split(".")[0] in STAND_IN_PACKAGES:
-            return type(name, (StandIn,), {"__module__": module})
+            return Sealed(name, (StandIn,), {"__module__": module})
         raise UnsafePickle(
             f"a pickle names `{full}`, which no checkpoint needs",
             hint="this file may try to run code; it was not loaded",
@@ -278,8 +202,8 @@ def _own(found: Any) -> Any:
     """A copy of what the table holds: with the opcode BUILD a pickle can change what it is given, and only that."""
     if isinstance(found, type):
         ours = issubclass(found, Record | argparse.Namespace)
-        return type(found.__name__, (found,), {"__module__": found.__module__}) if ours else found
-    return functools.partial(found) if isinstance(found, types.FunctionType) else copy.copy(found)
+        return Sealed(found.__name__, (found,), {"__module__": found.__module__}) if ours else found
+    return Function(found) if isinstance(found, types.FunctionType) else copy.copy(found)
 
 
 # What damaged bytes can make an unpickler raise; anything else is a defect of ours and must be seen.
@@ -306,11 +230,31 @@ def load(file: IO[bytes], where: str) -> Any:
         UnreadableCheckpoint: it is damaged. `where` is said in either message.
     """
     try:
-        return RestrictedUnpickler(file).load()
+        data = _one_pickle(file)
+        return with_stack_for(data, RestrictedUnpickler(io.BytesIO(data)).load)
     except UnsafePickle as error:
         raise UnsafePickle(f"{error.message}, in {where}", hint=error.hint) from None
     except DAMAGE as error:
         raise UnreadableCheckpoint(f"{where} is damaged: {reason_of(error)}") from error
+
+
+def _one_pickle(file: IO[bytes]) -> bytes:
+    """The bytes of the pickle at which a file stands, looked through; the file stands behind it then."""
+    start, window = file.tell(), 2**20
+    while True:
+        file.seek(start)
+        data = file.read(window)
+        try:
+            end = end_of(data)
+        except Unfinished:
+            if len(data) < window:
+                raise
+            if window >= MAX_PICKLE:
+                raise ValueError(f"it has more than {MAX_PICKLE:,} bytes") from None
+            window *= 32
+        else:
+            file.seek(start + end)
+            return data[:end]
 
 
 def reason_of(error: Exception) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files import pickle_writer, pickles
+from mcore_convert.formats.files.pickle_budget import MAX_PICKLE, check_tree
 from mcore_convert.formats.files.pickles import StorageRef, TensorRef
 from mcore_convert.formats.files.zip_records import MAX_RECORDS, MAX_ZIP, Record, read_records
 from mcore_convert.storage.views import DTYPE_SIZES, TensorMeta, View, contiguous_strides, open_error
@@ -85,6 +86,7 @@ class TorchFile:
         if self._records.get("byteorder") and self._content("byteorder") != b"little":
             raise ValueError("it is not little-endian")
         tree = pickles.load(io.BytesIO(self._content("data.pkl")), f"`{self.path}`")
+        check_tree(tree)
         starts: dict[str, int] = {}
 
         def start_of(storage: StorageRef) -> int:
@@ -104,6 +106,8 @@ class TorchFile:
 
     def _content(self, name: str) -> bytes:
         record = self._record(name)
+        if record.size > MAX_PICKLE:
+            raise ValueError(f"`{name}` has {record.size:,} bytes")
         content = self._bytes(self._data_start(record), record.size)
         if record.checksum and zlib.crc32(content) != record.checksum:
             raise ValueError(f"`{name}` does not have the checksum that is stored with it")
@@ -125,6 +129,7 @@ class TorchFile:
         _protocol, system, tree, keys = (pickles.load(file, where) for _ in range(4))
         if not system.get("little_endian", True):
             raise ValueError("it is not little-endian")
+        check_tree(tree)
         storages: dict[str, StorageRef] = {}
         with_views(tree, lambda ref: storages.setdefault(ref.storage.key, ref.storage))
         starts = {}

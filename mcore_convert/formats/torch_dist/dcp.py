@@ -168,6 +168,8 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
             raise UnreadableCheckpoint(f"`{path}` stores its chunks compressed, which is not supported")
         if not are_counts(info.offset, info.length):
             raise ValueError(f"{index.fqn} lies at {info.offset!r}, {info.length!r} bytes long")
+        if not isinstance(index.fqn, str) or not (index.offset is None or are_counts(*index.offset)):
+            raise ValueError("a part of it has no name and no offset")
         file = str(info.relative_path)
         files.add(file)
         places[index.fqn, index.offset] = Place(file, info.offset, info.length)

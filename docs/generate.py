@@ -115,7 +115,8 @@ def _where(weight: Weight) -> str:
     flags = [field.name for field in fields_of(Dims) if field.type == "bool"]
     found = [f"layers with `{weight.part}`"] if weight.part else []
     for flag in flags:
-        without, having = (weight.when(replace(SIZES, **{flag: value})) for value in (False, True))
+        changes: tuple[dict[str, Any], ...] = ({flag: False}, {flag: True})
+        without, having = (weight.when(replace(SIZES, **change)) for change in changes)
         if without != having:
             found.append(f"`{flag}`" if having else f"not `{flag}`")
     return " and ".join(found) or "always"

@@ -87,7 +87,14 @@ def _models(family: Family) -> Iterator[tuple[str, str, str]]:
 def _rows(family: Family) -> Iterator[tuple[str, ...]]:
     for weight in family.weights:
         cut, mcore, shape, _ = row(weight)
-        yield cut, f"`{mcore}`" if weight.mcore else "no place", shape, _code(weight.hf), _pack(weight), _where(weight)
+        yield (
+            cut,
+            f"`{mcore}`" if weight.mcore else "no place",
+            shape,
+            _spellings(weight),
+            _pack(weight),
+            _where(weight),
+        )
 
 
 def _pack(weight: Weight) -> str:
@@ -98,10 +105,15 @@ def _pack(weight: Weight) -> str:
     )
 
 
+def _spellings(weight: Weight) -> str:
+    """The names that are written, and those that are read as well."""
+    return " or ".join(_code(spelling.hf) for spelling in weight.spellings)
+
+
 def _where(weight: Weight) -> str:
-    """The flags of a model that decide whether it has the weight."""
+    """The part of a layer that has the weight, and the flags of a model that decide whether it does."""
     flags = [field.name for field in fields_of(Dims) if field.type == "bool"]
-    found = []
+    found = [f"layers with `{weight.part}`"] if weight.part else []
     for flag in flags:
         changes: list[dict[str, Any]] = [{flag: value} for value in (False, True)]
         without, having = (weight.when(replace(SIZES, **change)) for change in changes)

@@ -79,8 +79,13 @@ def test_inspect_says_what_they_are(name: str, written_by: str, optimizer: str, 
     assert found.layout["tp"] == 2
 
 
-def test_a_model_of_no_family_can_still_be_looked_at() -> None:
+def test_a_model_with_experts_is_looked_at() -> None:
     found = inspect(real_checkpoint("transformer_engine_names/v0.16.1_moe_te_torch_dist"))
-    assert found.family is None
-    assert "llama: `num_experts` = 4" in found.refusals
+    assert (found.family, found.refusals) == ("mixtral", ())
     assert any(line.name == "decoder.layers.mlp.experts.experts.linear_fc1.weight" for line in found.weights)
+
+
+def test_a_model_of_no_family_can_still_be_looked_at() -> None:
+    found = inspect(real_checkpoint("dsv3_legacy_ep2"))
+    assert found.family is None
+    assert any("multi_latent_attention" in line for line in found.refusals)

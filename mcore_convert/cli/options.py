@@ -123,6 +123,7 @@ Vpp = Annotated[
     typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Virtual pipeline stages on each pipeline rank"),
 ]
 Ep = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Expert-parallel size")]
+Etp = Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size of experts; as --tp unless given")]
 FirstStage = Annotated[
     int | None, typer.Option(min=0, metavar="N", rich_help_panel=LAYOUT, help="Layers on the first pipeline stage")
 ]

@@ -34,7 +34,15 @@ ONLY_WITH: dict[tuple[str, Any], tuple[str, ...]] = {
     ("position_embedding_type", "learned_absolute"): ("max_position_embeddings",),
     ("use_rope_scaling", True): ("rope_scaling_factor",),
 }
-OF_EXPERTS = ("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
+OF_EXPERTS = (
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
 
 
 def refuse_another(args: Mapping[str, Any], stored: Mapping[str, Any], path: Path) -> None:

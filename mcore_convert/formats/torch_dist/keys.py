@@ -67,6 +67,21 @@ class StateKeys:
             self._slots[key] = slots
         return self._slots[key]
 
+    def _slots_at(self, key: str, axes: int) -> Mapping[tuple[int, ...], list[Slot]]:
+        """The chunks of a key by the indices of its leading axes: a key may have a chunk for each layer and expert."""
+        if key not in self._by_place:
+            by_place: dict[tuple[int, ...], list[Slot]] = {}
+            for slot in self.slots(key):
+                spans = zip(slot.box.offsets[:axes], slot.box.sizes[:axes], strict=True)
+                for place in itertools.product(*(range(start, start + size) for start, size in spans)):
+                    by_place.setdefault(place, []).append(slot)
+            self._by_place[key] = by_place
+        return self._by_place[key]
+
+    @cached_property
+    def _by_place(self) -> dict[str, dict[tuple[int, ...], list[Slot]]]:
+        return {}
+
     @cached_property
     def dialect(self) -> str:
         """`stacked`, `per_layer` or `singleton`."""
@@ -95,10 +110,8 @@ class StateKeys:
             wanted = (*lead, *shape)
             if not findings.expect(f"{self.label}{part}", meta, wanted, rows_at_least=weight.vocab):
                 continue
-            for slot in self.slots(part):
-                selected = _select(slot, place)
-                if selected is not None:
-                    slots.append(_moved(selected, number * shape[0]))
+            for slot in self._slots_at(part, len(place)).get(place, ()):
+                slots.append(_moved(_select(slot, place), number * shape[0]))
         return slots
 
     def dtype_of(self, weight: Weight, at: Index) -> str | None:
@@ -129,12 +142,10 @@ def with_expert_norms(keys: Mapping[str, str]) -> dict[str, str]:
     return renamed
 
 
-def _select(slot: Slot, place: tuple[int, ...]) -> Slot | None:
-    """The part of a chunk that lies at one index of each leading axis, without those axes; None where it has none."""
+def _select(slot: Slot, place: tuple[int, ...]) -> Slot:
+    """The part of a chunk that lies at one index of each leading axis, which it reaches, without those axes."""
     view, box = slot.view, slot.box
     for index in place:
-        if not box.offsets[0] <= index < box.offsets[0] + box.sizes[0]:
-            return None
         view = view.select(index - box.offsets[0])
         box = Box(box.offsets[1:], box.sizes[1:])
     return Slot(view, box)

@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -241,10 +242,16 @@ def _reserve_weight(item: Item, form: _Form, dtype: str, dims: Dims, tp: int, fi
         chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
         meta = TensorMeta(chunk.sizes, dtype)
         stored = (*(1 for _ in meta.shape), meta.numel) if form.flattens(key) else meta.shape
-        archive = torch_file.lay_out(lambda refs: refs[0], [TensorMeta(stored, dtype)])
+        archive = _archive_of(TensorMeta(stored, dtype))
         where = files.place(archive)
         chunks.append(dcp.Chunk(chunk, where))
         slots.append(Slot(View.of(files.folder / where.file, where.offset + archive.holes[0], meta), chunk))
+
+
+@lru_cache(maxsize=4096)
+def _archive_of(meta: TensorMeta) -> torch_file.Archive:
+    """The archive of one tensor: chunks of one shape, as those of experts are, differ in their content alone."""
+    return torch_file.lay_out(lambda refs: refs[0], [meta])
 
 
 def _bounded(box: Box, dtype: str) -> list[Box]:

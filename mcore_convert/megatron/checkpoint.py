@@ -24,14 +24,14 @@ def load_torch_dist(stages: Sequence[GPTModel], path: Path) -> dict[str, Any]:
 
     metadata = dist_checkpointing.load_content_metadata(str(path)) or {}
     wanted = {name: stage.sharded_state_dict(metadata=dict(metadata)) for name, stage in named(stages).items()}
-    _take_expert_norms(wanted, set(dist_checkpointing.load_tensors_metadata(str(path))))
+    take_expert_norms(wanted, set(dist_checkpointing.load_tensors_metadata(str(path))))
     state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
     for name, stage in named(stages).items():
         stage.load_state_dict(state.pop(name))
     return state
 
 
-def _take_expert_norms(wanted: Mapping[str, Mapping[str, Any]], keys: Container[str]) -> None:
+def take_expert_norms(wanted: Mapping[str, Mapping[str, Any]], keys: Container[str]) -> None:
     """Ask for the norm before experts under its own name, where the checkpoint has not that of the local layer spec."""
     for stage in wanted.values():
         for entry in stage.values():

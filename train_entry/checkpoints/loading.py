@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, counted, fold
 from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
+from mcore_convert.megatron.checkpoint import take_expert_norms
 from mcore_convert.storage.views import TensorMeta
 from train_entry.checkpoints import optimizer_state, random_state
 from train_entry.checkpoints.contents import bare, layout_of, sharded_models
@@ -37,6 +38,7 @@ def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list
     stored = open_torch_dist(path)
     carries = training and bool(stored.optimizer_keys)
     request: dict[str, Any] = dict(sharded_models(state.model))
+    take_expert_norms(request, stored.directory.tensors)
     _drop_extra_states(request, stored)
     entries = optimizer_state.entries_of(request.values())
     _prefer_masters(request, stored)

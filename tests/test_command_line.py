@@ -265,4 +265,4 @@ def test_the_command_is_called_as_the_package_is() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"][project["name"]].partition(":")
     assert getattr(importlib.import_module(module), name) is cli.main
-    assert project["version"] == VERSION
+    assert project["dynamic"] == ["version"]  # hatch reads it from the module

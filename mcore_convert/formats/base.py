@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -276,49 +276,3 @@ class Request:
     layer_spec: LayerSpec | None = None
     norm_state: bool = False
     release: Release = NEWEST
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """The options of a format that has none."""
-
-
-@dataclass(frozen=True)
-class Resume:
-    """What a run needs to go on from an optimizer's state in a format: Megatron's arguments, and notes for the user."""
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def _nothing_to_resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
-    """What a format says that needs nothing, or holds no optimizer state."""
-    return Resume()
-
-
-def _no_directory(path: Path) -> None:
-    """What a format says of a path where only the directory itself stands for a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Format:
-    """An on-disk format, as the registry has it.
-
-    `detect` claims a directory by what only this format has in it; `open` reads its headers, with Megatron arguments
-    that take the place of stored ones; `reserve` lays out a new one, and is None for a format that is only read.
-    `options` is a dataclass of what a user may choose for a target, `file_names` are what a reader would recognise a
-    checkpoint by. `holds_optimizer`: it has a place for optimizer state, too. `directory_of` finds the checkpoint that
-    one of its files, or a folder in it, belongs to; None for any other path. `resume` says what Megatron-LM of a
-    release must be told to find the optimizer's state, from the arguments of the run.
-    """
-
-    name: str
-    side: Side
-    detect: Callable[[Path], bool]
-    open: Callable[[Path, Mapping[str, Any]], Checkpoint]
-    reserve: Callable[[Request], tuple[Checkpoint, Reservation]] | None = None
-    options: type[Any] = NoOptions
-    file_names: str = ""
-    holds_optimizer: bool = False
-    directory_of: Callable[[Path], Path | None] = _no_directory
-    resume: Callable[[Training, Release, Mapping[str, Any]], Resume] = _nothing_to_resume

@@ -14,7 +14,8 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError, ConvertError, UnreadableCheckpoint
 from mcore_convert.formats import hf, mp_rank, torch_dist
-from mcore_convert.formats.base import Format, Side
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.format import Format
 
 GROUP = "mcore_convert.formats"
 # The first of each side is what a conversion from the other side writes unless told otherwise.

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_convert.formats.torch_dist.keys import DENSE_NORM, EXPERT_NORM
+from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM
 from mcore_convert.megatron.cpu import import_megatron
 
 if TYPE_CHECKING:

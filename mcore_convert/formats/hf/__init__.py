@@ -1,6 +1,7 @@
 """The format `hf`: Hugging Face directories, with safetensors or pickled weights."""
 
-from mcore_convert.formats.base import Format, Side
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.format import Format
 from mcore_convert.formats.hf.checkpoint import HfOptions, detect, directory_of, open_hf, reserve
 
 FORMAT = Format(

@@ -23,6 +23,8 @@ SEQUENTIAL, GROUPED = "sequential", "grouped"
 EXTRA_STATE = pickle.dumps(None, protocol=4)
 
 FINAL_NORM = "decoder.final_layernorm"
+# Layers whose experts were built from the local spec have their pre-MLP norm under the name that dense layers use.
+DENSE_NORM, EXPERT_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 EXPERT = "mlp.experts.experts.{expert}."
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",

@@ -1,6 +1,7 @@
 """The format `torch`: Megatron-LM's older checkpoints, a file for each rank."""
 
-from mcore_convert.formats.base import Format, Side
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.format import Format
 from mcore_convert.formats.megatron.options import MegatronOptions
 from mcore_convert.formats.mp_rank.directory import detect, directory_of, open_mp_rank
 from mcore_convert.formats.mp_rank.writer import reserve, resume

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.formats.base import LayerSpec, Request, Reservation, Resume, Training
+from mcore_convert.formats.base import LayerSpec, Request, Reservation, Training
 from mcore_convert.formats.files.torch_tree import Hole, reserve_tree
+from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.flat import local_of
 from mcore_convert.formats.megatron.modules import (
     EXPERT,

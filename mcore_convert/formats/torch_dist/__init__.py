@@ -1,6 +1,7 @@
 """The format `torch_dist`: Megatron's distributed checkpoints; and `zarr`, their storage before, read only."""
 
-from mcore_convert.formats.base import Format, Side
+from mcore_convert.formats.base import Side
+from mcore_convert.formats.format import Format
 from mcore_convert.formats.megatron.options import MegatronOptions
 from mcore_convert.formats.torch_dist import zarr
 from mcore_convert.formats.torch_dist.checkpoint import TORCH_DIST, ZARR, detect, directory_of, open_torch_dist

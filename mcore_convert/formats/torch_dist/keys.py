@@ -18,6 +18,7 @@ from functools import cached_property
 
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.megatron.flat import Local, slots_of_flat
+from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
@@ -25,8 +26,7 @@ from mcore_convert.spec.names import Index, drop, placeholders_of, spell
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.views import Slot, TensorMeta
 
-# Layers whose experts were built from the local spec have their pre-MLP norm under the name that dense layers use.
-DENSE_NORM, EXPERT_NORM, ROUTER = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.", "mlp.router.weight"
+ROUTER = "mlp.router.weight"
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, fold
-from mcore_convert.formats.base import Request, Reservation, Resume, Training
+from mcore_convert.formats.base import Request, Reservation, Training
 from mcore_convert.formats.files import torch_archive as torch_file
-from mcore_convert.formats.megatron.modules import EXTRA_STATE, LOCAL
+from mcore_convert.formats.format import Resume
+from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, EXTRA_STATE, LOCAL
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, NO_WEIGHT, TorchDistCheckpoint
-from mcore_convert.formats.torch_dist.keys import DENSE_NORM, EXPERT_NORM, axes_of
+from mcore_convert.formats.torch_dist.keys import axes_of
 from mcore_convert.formats.torch_dist.training import FULLY_RESHARDABLE, MODEL_SPACE, common_of
 from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims

@@ -189,3 +189,21 @@ def test_the_run_config_says_what_the_model_computes() -> None:
     assert {name: model[name] for name in ("qk_layernorm", "window_size", "no_rope_freq")} == {
         name: other[name] for name in ("qk_layernorm", "window_size", "no_rope_freq")
     }
+
+
+def test_the_run_config_of_a_model_with_experts_is_not_that_of_a_dense_one() -> None:
+    plain = complete(LLAMA, dtype="float32", tp=1, pp=1, vocab_size=500)
+    experts = {
+        "num_experts": 8,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_ffn_hidden_size": 48,
+        "moe_router_topk": 2,
+        "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_shared_expert_gate": True,
+    }
+    dense = yaml.safe_load(run_config(plain, "llama"))["model"]
+    assert not any("moe" in name or "expert" in name for name in dense)
+    model = yaml.safe_load(run_config({**plain, **experts}, "qwen2_moe"))["model"]
+    assert model["num_moe_experts"] == experts.pop("num_experts")
+    assert {name: model[name] for name in experts} == experts

@@ -5,7 +5,6 @@ A family is tested by its entry point and a file in fixtures/configs; fixtures/f
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import shutil
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from fixtures.families import EXPERTS, FAMILY_OF, MATRIX, ONE_OF_EACH, RANKS, Layout
+from fixtures.families import FAMILY_OF, MATRIX, ONE_OF_EACH, RANKS, Layout
 from fixtures.hf import CONFIGS, VARIANTS
+from fixtures.megatron_flags import parse
 from mcore_convert import convert, verify
 from mcore_convert.checkpoints.families import families, of_config
 from mcore_convert.checkpoints.identify import identify
@@ -99,67 +99,15 @@ def test_ranks_compute_it_together(name: str, tp: int, pp: int, hf_checkpoint: H
     check_logits(source, tmp_path / "out", tp, pp)
 
 
-# Flags that are printed, as arguments.py of Megatron-LM 0.16.1 declares them: destination, then type or stored value.
-FLAGS: dict[str, tuple[str, Any]] = {
-    "--num-layers": ("num_layers", int),
-    "--hidden-size": ("hidden_size", int),
-    "--ffn-hidden-size": ("ffn_hidden_size", int),
-    "--num-attention-heads": ("num_attention_heads", int),
-    "--kv-channels": ("kv_channels", int),
-    "--seq-length": ("seq_length", int),
-    "--max-position-embeddings": ("max_position_embeddings", int),
-    "--position-embedding-type": ("position_embedding_type", str),
-    "--normalization": ("normalization", str),
-    "--norm-epsilon": ("norm_epsilon", float),
-    "--attention-dropout": ("attention_dropout", float),
-    "--hidden-dropout": ("hidden_dropout", float),
-    "--make-vocab-size-divisible-by": ("make_vocab_size_divisible_by", int),
-    "--group-query-attention": ("group_query_attention", True),
-    "--num-query-groups": ("num_query_groups", int),
-    "--swiglu": ("swiglu", True),
-    "--squared-relu": ("squared_relu", True),
-    "--qk-layernorm": ("qk_layernorm", True),
-    "--rotary-interleaved": ("rotary_interleaved", True),
-    "--apply-layernorm-1p": ("apply_layernorm_1p", True),
-    "--disable-bias-linear": ("add_bias_linear", False),
-    "--add-qkv-bias": ("add_qkv_bias", True),
-    "--untie-embeddings-and-output-weights": ("untie_embeddings_and_output_weights", True),
-    "--no-bias-gelu-fusion": ("bias_gelu_fusion", False),
-    "--no-rope-fusion": ("apply_rope_fusion", False),
-    "--window-size": ("window_size", lambda text: tuple(int(part) for part in text.strip("()").split(","))),
-    "--no-rope-freq": ("no_rope_freq", json.loads),  # a list, or a number
-    "--rotary-base": ("rotary_base", int),
-    "--rotary-percent": ("rotary_percent", float),
-    "--rotary-seq-len-interpolation-factor": ("rotary_seq_len_interpolation_factor", int),
-    "--use-rope-scaling": ("use_rope_scaling", True),
-    "--rope-scaling-factor": ("rope_scaling_factor", float),
-    "--tokenizer-type": ("tokenizer_type", str),
-    "--tokenizer-model": ("tokenizer_model", str),
-    "--vocab-size": ("vocab_size", int),
-    "--bf16": ("bf16", True),
-    "--fp16": ("fp16", True),
-}
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(allow_abbrev=False)
-    for flag, (name, kind) in FLAGS.items():
-        if isinstance(kind, bool):
-            made.add_argument(flag, dest=name, action="store_true" if kind else "store_false", default=None)
-        else:
-            made.add_argument(flag, dest=name, type=kind, default=None)
-    return made
-
-
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in EXPERTS])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_the_printed_flags_describe_the_whole_model(name: str) -> None:
     """Parsed as Megatron-LM parses them, with its defaults for the rest, they become the same `config.json`."""
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     family = of_config(config)
     args = normalise(family.config.to_megatron(config))
-    line = shlex.split(shlex.join(command_line(args)))
-    found = {key: value for key, value in vars(parser().parse_args(line)).items() if value is not None}
-    parsed = normalise({**found, "vocab_size": args["vocab_size"], "tokenizer_type": None})
+    line = command_line(args)
+    given = vars(parse(shlex.join(line), "0.19"))
+    parsed = normalise({**given, "vocab_size": args["vocab_size"], "tokenizer_type": None})
     assert not family.config.refusals(parsed)
     assert family.config.to_hf(parsed) == family.config.to_hf(args)
     young = {"--window-size": "window_size", "--no-rope-freq": "no_rope_freq"}

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mcore_convert.conversion.beside import copy_together, together
 from mcore_convert.conversion.plan import Copy
-from mcore_convert.storage.beside import copy_together, together
 from mcore_convert.storage.disk import Shrunk
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.gather import gathered

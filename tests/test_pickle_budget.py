@@ -73,8 +73,9 @@ HOSTILE: dict[str, bytes] = {
 CODE = """
 import io, resource, sys
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats import pickles, dcp
-from mcore_convert.formats.pickle_budget import check_tree
+from mcore_convert.formats.files import pickles
+from mcore_convert.formats.files.pickle_budget import check_tree
+from mcore_convert.formats.torch_dist import dcp
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
 data = sys.stdin.buffer.read()

@@ -6,17 +6,18 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
 from fixtures import megatron_flags
-from fixtures.mp_rank import load_mp_rank, save_mp_rank
-from fixtures.optimizer import STEP, Loaded, State, load_with_optimizer, random_state, save_with_optimizer
+from fixtures.mp_rank import Optimizer, load_mp_rank, save_mp_rank
+from fixtures.optimizer import STEP, Form, Loaded, State, load_with_optimizer, random_state, save_with_optimizer
 from mcore_convert import convert, reshard
 from mcore_convert.api import Conversion
 from mcore_convert.checkpoints.identify import open_checkpoint
+from mcore_convert.formats.hf.checkpoint import HfCheckpoint
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.config.arguments import padded_vocab_size
 from mcore_convert.spec.config.command_line import command_line
@@ -44,6 +45,14 @@ MODELS = {
 ALL = megatron_flags.VERSIONS
 SINCE_15 = ("0.16", "0.19")
 TE, ENGINE = "transformer_engine_names/", "transformer_engine"
+
+
+def stored_arguments(path: Path) -> dict[str, Any]:
+    """The arguments that a Megatron checkpoint stores."""
+    checkpoint = open_checkpoint(path)
+    assert not isinstance(checkpoint, HfCheckpoint)
+    assert checkpoint.common.args is not None
+    return dict(checkpoint.common.args)
 
 
 def accepted_by(line: str, versions: tuple[str, ...] = ALL) -> dict[str, argparse.Namespace]:
@@ -83,8 +92,7 @@ def test_reshards_of_real_runs(
     source = real_checkpoint(name)
     done = reshard(source, source.parent / "nothing-is-written", dry_run=True, **options)
     assert done.command is not None
-    stored = open_checkpoint(source).common.args
-    assert stored is not None
+    stored = stored_arguments(source)
     for version, args in accepted_by(done.command, versions).items():
         given = {key: value for key, value in vars(args).items() if key in wanted}
         assert given == {key: value for key, value in wanted.items() if key in vars(args)}, version
@@ -118,8 +126,7 @@ LATENT = """
 
 
 def test_latent_attention_and_layers_without_experts() -> None:
-    stored = open_checkpoint(real_checkpoint("dsv3_legacy_ep2")).common.args
-    assert stored is not None
+    stored = stored_arguments(real_checkpoint("dsv3_legacy_ep2"))
     words = command_line(stored, optimizer=True)
     for version in ALL:
         args = megatron_flags.parser(version).parse_args(words)
@@ -143,8 +150,7 @@ def test_virtual_stages(
     """Megatron-LM refuses layers of a virtual stage beside uneven stages, and any of both beside a pipeline layout."""
     done = convert(hf_checkpoint("llama-gqa", config={"num_hidden_layers": 6}), tmp_path / "out", to=form, **layout)
     assert done.command is not None
-    stored = open_checkpoint(tmp_path / "out").common.args
-    assert stored is not None
+    stored = stored_arguments(tmp_path / "out")
     names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     for args in accepted_by(done.command, SINCE_15 if "pipeline_layout" in layout else ALL).values():
         assert tuple(getattr(args, name) for name in names) == wanted
@@ -152,7 +158,7 @@ def test_virtual_stages(
     assert stored["virtual_pipeline_model_parallel_size"] == (None if layout.get("vpp") == 1 else layout.get("vpp", 2))
 
 
-Saved = Callable[[str, Literal["plain", "distributed"]], Path]
+Saved = Callable[[str, Optimizer], Path]
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +166,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A run of a model that one rank of Megatron Core saved, with a distributed or a plain optimizer."""
     made: dict[tuple[str, str], Path] = {}
 
-    def save(model: str, optimizer: Literal["plain", "distributed"]) -> Path:
+    def save(model: str, optimizer: Optimizer) -> Path:
         if (model, optimizer) not in made:
             path = made[model, optimizer] = tmp_path_factory.mktemp(model) / "saved"
             args, state = MODELS[model], state_of(model)
             if model == "dense":
-                form: Literal["plain", "fully_reshardable"] = "plain" if optimizer == "plain" else "fully_reshardable"
+                form: Form = "plain" if optimizer == "plain" else "fully_reshardable"
                 run_ranks(1, partial(save_with_optimizer, args, state, path, form))
             else:
                 run_ranks(1, partial(save_mp_rank, args, state, path, optimizer=optimizer, dtype=torch.bfloat16))
@@ -218,7 +224,7 @@ def loaded_by_the_line(done: Conversion, model: str) -> list[Loaded]:
     ],
 )
 def test_megatron_core_loads_all_of_it(
-    model: str, optimizer: Literal["plain", "distributed"], options: dict[str, Any], saved: Saved, tmp_path: Path
+    model: str, optimizer: Optimizer, options: dict[str, Any], saved: Saved, tmp_path: Path
 ) -> None:
     """Strictly, with every parameter and every state of it from the files."""
     if model == "dense":

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mcore_convert.checkpoints.checks import prove
+from mcore_convert.conversion.beside import copy_together, together
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.reopening import check_reopened
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableTarget
-from mcore_convert.storage.beside import copy_together, together
 from mcore_convert.storage.destination import check_free, claimed, partial_path
 from mcore_convert.storage.disk import Stamp, copy_file, reserve, stamped, sync, write_new
 from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress

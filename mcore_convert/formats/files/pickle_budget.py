@@ -48,6 +48,7 @@ _LENGTHS = {
     **dict.fromkeys(b"\x8d\x8e\x96", "<Q"),
 }
 _LINES = {**dict.fromkeys(b"FILSVgpP", 1), **dict.fromkeys(b"ci", 2)}
+_SIZED = b"KqhMJjGr\x80"  # have an argument of fixed size
 _FRAME, _LONG_PUT, _PUT, _STOP = 0x95, ord("r"), ord("p"), ord(".")
 _CONTAINERS = (b"]", b"}", b"\x8f", b"l", b"d", b"(", b"\x91")
 _TUPLES = (b"\x85", b"\x86", b"\x87", b"t", b"\x91")
@@ -70,14 +71,14 @@ def end_of(data: bytes) -> int:
         match = fixed(data, at)
         if match is not None:
             at = match.end()
-        if at >= size:
-            raise Unfinished("it has no end")
+        if at == size:
+            raise Unfinished("Ran out of input")  # these are the words of Python's own reader
         code = data[at]
         if code in lengths:
             kind = lengths[code]
             head = struct.calcsize(kind)
             if at + 1 + head > size:
-                raise Unfinished("it has no end")
+                raise Unfinished("pickle data was truncated")
             (length,) = struct.unpack_from(kind, data, at + 1)
             if length > MAX_PICKLE:
                 raise ValueError(f"it claims a part of {length:,} bytes")
@@ -89,7 +90,7 @@ def end_of(data: bytes) -> int:
             for _ in range(_LINES[code]):
                 at = data.find(b"\n", at) + 1
                 if not at:
-                    raise Unfinished("it has no end")
+                    raise Unfinished("pickle data was truncated")
             if code == _PUT:
                 _check_entry(int(data[start : at - 1][:20]), at)
         elif code == _LONG_PUT and at + 5 <= size:
@@ -97,12 +98,12 @@ def end_of(data: bytes) -> int:
             at += 5
         elif code == _FRAME:
             at += 9
-        elif at + 9 > size:
-            raise Unfinished("it has no end")
+        elif code in _SIZED and at + 9 > size:
+            raise Unfinished("pickle data was truncated")
         else:
-            raise ValueError(f"it has an opcode {code:#04x} that no checkpoint needs")
+            raise ValueError(f"invalid load key, {chr(code)!r}.")
         if at > size:
-            raise Unfinished("it has no end")
+            raise Unfinished("pickle data was truncated")
     _check_density(data[: at + 1])
     return at + 1
 

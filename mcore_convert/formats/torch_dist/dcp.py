@@ -208,7 +208,12 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
 
 def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mapping[str, Place]) -> None:
     """No byte may belong to two archives: each is written on its own, and one would be read in the other's place."""
-    held = [(chunk.place, key, number) for key, parts in chunks.items() for number, chunk in enumerate(parts)]
+    # a box that a key has twice has one place, and is refused where the boxes of the key are looked at
+    held = [
+        (chunk.place, key, number)
+        for key, parts in chunks.items()
+        for number, chunk in enumerate({chunk.box.offsets: chunk for chunk in parts}.values())
+    ]
     held += [(place, key, -1) for key, place in objects.items()]
     held.sort()
     shared: dict[str, None] = {}
@@ -217,7 +222,8 @@ def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mappi
         place = each[0]
         if last is not None and place.file == last[0].file and place.offset < last[0].offset + last[0].length:
             for (file, offset, _), key, number in (last, each):
-                box = f" at {list(chunks[key][number].box.offsets)}" if number >= 0 else ""
+                offsets = list(dict.fromkeys(chunk.box.offsets for chunk in chunks[key])) if number >= 0 else []
+                box = f" at {list(offsets[number])}" if number >= 0 else ""
                 shared[f"{key}{box}: byte {offset:,} of {file}"] = None
         if last is None or last[0].file != place.file or place.offset + place.length > last[0].offset + last[0].length:
             last = each

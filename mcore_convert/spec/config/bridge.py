@@ -19,6 +19,7 @@ BRIDGED = (
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
 )  # the families that Megatron-Bridge has a bridge for, so that it can export them
 
 # A function is written as what to import and not to call.
@@ -58,6 +59,27 @@ FIELDS = (
 )
 
 
+# The same of a model with experts; a value that is None is the provider's own.
+EXPERT_FIELDS = (
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_grouped_gemm",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
 def run_config(args: Values, family_name: str) -> str:
     """The text of `run_config.yaml` for the arguments that `arguments.complete` made.
 
@@ -76,6 +98,9 @@ def run_config(args: Values, family_name: str) -> str:
     model |= {name: args[name] for name in FIELDS if name in args}
     # older providers do not know these: they are written only where they say something
     model |= {name: args[name] for name in ("no_rope_freq", "window_size") if args.get(name) is not None}
+    if args.get("num_experts"):
+        model["num_moe_experts"] = args["num_experts"]
+        model |= {name: args[name] for name in EXPERT_FIELDS if args.get(name) is not None}
     model |= {
         "gated_linear_unit": args["swiglu"],
         "activation_func": _symbol(ACTIVATIONS[activation]),

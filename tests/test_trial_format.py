@@ -36,7 +36,7 @@ def test_it_is_short() -> None:
 def test_a_model_goes_through_it_and_back(name: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source, trial = hf_checkpoint(name), tmp_path / "trial"
     done = convert(source, trial, to="trial", tp=2)
-    assert done.command is not None
+    assert done.command is None  # Megatron-LM does not load it
     names = load_file(trial / trial_format.WEIGHTS)
     embedding = load_file(next(source.glob("*.safetensors")))
     whole = next(tensor for key, tensor in embedding.items() if key.endswith(("wte.weight", "embed_tokens.weight")))

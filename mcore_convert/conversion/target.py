@@ -140,8 +140,9 @@ def lay_out_megatron(
     if training is not None:
         flags += ["--use-checkpoint-opt_param-scheduler"] if training.scheduler is not None else []
         flags += ["--no-load-rng"]
-    command = shlex.join([*flags, "--load", str(target.path.absolute())])
-    reservation.texts = {target.path / COMMAND_FILE: f"{command}\n".encode(), **reservation.texts}
+    if target_named(target.format).ckpt_format is not None:
+        command = shlex.join([*flags, "--load", str(target.path.absolute())])
+        reservation.texts = {target.path / COMMAND_FILE: f"{command}\n".encode(), **reservation.texts}
     if folder is not None:
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried = {hf_folder / file: folder / file for file in there}
@@ -182,7 +183,8 @@ def _stored_arguments(
         )
     decided = layout_arguments(layout, dims)
     shards = {name: decided[size] for name, size in WEIGHT_SHARDS.items() if args.get(name) is not None}
-    return {**args, **decided, **shards, "ckpt_format": target.format}
+    known = target_named(target.format).ckpt_format
+    return {**args, **decided, **shards, **({} if known is None else {"ckpt_format": known})}
 
 
 def _with_true_vocabulary(args: Mapping[str, Any], model: Model) -> dict[str, Any]:

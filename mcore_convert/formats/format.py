@@ -42,7 +42,8 @@ class Format:
     `options` is a dataclass of what a user may choose for a target, `file_names` are what a reader would recognise a
     checkpoint by. `holds_optimizer`: it has a place for optimizer state, too. `directory_of` finds the checkpoint that
     one of its files, or a folder in it, belongs to; None for any other path. `resume` says what Megatron-LM of a
-    release must be told to find the optimizer's state, from the arguments of the run.
+    release must be told to find the optimizer's state, from the arguments of the run. `ckpt_format` is Megatron-LM's
+    own word for the format, as `--ckpt-format` takes it; None where Megatron-LM does not load it.
     """
 
     name: str
@@ -54,4 +55,5 @@ class Format:
     file_names: str = ""
     holds_optimizer: bool = False
     directory_of: Callable[[Path], Path | None] = _no_directory
+    ckpt_format: str | None = None
     resume: Callable[[Training, Release, Mapping[str, Any]], Resume] = _nothing_to_resume

@@ -15,6 +15,7 @@ FORMAT = Format(
     MegatronOptions,
     "mp_rank_*",
     holds_optimizer=True,
+    ckpt_format="torch",
     directory_of=directory_of,
     resume=resume,
 )

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from converters import gpt2
 from mcore_convert import ConvertError, convert, diff, inspect, reshard
+from mcore_convert.checkpoints import families
 from mcore_convert.checkpoints.identify import identify
 from mcore_convert.inspection.page.curve import MOST_POINTS, Metrics, curve_data, find_metrics, read_metrics
 from mcore_convert.inspection.page.layouts import layout_data
@@ -179,8 +181,9 @@ def test_a_page_is_small_and_the_same_each_time(hf_checkpoint: HfMaker, tmp_path
 
 
 @pytest.mark.oracle
-def test_a_page_of_a_model_that_is_not_known_says_so(tmp_path: Path, hf_checkpoint: HfMaker) -> None:
+def test_a_page_of_a_model_that_is_not_known_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = real_checkpoint("moe_legacy_pp2ep2")
+    monkeypatch.setattr(families, "families", lambda: {"gpt2": gpt2.FAMILY})
     found = inspect(path, html=tmp_path / "page.html")
     assert found.statistics
     assert "no family can represent this model" in (tmp_path / "page.html").read_text()

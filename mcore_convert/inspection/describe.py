@@ -129,8 +129,8 @@ def saved_layout(model: Model) -> Layout | None:
         layout = checkpoint.saved_layout or Layout.of(model.args)
     except LayoutError:
         return None
-    experts_apart = model.dims.num_experts and layout.etp not in (None, layout.tp)  # no grid of ranks shows both
-    return None if experts_apart else replace(layout, etp=None)
+    experts_apart = model.dims.num_experts and layout.etp != layout.tp
+    return layout if experts_apart else replace(layout, etp=None)
 
 
 def planned_ranks(opened: Opened, layout: Layout) -> tuple[RankPart, ...]:

@@ -234,9 +234,9 @@ def test_a_package_that_is_missing_is_told_before_the_end(monkeypatch: pytest.Mo
 
 def test_a_model_that_no_family_has_is_not_exported() -> None:
     config = tiny("checkpoint=export", "model=tiny-llama-moe", source="tiny-llama")
-    args = megatron_arguments(config, None)
+    args = {**megatron_arguments(config, None), "qk_l2_norm": True}
     with pytest.raises(
-        ConfigError, match=r"`checkpoint.export_hf` = end, but no family can represent this model: .*num_ex"
+        ConfigError, match=r"`checkpoint.export_hf` = end, but no family can represent this model.*: .*qk_l2_norm"
     ):
         check_model(config, args)
     check_model(tiny("checkpoint=export"), megatron_arguments(tiny(), None))

@@ -233,7 +233,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_arguments_that_change_the_function_are_refused_by_name(name: str) -> None:
-    [line] = llama.CONFIG.refusals(normalise(LLAMA_0_16 | {name: WRONG[name]}))
+    line, *_ = llama.CONFIG.refusals(normalise(LLAMA_0_16 | {name: WRONG[name]}))
     assert line.startswith(f"`{name}` = {WRONG[name]!r}")
 
 

@@ -43,7 +43,7 @@ def test_dialects_and_common_state(source: Path, dialect: Dialect, common: Commo
     save_torch_dist(args, weights, tmp_path / "dist", dialect=dialect, common=common)
     same = dialect == "singleton" and not args["swiglu"]  # without gated parts and experts it is per_layer
     assert inspect(tmp_path / "dist").dialect == ("per_layer" if same else dialect)
-    convert(tmp_path / "dist", tmp_path / "hf")
+    convert(tmp_path / "dist", tmp_path / "hf", family=identify(source).family.name)
     assert_same_tensors(hf_tensors(tmp_path / "hf"), hf_tensors(source))
 
 

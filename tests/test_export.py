@@ -112,7 +112,7 @@ def test_the_card_is_true(
     assert rows["layers"] == str(model.config.num_hidden_layers)
     assert rows["iteration"] == "100 of 2,000"
     assert rows["tokens"] == f"{100 * 8 * 128:,}"
-    assert rows["loss"] == "1.05"
+    assert rows["loss"] == "1.0500"
     assert rows["loss, valid"] == "3.5000"
     assert rows["data"] == "`stories_text_document (0.7)`, `news_text_document (0.3)`"
     assert rows["parallel layout of the source"] == "tp 1, pp 1, on 1 rank"

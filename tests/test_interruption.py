@@ -36,7 +36,7 @@ for name in ('show', 'say'):
 """
 WHILE_IT_CLEANS_UP = """
 import shutil
-from mcore_convert import execute
+from mcore_convert.conversion import execute
 remove = shutil.rmtree
 def removed(*words, **options):
     kill()

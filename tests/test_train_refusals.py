@@ -53,7 +53,7 @@ def reasons(config: Config, world_size: int | None = None, device: str | None = 
 # what is fine
 
 
-@pytest.mark.parametrize("name", [name for name in ready_runs() if name != "finetune"])
+@pytest.mark.parametrize("name", [name for name in ready_runs() if name not in ("finetune", "qwen3-0.6b", "qwen3-moe")])
 def test_ready_runs_are_not_refused(name: str, tmp_path: Path) -> None:
     for ending in (".bin", ".idx"):
         (tmp_path / f"a{ending}").touch()

@@ -32,7 +32,7 @@ def config_of(name: str, folder: Path, *words: str) -> Config:
     return load_config(name, [f"run_dir={folder}/run", *data, *words])
 
 
-@pytest.mark.parametrize("name", [name for name in ready_runs() if name != "finetune"])
+@pytest.mark.parametrize("name", [name for name in ready_runs() if name not in ("finetune", "qwen3-0.6b", "qwen3-moe")])
 def test_ready_runs_take_the_vocabulary_of_the_tokenizer(name: str, folder: Path) -> None:
     config = config_of(name, folder, f"data.tokenizer={folder}/tokenizer", "parallel=single")
     run = checked(config, 1, None)

@@ -232,10 +232,10 @@ def test_a_bug_is_a_line_and_a_report(
 
 def test_what_the_system_refuses_is_no_bug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", "/root/page")
+        raise PermissionError(13, "Permission denied", "/closed/page")
 
     monkeypatch.setattr("mcore_convert.api.inspect", refuses)
-    assert run(capsys, "inspect", "a") == (1, "", "error: `/root/page`: Permission denied\n")
+    assert run(capsys, "inspect", "a") == (1, "", "error: `/closed/page`: Permission denied\n")
 
 
 def test_levels_of_the_log(capsys: pytest.CaptureFixture[str], hf_checkpoint: HfMaker, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ ROOMS = """
 errors  text  version
 spec
 converters  storage
+options
 formats
 checkpoints
 conversion

@@ -27,7 +27,7 @@ ROOMS = """
 errors  text  version
 spec
 converters  storage
-options
+options  plugins
 formats
 checkpoints
 conversion

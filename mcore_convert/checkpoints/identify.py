@@ -16,7 +16,7 @@ from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, resolve
-from mcore_convert.formats.registry import directory_of, format_of
+from mcore_convert.formats.registry import broken, directory_of, format_of
 from mcore_convert.options import FamilyOptions, ModelOptions
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
@@ -134,6 +134,7 @@ def _opened(path: Path, given: Mapping[str, Any] | None) -> Checkpoint:
         raise UnreadableCheckpoint(f"`{path}` has a `{CONFIG}` but no weights")
     raise UnreadableCheckpoint(
         f"`{path}` is no checkpoint in a known format",
+        items=broken().values(),
         hint="a Hugging Face directory has model.safetensors, a Megatron one .metadata or a tracker file",
     )
 

@@ -1,4 +1,4 @@
-"""Measures `inspect --stats`, `inspect --html` and `diff` against reading the same files, and their memory.
+"""Measures `inspect --stats`, `inspect --html` and `diff` against reading the same files, and memory, of `verify` too.
 
     python -m benchmarks.look [--json FILE] [--rounds 5] [--layers 16]
 
@@ -17,6 +17,9 @@ from benchmarks.checkpoints import LLAMA, llama_nbytes, make_llama
 from benchmarks.convert import COMMAND, MEMORY, PEAK_MIB, Figure, convert, folder, parser_of, reported, roomy, say
 from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 
+# Llama 3 8B's embedding, the largest tensor that most models have, over one small layer.
+EMBEDDING = LLAMA | {"num_hidden_layers": 1, "hidden_size": 4096, "intermediate_size": 512, "num_attention_heads": 64}
+DIFFERENT = 1  # the exit code of `diff` and `verify`
 READ_RATIO = 2.0  # a look may take this often the time of reading the files, beside the time of a look at headers
 
 
@@ -31,14 +34,31 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def verify_memory(place: Path) -> dict[str, float]:
+    """Peak anonymous memory in MiB of `verify` of a large embedding: of equal and of changed values, of two dtypes."""
+    with folder(place) as name:
+        path = Path(name)
+        source, dist, changed, wide = (path / each for each in ("hf", "dist", "changed", "wide"))
+        make_llama(source, EMBEDDING)
+        make_llama(changed, EMBEDDING, seed=1)
+        seconds(convert(source, dist, "torch_dist"))
+        seconds((*COMMAND, "export", dist, wide, "--no-tokenizer", "--dtype", "float32"))
+        runs = {"the same": (dist, 0), "other values": (changed, DIFFERENT), "fp32": (wide, DIFFERENT)}
+        return {
+            f"verify, bf16 and {what}": peak_anonymous_bytes((*COMMAND, "verify", source, other), code) / 2**20
+            for what, (other, code) in runs.items()
+        }
+
+
 def measure(rounds: int, layers: int) -> list[Figure]:
     """All figures. The commands of a round run in turn, so that drift of the machine hits all."""
     config = LLAMA | {"num_hidden_layers": layers}
     nbytes = llama_nbytes(config)
     disk = Path(tempfile.gettempdir())
-    place = roomy(3 * nbytes, MEMORY, disk)
+    needed = max(3 * nbytes, 5 * llama_nbytes(EMBEDDING))  # `verify`: bfloat16 three times, and fp32
+    place = roomy(needed, MEMORY, disk)
     if place is None:
-        raise SystemExit(f"error: {3.3 * nbytes / 1e9:.1f} GB of room are needed in {MEMORY} or {disk}")
+        raise SystemExit(f"error: {1.1 * needed / 1e9:.1f} GB of room are needed in {MEMORY} or {disk}")
     say(f"{nbytes / 1e9:.2f} GB of bfloat16, in {place}, medians of {rounds} rounds")
     with folder(place) as name:
         path = Path(name)
@@ -54,7 +74,8 @@ def measure(rounds: int, layers: int) -> list[Figure]:
             "diff, hf and the same as torch_dist": ((*COMMAND, "diff", source, dist), (source, dist)),
         }
         headers = (*COMMAND, "inspect", source)
-        peaks = {what: peak_anonymous_bytes(command) / 2**20 for what, (command, _) in looks.items()}
+        codes = {what: DIFFERENT if "another" in what else 0 for what in looks}
+        peaks = {what: peak_anonymous_bytes(command, codes[what]) / 2**20 for what, (command, _) in looks.items()}
         times: dict[str, list[float]] = {}
         busy: dict[str, list[float]] = {}
         for _ in range(rounds):
@@ -62,9 +83,10 @@ def measure(rounds: int, layers: int) -> list[Figure]:
             for what, (command, files) in looks.items():
                 times.setdefault(f"read {what}", []).append(seconds(read(*files)))
                 before = cpu_seconds()
-                times.setdefault(what, []).append(seconds(command))
+                times.setdefault(what, []).append(seconds(command, codes[what]))
                 busy.setdefault(what, []).append(cpu_seconds() - before)
         page = (path / "page.html").stat().st_size
+    peaks |= verify_memory(place)
     median = {what: statistics.median(values) for what, values in times.items()}
     figures = [Figure("inspect, headers only", median["headers"], "s")]
     for what, (_, files) in looks.items():

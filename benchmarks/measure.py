@@ -15,23 +15,23 @@ Command = Sequence[str | Path]
 
 
 class CommandFailed(Exception):
-    """A measured command that did not exit with 0; the text is what it wrote to stderr."""
+    """A measured command that did not exit as it must; the text is what it wrote to stderr."""
 
 
-def seconds(command: Command) -> float:
-    """Wall time of a command that must succeed."""
+def seconds(command: Command, code: int = 0) -> float:
+    """Wall time of a command that must end with an exit code."""
     start = time.perf_counter()
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     elapsed = time.perf_counter() - start
-    if done.returncode:
+    if done.returncode != code:
         raise CommandFailed(f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stderr[-2000:]}")
     return elapsed
 
 
-def peak_anonymous_bytes(command: Command) -> int:
-    """The most anonymous memory that a command and its children held together.
+def peak_anonymous_bytes(command: Command, code: int = 0) -> int:
+    """The most anonymous memory that a command and its children held together; it must end with an exit code.
 
     Anonymous memory is what a process allocates. Pages of mapped files are not in it: the kernel drops them at need.
     """
@@ -41,7 +41,7 @@ def peak_anonymous_bytes(command: Command) -> int:
         while child.poll() is None:
             peak = max(peak, sum(map(_anonymous_bytes, _family_of(child.pid))))
             time.sleep(POLL_SECONDS)
-        if child.returncode:
+        if child.returncode != code:
             stderr.seek(0)
             text = stderr.read().decode(errors="replace")[-2000:]
             raise CommandFailed(f"{' '.join(map(str, command))}: exit {child.returncode}\n{text}")

@@ -315,9 +315,9 @@ def test_what_the_original_says_of_itself_goes_on(small: Path, hf_checkpoint: Hf
 
 
 def test_a_card_for_the_hub_names_the_repository(small: Path) -> None:
-    from mcore_convert.publishing.export import Options, prepare, write
+    from mcore_convert.publishing.export import prepare, write
 
-    prepared = prepare(small, small / "out", Options(), repo="ada/llama", revision="iter_0000100")
+    prepared = prepare(small, small / "out", {}, repo="ada/llama", revision="iter_0000100")
     write(prepared)
     card = (small / "out" / "README.md").read_text()
     assert 'model="ada/llama", revision="iter_0000100")' in card

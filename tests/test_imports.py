@@ -27,6 +27,7 @@ ROOMS = """
 errors  text  version
 spec
 converters  storage
+options  plugins
 formats
 checkpoints
 conversion

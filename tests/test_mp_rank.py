@@ -139,7 +139,7 @@ def resharded(
     )
     target, reservation = mp_rank_writer.reserve(request)
     moves = moves_between(family, new, sources, target)
-    execute(Plan(family, new, source, target, reservation, moves, sources.checks))
+    execute(Plan(family, new, source, target, reservation, moves, sources))
     return path
 
 

@@ -235,6 +235,6 @@ def test_options_are_those_of_an_export(running: Path) -> None:
     assert told.export is not None
     assert told.export.as_dict()["dtypes"] == ["bfloat16"]
     with pytest.raises(TypeError, match="unexpected keyword"):
-        list(export_all(running, colour="red"))
+        list(export_all(running, colour="red"))  # type: ignore[call-arg]
     with pytest.raises(ConvertError, match="no dtype"):
         list(export_all(running, running / "elsewhere", dtype="int8"))

@@ -240,7 +240,7 @@ def reshard(path: Path, destination: Path, *, tp: int = 1, ep: int = 1) -> None:
     )
     target, reservation = torch_dist_writer.reserve(request)
     moves = moves_between(family, dims, sources, target)
-    execute(Plan(family, dims, source, target, reservation, moves, sources.checks))
+    execute(Plan(family, dims, source, target, reservation, moves, sources))
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,20 @@ from tests import trial_format
 from tests.conftest import HfMaker, real_checkpoint
 
 
+def forget() -> None:
+    """Let the registry look for packages again."""
+    registry.plugins.cache_clear()
+    registry.formats.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The format registered under the entry point, as an installed package has it."""
     point = EntryPoint("trial", "tests.trial_format:FORMAT", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.GROUP else [])
-    registry.formats.cache_clear()
+    forget()
     yield
-    registry.formats.cache_clear()
+    forget()
 
 
 def test_it_is_short() -> None:
@@ -78,7 +84,7 @@ def test_two_formats_do_not_claim_one_directory(hf_checkpoint: HfMaker, tmp_path
 def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("trial", "tests.trial_format:FORMAT", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point, point])
-    registry.formats.cache_clear()
+    forget()
     with pytest.raises(ConfigError, match="two formats are called `trial`"):
         registry.formats()
     assert json.dumps(registry.GROUP)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint
-from mcore_convert.formats.files.torch_archive import Sum, TorchFile
 from mcore_convert.storage.elements import CAST_BLOCK, WORKERS, Files
+from mcore_convert.storage.views import Sum
 
 
 def check_sums(checkpoint: Checkpoint) -> int:
@@ -25,7 +24,7 @@ def check_sums(checkpoint: Checkpoint) -> int:
         def damaged(sums: list[Sum]) -> list[str]:
             return [f"{each.record} of {each.path}" for each in sums if _crc(files, each) != each.checksum]
 
-        every = list(_stored(checkpoint))
+        every = list(checkpoint.sums)
         problems = [line for lines in pool.map(damaged, ([each] for each in every)) for line in lines]
     if problems:
         raise UnreadableCheckpoint(
@@ -34,11 +33,6 @@ def check_sums(checkpoint: Checkpoint) -> int:
             hint="the files were damaged after they were written: copy them again",
         )
     return sum(each.size for each in every)
-
-
-def _stored(checkpoint: Checkpoint) -> Iterable[Sum]:
-    for path, offset, length in checkpoint.archives:
-        yield from TorchFile(path, offset, length).sums
 
 
 def _crc(files: Files, stored: Sum) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from mcore_convert.errors import ConfigError
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.model_folder import CONFIG
+from mcore_convert.plugins import REPAIR, Plugins, load
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config.mapping import architectures_of
 from mcore_convert.spec.dims import Dims
@@ -24,22 +25,29 @@ UNREPRESENTED = "mcore_convert.unrepresented"
 
 
 @lru_cache(maxsize=1)
+def plugins() -> Plugins[Family]:
+    """Return the installed families, and why others cannot be used."""
+    return load(entry_points(group=GROUP), Family, "family")
+
+
+@lru_cache(maxsize=1)
 def families() -> dict[str, Family]:
-    """Every installed family by its name; other packages add theirs through the entry point."""
-    found = {point.name: point.load() for point in entry_points(group=GROUP)}
-    for name, family in found.items():
-        if not isinstance(family, Family) or family.name != name:
-            raise ConfigError(f"the entry point `{name}` of `{GROUP}` is not a family of that name")
-    if not found:
-        raise ConfigError("no family is installed", hint="install the package: `pip install mcore-convert`")
-    return dict(sorted(found.items()))
+    """Return every installed family by its name; other packages add theirs through the entry point.
+
+    One that cannot be loaded is left out.
+    """
+    installed = {family.name: family for family in plugins().objects}
+    if not installed:
+        hint = "install the package: `pip install mcore-convert`"
+        raise ConfigError("no family is installed", items=plugins().broken.values(), hint=hint)
+    return dict(sorted(installed.items()))
 
 
 @lru_cache(maxsize=1)
 def unrepresented() -> dict[str, str]:
-    """Architectures that are known and not converted, and why; other packages add theirs through the entry point."""
-    reasons = {name: why for point in entry_points(group=UNREPRESENTED) for name, why in point.load().items()}
-    return dict(sorted(reasons.items()))
+    """Return the architectures that are known and not converted, and why; other packages may add some."""
+    lists = load(entry_points(group=UNREPRESENTED), dict, "list of architectures").objects
+    return dict(sorted((name, why) for reasons in lists for name, why in reasons.items()))
 
 
 def named(name: str) -> Family:
@@ -48,6 +56,8 @@ def named(name: str) -> Family:
     Raises:
         ConfigError: there is none.
     """
+    if name in plugins().broken:
+        raise ConfigError(plugins().broken[name], hint=REPAIR)
     if name not in families():
         raise ConfigError(f"there is no family `{name}`", hint=ADD)
     return families()[name]
@@ -67,7 +77,7 @@ def of_config(config: Mapping[str, Any]) -> Family:
     if reasons:
         raise ConfigError("such a model is not converted", items=reasons)
     shown = f"`architectures` = {architectures}" if architectures else f"`model_type` = {kind!r}"
-    raise ConfigError(f"no family reads a model with {shown}", hint=ADD)
+    raise ConfigError(f"no family reads a model with {shown}", items=plugins().broken.values(), hint=ADD)
 
 
 def _reader_of(config: Mapping[str, Any]) -> Family | None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from mcore_convert.checkpoints import families
 from mcore_convert.checkpoints.families import Choice
@@ -16,7 +16,8 @@ from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, resolve
-from mcore_convert.formats.registry import directory_of, format_of
+from mcore_convert.formats.registry import broken, directory_of, format_of
+from mcore_convert.options import FamilyOptions, ModelOptions
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.config.mapping import shown
@@ -83,19 +84,17 @@ def _lines_of(error: ConfigError | None) -> tuple[str, ...]:
     return () if error is None else (error.message, *error.items)
 
 
-def open_any(
-    path: Path, *, hf_config: Path | None = None, vocab_size: int | None = None, ignore_keys: Sequence[str] = ()
-) -> Opened:
-    """Open a checkpoint, of a known model or not; the arguments are those of `identify`.
+def open_any(path: Path, **options: Unpack[ModelOptions]) -> Opened:
+    """Open a checkpoint, of a known model or not.
 
     Raises:
         ConvertError: it cannot be read, or its arguments are contradictory.
     """
+    checkpoint = open_checkpoint(path)
     try:
-        model = identify(path, hf_config=hf_config, vocab_size=vocab_size, ignore_keys=ignore_keys)
+        return Opened(checkpoint, model_of(checkpoint, **options))
     except ConfigError as error:
-        return Opened(open_checkpoint(path), None, error)
-    return Opened(model.checkpoint, model)
+        return Opened(checkpoint, None, error)
 
 
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -135,32 +134,33 @@ def _opened(path: Path, given: Mapping[str, Any] | None) -> Checkpoint:
         raise UnreadableCheckpoint(f"`{path}` has a `{CONFIG}` but no weights")
     raise UnreadableCheckpoint(
         f"`{path}` is no checkpoint in a known format",
+        items=broken().values(),
         hint="a Hugging Face directory has model.safetensors, a Megatron one .metadata or a tracker file",
     )
 
 
-def identify(
-    path: Path,
-    *,
-    family: str | None = None,
-    hf_config: Path | None = None,
-    vocab_size: int | None = None,
-    given: Mapping[str, Any] | None = None,
-    ignore_keys: Sequence[str] = (),
-) -> Model:
+def identify(path: Path, *, given: Mapping[str, Any] | None = None, **options: Unpack[FamilyOptions]) -> Model:
     """Open a checkpoint and find out what it is.
 
     Args:
-        family: take this family instead of finding it.
-        hf_config: an original `config.json`, or the directory with it, of a Megatron checkpoint.
-        vocab_size: the true vocabulary of a Megatron checkpoint that does not say it.
         given: Megatron arguments that the checkpoint does not store.
-        ignore_keys: unknown keys of `config.json` that change nothing of what the model computes.
+        options: what it does not say itself.
 
     Raises:
         ConvertError: it cannot be read, no family represents it, or its arguments are contradictory.
     """
-    checkpoint = open_checkpoint(path, given)
+    return model_of(open_checkpoint(path, given), **options)
+
+
+def model_of(checkpoint: Checkpoint, **options: Unpack[FamilyOptions]) -> Model:
+    """Find out what an open checkpoint is.
+
+    Raises:
+        ConvertError: no family represents it, or its arguments are contradictory.
+    """
+    family, ignore_keys = options.get("family"), options.get("ignore_keys", ())
+    given_config = options.get("hf_config")
+    hf_config = None if given_config is None else Path(given_config)
     if checkpoint.original_config is not None:
         return _identify_by_config(checkpoint, checkpoint.original_config, family, ignore_keys)
     folder = checkpoint.companions
@@ -169,7 +169,8 @@ def identify(
         folder = hf_config
     if config is None and folder is not None and (folder / CONFIG).is_file():
         config = read_json(folder / CONFIG)
-    return replace(_identify_megatron(checkpoint, family, config, vocab_size, ignore_keys), folder=folder)
+    model = _identify_megatron(checkpoint, family, config, options.get("vocab_size"), ignore_keys)
+    return replace(model, folder=folder)
 
 
 def _read_config(path: Path | None) -> Mapping[str, Any] | None:

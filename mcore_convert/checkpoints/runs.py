@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.checkpoints.metrics import METRICS, read_rows
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Common
 from mcore_convert.formats.megatron.run_directory import TRACKER, iteration_of, iterations, parse_tracker
 
 CHECKPOINTS = "checkpoints"
-CONFIG, METRICS, PICTURE = "config.yaml", "metrics.jsonl", "loss.png"
+CONFIG, PICTURE = "config.yaml", "loss.png"
 OURS = "train_entry"  # the key under which the training entry keeps its own in a checkpoint's common state
 WRITTEN_TRIES, WRITTEN_SECONDS = 20, 0.05  # until a tracker file that is being written has its word
 
@@ -73,25 +74,12 @@ class Run:
         A step that was skipped changed nothing, and its loss is none of the training's.
         """
         losses: dict[str, float] = {}
-        for row in _rows(self.path / METRICS):
+        file = self.path / METRICS
+        for _, row in read_rows(file) if file.is_file() else ():
             known = isinstance(row.get("loss"), int | float) and not row.get("skipped")
             if row["iteration"] <= iteration and known:
                 losses[str(row.get("evaluation", "train"))] = float(row["loss"])
         return losses
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file of metrics, without a torn last line."""
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
-                yield row
 
 
 def find_run(path: Path) -> Run | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from mcore_convert.cli import options
+from mcore_convert.cli.parameters import taking
 from mcore_convert.cli.text import progress, say, show, table
 from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.errors import fold
+from mcore_convert.options import ModelOptions
 from mcore_convert.text.grouping import folded
 from mcore_convert.text.quantities import in_bytes, in_digits, in_percent
 
@@ -19,19 +21,19 @@ if TYPE_CHECKING:
     from mcore_convert.comparison.distance import Compared, Comparison
 
 
+@taking(ModelOptions)
 def command(
     a: Annotated[str, typer.Argument(help="A checkpoint, in any format")],
     b: Annotated[str, typer.Argument(help="What became of it, in any format")],
+    *,
     top: Annotated[int, typer.Option(min=0, metavar="N", help="Also list so many tensors that changed most")] = 0,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With the states of the optimizer")] = False,
-    hf_config: options.HfConfig = None,
-    ignore_key: options.IgnoreKey = None,
-    vocab_size: options.VocabSize = None,
     json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,
     verbose: options.Verbose = 0,
     log_level: options.LogLevel = None,
+    **given: Unpack[ModelOptions],
 ) -> None:
     """Report what changed between two checkpoints, weight by weight.
 
@@ -42,16 +44,7 @@ def command(
     from mcore_convert.api import diff
 
     with progress(quiet=quiet) as update:
-        found = diff(
-            a,
-            b,
-            optimizer=optimizer,
-            hf_config=hf_config,
-            ignore_keys=ignore_key or (),
-            vocab_size=vocab_size,
-            html=html,
-            progress=update,
-        )
+        found = diff(a, b, optimizer=optimizer, html=html, progress=update, **given)
     if json:
         show(jsonlib.dumps(found.as_dict(), indent=2))
     elif not quiet:

@@ -4,72 +4,30 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 
 from mcore_convert.cli import options
 from mcore_convert.cli.interruption import Interrupted, keyboard_interrupts
+from mcore_convert.cli.parameters import Parameter, taking
 from mcore_convert.cli.push import as_lines
 from mcore_convert.cli.text import in_bytes, in_parameters, progress, say, show, table
+from mcore_convert.options import ExportOptions, ModelFolderOptions, part_of
 
 if TYPE_CHECKING:
     from mcore_convert.publishing.publish import Export
     from mcore_convert.publishing.sweep import Swept
 
 
-class Dtype(StrEnum):
-    """The dtypes of weights."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
+@taking(ExportOptions, hf_config=Parameter("hf_config", options.ModelFolder))
 def command(
     source: Annotated[Path, typer.Argument(help="Checkpoint in any format, or the directory of a training run")],
     destination: Annotated[
         Path | None, typer.Argument(help="Directory to make; RUN/hf/iter_* or SOURCE-hf unless given")
     ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", rich_help_panel=options.TARGET, help="Directory or Hub id of the tokenizer to add"
-        ),
-    ] = None,
-    no_tokenizer: Annotated[
-        bool,
-        typer.Option("--no-tokenizer", rich_help_panel=options.TARGET, help="Export the model without a tokenizer"),
-    ] = False,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(rich_help_panel=options.TARGET, help="Round weights to it; as stored unless given"),
-    ] = None,
-    family: options.Family = None,
-    hf_config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            rich_help_panel=options.SOURCE,
-            help="Original model's config.json or directory, with its tokenizer and licence",
-        ),
-    ] = None,
-    ignore_key: options.IgnoreKey = None,
-    vocab_size: options.VocabSize = None,
-    arg: options.Given = None,
-    max_shard_size: options.MaxShardSize = None,
-    allow_drift: options.AllowDrift = False,
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--metadata",
-            metavar="NAME=VALUE",
-            rich_help_panel=options.TARGET,
-            help="Field of the model card, as license or datasets",
-        ),
-    ] = None,
+    *,
     every: Annotated[
         bool,
         typer.Option(
@@ -92,44 +50,22 @@ def command(
         int | None,
         typer.Option(min=0, metavar="N", rich_help_panel=options.RUN, help="With --all: end after this iteration"),
     ] = None,
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(metavar="REPO", rich_help_panel=options.HUB, help="Repository on the Hub to send it to"),
-    ] = None,
-    private: options.Private = False,
-    branch: options.Branch = "main",
-    tag: options.Tag = None,
-    commit_message: options.CommitMessage = None,
-    overwrite: options.Overwrite = False,
-    dry_run: options.DryRun = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     verbose: options.Verbose = 0,
     log_level: options.LogLevel = None,
+    **given: Unpack[ExportOptions],
 ) -> None:
     """Make a complete Hugging Face directory: weights, configuration, tokenizer, model card.
 
     Example: mcore-convert export ./run --dtype bfloat16
     """
-    shared: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "with_tokenizer": not no_tokenizer,
-        "dtype": dtype.value if dtype else None,
-        "family": family,
-        "hf_config": hf_config,
-        "ignore_keys": ignore_key or (),
-        "vocab_size": vocab_size,
-        "given": options.arguments(arg),
-        "max_shard_size": max_shard_size,
-        "allow_drift": allow_drift,
-        "metadata": options.arguments(metadata),
-    }
-    to_hub = {"private": private, "branch": branch, "tag": tag, "commit_message": commit_message}
     bars = not quiet and sys.stderr.isatty()
-    if tokenizer is not None and no_tokenizer:
+    if given["tokenizer"] is not None and not given["with_tokenizer"]:
         raise typer.BadParameter("there is one or there is none", param_hint="--tokenizer and --no-tokenizer")
     if every:
-        if (branch, tag, commit_message, overwrite, dry_run) != ("main", None, None, False, False):
+        single = (given["branch"], given["tag"], given["commit_message"], given["overwrite"], given["dry_run"])
+        if single != ("main", None, None, False, False):
             idle = "--branch, --tag, --commit-message, --overwrite and --dry-run"
             raise typer.BadParameter(f"an iteration has its own branch, and is never replaced: leave out {idle}")
         _sweep(
@@ -137,13 +73,13 @@ def command(
             destination,
             json=json,
             quiet=quiet,
-            push_to_hub=push_to_hub,
-            private=private,
+            push_to_hub=given["push_to_hub"],
+            private=given["private"],
             watch=watch,
             interval=interval,
             until=until,
             bars=bars,
-            **shared,
+            **part_of(ModelFolderOptions, given),
         )
         return
     if watch or until is not None:
@@ -151,17 +87,8 @@ def command(
     from mcore_convert.publishing.publish import export
 
     with keyboard_interrupts(), progress(quiet=quiet) as update:
-        done = export(
-            source,
-            destination,
-            push_to_hub=push_to_hub,
-            **to_hub,  # type: ignore[arg-type]
-            overwrite=overwrite,
-            dry_run=dry_run,
-            progress=update,
-            bars=bars,
-            **shared,
-        )
+        given["progress"], given["bars"] = update, bars
+        done = export(source, destination, **given)
     if json:
         show(jsonlib.dumps(done.as_dict(), indent=2))
     elif not quiet:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json as jsonlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from mcore_convert.cli import options
+from mcore_convert.cli.parameters import Parameter, taking
 from mcore_convert.cli.text import progress, say, show, table
 from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.errors import MAX_ITEMS
+from mcore_convert.options import LayoutOptions, part_of
 from mcore_convert.spec.layout import Rank
 from mcore_convert.text.grouping import folded
 from mcore_convert.text.quantities import in_bytes, in_digits, in_parameters, in_percent, in_range
@@ -22,26 +24,27 @@ if TYPE_CHECKING:
     from mcore_convert.inspection.statistics import WeightStatistics
 
 
+@taking(
+    LayoutOptions,
+    tp=Parameter("tp", options.Planned),
+    pp=Parameter("pp", options.Planned),
+    ep=Parameter("ep", options.Planned),
+)
 def command(
     path: Annotated[Path, typer.Argument(help="A checkpoint directory, in any format")],
+    *,
     stats: Annotated[
         bool | None,
         typer.Option("--stats/--no-stats", help="Read every weight and say what its values are like; a page does"),
     ] = None,
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With statistics of the optimizer's state")] = False,
-    tp: options.Planned = None,
-    pp: options.Planned = None,
-    vpp: options.Vpp = None,
-    ep: options.Planned = None,
-    first_stage_layers: options.FirstStage = None,
-    last_stage_layers: options.LastStage = None,
-    pipeline_layout: options.PipelineLayout = None,
     ignore_key: options.IgnoreKey = None,
     json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,
     verbose: options.Verbose = 0,
     log_level: options.LogLevel = None,
+    **layout: Unpack[LayoutOptions],
 ) -> None:
     """Say what a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers only.
 
@@ -55,18 +58,8 @@ def command(
 
     if optimizer and not (stats or html):
         raise typer.BadParameter("it needs --stats", param_hint="--optimizer")
-    sizes = (tp, pp, vpp, ep, first_stage_layers, last_stage_layers, pipeline_layout)
-    planned = None
-    if any(size is not None for size in sizes):
-        planned = Layout(
-            tp=tp or 1,
-            pp=pp or 1,
-            vpp=vpp,
-            ep=ep or 1,
-            first_stage_layers=first_stage_layers,
-            last_stage_layers=last_stage_layers,
-            pipeline_layout=pipeline_layout,
-        )
+    sizes = {name: size for name, size in layout.items() if size is not None}
+    planned = Layout(**part_of(LayoutOptions, sizes)) if sizes else None
     with progress(quiet=quiet) as update:
         found = inspect(
             path,

@@ -22,6 +22,14 @@ class Implementation(StrEnum):
     transformer_engine = "transformer_engine"
 
 
+class Dtype(StrEnum):
+    """The dtypes of weights."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
 def size(text: str) -> int:
     """A number of bytes from `5GB`, `500MB`, `2GiB` or a plain number."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
@@ -77,6 +85,22 @@ HfConfig = Annotated[
         metavar="PATH", rich_help_panel=SOURCE, help="Configuration of a Megatron checkpoint that stores no arguments"
     ),
 ]
+ConfigToKeep = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        rich_help_panel=SOURCE,
+        help="Original config.json to keep, but for what the checkpoint proves different",
+    ),
+]
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        rich_help_panel=SOURCE,
+        help="Original model's config.json or directory, with its tokenizer and licence",
+    ),
+]
 VocabSize = Annotated[
     int | None,
     typer.Option(
@@ -123,7 +147,15 @@ Vpp = Annotated[
     typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Virtual pipeline stages on each pipeline rank"),
 ]
 Ep = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Expert-parallel size")]
-Etp = Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size of experts; as --tp unless given")]
+Etp = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=LAYOUT,
+        help="Tensor-parallel size of experts; as --tp unless given",
+    ),
+]
 FirstStage = Annotated[
     int | None, typer.Option(min=0, metavar="N", rich_help_panel=LAYOUT, help="Layers on the first pipeline stage")
 ]
@@ -180,6 +212,31 @@ Iteration = Annotated[
     int | None,
     typer.Option(min=0, metavar="N", rich_help_panel=TARGET, help="Number of the iter_* directory to write"),
 ]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH", rich_help_panel=TARGET, help="What --tokenizer-model shall name in the stored arguments"
+    ),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", rich_help_panel=TARGET, help="Directory or Hub id of the tokenizer to add"),
+]
+NoTokenizer = Annotated[
+    bool, typer.Option("--no-tokenizer", rich_help_panel=TARGET, help="Export the model without a tokenizer")
+]
+ToDtype = Annotated[
+    Dtype | None, typer.Option(rich_help_panel=TARGET, help="Round weights to it; as stored unless given")
+]
+Metadata = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--metadata",
+        metavar="NAME=VALUE",
+        rich_help_panel=TARGET,
+        help="Field of the model card, as license or datasets",
+    ),
+]
 MaxShardSize = Annotated[
     int | None,
     typer.Option(
@@ -190,6 +247,9 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", rich_help_panel=TARGET, help="Replace a destination that exists")
 ]
 
+PushToHub = Annotated[
+    str | None, typer.Option(metavar="REPO", rich_help_panel=HUB, help="Repository on the Hub to send it to")
+]
 Private = Annotated[bool, typer.Option("--private", rich_help_panel=HUB, help="Make a new repository private")]
 Branch = Annotated[
     str, typer.Option(metavar="NAME", rich_help_panel=HUB, help="Branch of the repository; created if missing")

@@ -6,25 +6,25 @@ import json as jsonlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from mcore_convert.cli import options
 from mcore_convert.cli.interruption import Interrupted, keyboard_interrupts
+from mcore_convert.cli.parameters import taking
 from mcore_convert.cli.text import in_bytes, progress, show, table
+from mcore_convert.options import HubOptions
 
 if TYPE_CHECKING:
     from mcore_convert.publishing.upload import Upload
 
 
+@taking(HubOptions)
 def command(
     source: Annotated[Path, typer.Argument(help="Hugging Face directory; any other checkpoint is exported first")],
     repo: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub, or NAME for yourself; created if missing")],
-    private: options.Private = False,
-    branch: options.Branch = "main",
-    tag: options.Tag = None,
-    commit_message: options.CommitMessage = None,
+    *,
     ignore_key: options.IgnoreKey = None,
     dry_run: Annotated[
         bool,
@@ -34,6 +34,7 @@ def command(
     quiet: options.Quiet = False,
     verbose: options.Verbose = 0,
     log_level: options.LogLevel = None,
+    **given: Unpack[HubOptions],
 ) -> None:
     """Send a model to the Hub. What is there already is not sent again; run it again if it was interrupted.
 
@@ -46,14 +47,11 @@ def command(
             done = push(
                 source,
                 repo,
-                private=private,
-                branch=branch,
-                tag=tag,
-                commit_message=commit_message,
                 ignore_keys=ignore_key or (),
                 dry_run=dry_run,
                 progress=update,
                 bars=not quiet and sys.stderr.isatty(),
+                **given,
             )
     except Interrupted as stop:
         stop.remains = "run it again: what has arrived is not sent twice"

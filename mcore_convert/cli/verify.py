@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from mcore_convert.cli import options
+from mcore_convert.cli.parameters import taking
 from mcore_convert.cli.text import in_bytes, progress, say, show, table
 from mcore_convert.errors import MAX_ITEMS
+from mcore_convert.options import ModelOptions
 
 if TYPE_CHECKING:
     from mcore_convert.comparison.equality import Verification
 
 
+@taking(ModelOptions)
 def command(
     a: Annotated[str, typer.Argument(help="A checkpoint, in any format")],
     b: Annotated[str, typer.Argument(help="Another one, in any format")],
+    *,
     logits: Annotated[
         bool, typer.Option("--logits", help="Also run both in fp32 on the CPU and compare the logits")
     ] = False,
@@ -25,9 +29,6 @@ def command(
         float | None,
         typer.Option(min=0, metavar="SHARE", help="Allowed difference of logits, as a share of the largest"),
     ] = None,
-    hf_config: options.HfConfig = None,
-    ignore_key: options.IgnoreKey = None,
-    vocab_size: options.VocabSize = None,
     json: options.Json = False,
     quiet: Annotated[
         bool,
@@ -35,6 +36,7 @@ def command(
     ] = False,
     verbose: options.Verbose = 0,
     log_level: options.LogLevel = None,
+    **given: Unpack[ModelOptions],
 ) -> None:
     """Compare two checkpoints bit for bit, as global tensors.
 
@@ -45,16 +47,7 @@ def command(
     from mcore_convert.api import verify
 
     with progress(quiet=quiet) as update:
-        found = verify(
-            a,
-            b,
-            logits=logits,
-            tolerance=tolerance,
-            hf_config=hf_config,
-            ignore_keys=ignore_key or (),
-            vocab_size=vocab_size,
-            progress=update,
-        )
+        found = verify(a, b, logits=logits, tolerance=tolerance, progress=update, **given)
     if json:
         show(jsonlib.dumps(as_dict(found), indent=2))
     elif not quiet:

@@ -1,20 +1,35 @@
-"""What became of a tensor: how far two versions of it are apart. Both are read once, in blocks."""
+"""The comparison of tensors, block by block, that `verify` and `diff` report: how far two versions are apart."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 
 from mcore_convert.checkpoints.contents import Tensor
 from mcore_convert.spec.shard import Shape
-from mcore_convert.storage.blocks import Bits, Lane, Scratch, is_float, is_true_in_lanes, lanes, read, sum_of_squares
-from mcore_convert.storage.elements import Files, as_float
-from mcore_convert.storage.spans import Block, Part, Span
+from mcore_convert.storage.blocks import (
+    Bits,
+    Lane,
+    Scratch,
+    Step,
+    Summary,
+    is_float,
+    is_true_in_lanes,
+    lanes,
+    sum_of_squares,
+    summed,
+)
+from mcore_convert.storage.elements import Bytes, Files, Meter, as_float
+from mcore_convert.storage.spans import paired_spans, spans_of
+from mcore_convert.storage.views import Slot
 from mcore_convert.text.quantities import in_digits, in_percent
+
+EXACT_STEP = 2**17  # elements that are compared in fp64 at once: ten arrays of them are in memory
 
 
 @dataclass(frozen=True)
@@ -100,71 +115,89 @@ def total_relative(changes: Iterable[Change]) -> float:
 
 
 @dataclass
-class Gap:
-    """What was added up of some elements of both."""
+class Gap(Summary):
+    """The distance of some elements of two tensors: `squares` and `largest` are of b - a where both are finite.
 
-    squares: float = 0.0
+    `largest_apart` is the largest magnitude of b - a over unequal elements of which one is not finite: infinite, or
+    NaN where one of them is.
+    """
+
     squares_a: float = 0.0
     squares_b: float = 0.0
     num_changed: int = 0
     num_bad_a: int = 0
     num_bad_b: int = 0
-    largest: float = 0.0
-    largest_at: Shape | None = None
+    largest_apart: float = 0.0
     values: tuple[float, float] | None = None
 
-    def add(self, other: Gap) -> None:
-        """Take in what was added up of other elements, which come later."""
-        self.squares += other.squares
+    def add(self, other: Self) -> None:
+        """Add the distance of elements that come later."""
+        if other.largest > self.largest:
+            self.values = other.values
+        super().add(other)
         self.squares_a += other.squares_a
         self.squares_b += other.squares_b
         self.num_changed += other.num_changed
         self.num_bad_a += other.num_bad_a
         self.num_bad_b += other.num_bad_b
-        if other.largest > self.largest:
-            self.largest, self.largest_at, self.values = other.largest, other.largest_at, other.values
+        self.largest_apart = float(np.maximum(self.largest_apart, other.largest_apart))  # NaN stays
 
 
-def gap_of(part: Part, files: Files, scratch: Scratch) -> Gap:
-    """Add up one part of two tensors."""
-    view_a, view_b = part.span.views
-    found = Gap()
-    for block in part.blocks:
-        a, b = read(files, view_a, block, scratch, "a"), read(files, view_b, block, scratch, "b")
-        found.add(_gap_of_block(a, b, scratch, found.largest, part.span, block))
-    return found
+Slots = Sequence[Slot]
 
 
-def _gap_of_block(a: Bits, b: Bits, scratch: Scratch, known: float, span: Span, block: Block) -> Gap:
-    """Add up a block. Where its largest difference is not above `known`, its place is not looked for."""
-    if not all(is_float(bits.dtype) and is_true_in_lanes(bits, scratch) for bits in (a, b)):
-        return _gap_exactly(a, b, span, block)
-    found = Gap()
+def gaps_between(pairs: Iterable[tuple[Slots, Slots]], files: Files, meter: Meter, *, norms: bool = True) -> list[Gap]:
+    """Read pairs of tensors once, block by block, and return how far those of each are apart.
+
+    A tensor without slots is zero throughout.
+
+    Args:
+        norms: with the norms of what is equal on both sides; without them equal blocks cost a comparison of bits.
+
+    Raises:
+        UnreadableCheckpoint: a file is shorter than its header says.
+    """
+    spans = (paired_spans(a, b) if a and b else spans_of(a or b) for a, b in pairs)
+    return summed(spans, Gap, partial(_gap, norms=norms), files, meter)
+
+
+def _gap(step: Step, *, norms: bool) -> Gap:
+    """Return how far the two sides of a block are apart."""
+    if len(step.bits) == 1:
+        (only,) = step.bits
+        return _gap_exactly(only, Bits(np.zeros(only.numel), only.numel, "float64"), step)
+    a, b = step.bits
+    scratch = step.scratch
+    gap = Gap()
     same = a.dtype == b.dtype
     if same:
         unequal = np.not_equal(a.exact, b.exact, out=scratch.array("unequal", bool, a.numel))
-        found.num_changed = int(np.count_nonzero(unequal))
-    if same and not found.num_changed:
-        found.squares_a = found.squares_b = sum(map(sum_of_squares, lanes(a, scratch, "lane a")))
+        gap.num_changed = int(np.count_nonzero(unequal))
+        if not gap.num_changed and not norms:
+            return gap
+    if not all(is_float(bits.dtype) and is_true_in_lanes(bits, scratch) for bits in (a, b)):
+        return _gap_exactly(a, b, step)
+    if same and not gap.num_changed:
+        gap.squares_a = gap.squares_b = sum(map(sum_of_squares, lanes(a, scratch, "lane a")))
     else:
         pairs = zip(
             lanes(a, scratch, "lane a", in_order=not same), lanes(b, scratch, "lane b", in_order=not same), strict=True
         )
         for lane_a, lane_b in pairs:
-            found.squares_a += sum_of_squares(lane_a)
-            found.squares_b += sum_of_squares(lane_b)
+            gap.squares_a += sum_of_squares(lane_a)
+            gap.squares_b += sum_of_squares(lane_b)
             gaps = _gaps(lane_a, lane_b, scratch)
-            found.squares += sum_of_squares(gaps)
+            gap.squares += sum_of_squares(gaps)
             if not same:
-                found.num_changed += int(np.count_nonzero(gaps.values))
+                gap.num_changed += int(np.count_nonzero(gaps.values))
             high, low = float(gaps.values.max()), float(gaps.values.min())
-            if max(high, -low) > max(known, found.largest):
+            if max(high, -low) > max(step.known, gap.largest):
                 at = int(gaps.values.argmax() if high >= -low else gaps.values.argmin()) * gaps.step + gaps.first
-                found.largest, found.largest_at = max(high, -low), span.place(block.start + at)
-                found.values = (_value(a, at), _value(b, at))
-    if not math.isfinite(found.squares + found.squares_a + found.squares_b):
-        return _gap_exactly(a, b, span, block)
-    return found
+                gap.largest, gap.largest_at = max(high, -low), step.place(at)
+                gap.values = (_value(a, at), _value(b, at))
+    if not math.isfinite(gap.squares + gap.squares_a + gap.squares_b):
+        return _gap_exactly(a, b, step)
+    return gap
 
 
 def _gaps(a: Lane, b: Lane, scratch: Scratch) -> Lane:
@@ -178,29 +211,39 @@ def _value(bits: Bits, index: int) -> float:
     return float(as_float(bits.exact[index : index + 1], bits.dtype)[0])
 
 
-def _gap_exactly(a: Bits, b: Bits, span: Span, block: Block) -> Gap:
-    """The same in fp64, of any dtypes, with what is not finite on either side counted and left out."""
-    first, second = as_float(a.exact, a.dtype), as_float(b.exact, b.dtype)
+def _gap_exactly(a: Bits, b: Bits, step: Step) -> Gap:
+    """Return the same in fp64, of any dtypes, with what is not finite on either side counted and left out."""
+    gap = Gap()
+    for start in range(0, a.numel, EXACT_STEP):
+        part = slice(start, min(start + EXACT_STEP, a.numel))
+        gap.add(_exact_gap(a.exact[part], b.exact[part], (a.dtype, b.dtype), step, start))
+    return gap
+
+
+def _exact_gap(a: Bytes, b: Bytes, dtypes: tuple[str, str], step: Step, start: int) -> Gap:
+    first, second = as_float(a, dtypes[0]), as_float(b, dtypes[1])
     good_a, good_b = np.isfinite(first), np.isfinite(second)
-    if a.dtype == b.dtype:
-        unequal = a.exact != b.exact
-    else:
-        unequal = (first != second) & ~(np.isnan(first) & np.isnan(second))
-    found = Gap(num_changed=int(np.count_nonzero(unequal)))
-    found.num_bad_a, found.num_bad_b = (good.size - int(np.count_nonzero(good)) for good in (good_a, good_b))
     good = good_a & good_b
-    first, second = np.where(good, first, 0), np.where(good, second, 0)
+    same = dtypes[0] == dtypes[1]
+    unequal = a != b if same else (first != second) & ~(np.isnan(first) & np.isnan(second))
+    gap = Gap(num_changed=int(np.count_nonzero(unequal)))
+    gap.num_bad_a, gap.num_bad_b = (each.size - int(np.count_nonzero(each)) for each in (good_a, good_b))
+    if gap.num_bad_a or gap.num_bad_b:
+        apart = unequal & ~good
+        with np.errstate(invalid="ignore"):
+            gap.largest_apart = float(np.abs(second[apart] - first[apart]).max(initial=0.0))
+        first[~good] = second[~good] = 0
     with np.errstate(over="ignore", under="ignore"):
         gaps = np.abs(second - first)
-        found.squares, found.squares_a, found.squares_b = (float(np.square(x).sum()) for x in (gaps, first, second))
+        gap.squares, gap.squares_a, gap.squares_b = (float(np.square(x).sum()) for x in (gaps, first, second))
     index = int(gaps.argmax())
-    found.largest, found.largest_at = float(gaps[index]), span.place(block.start + index)
-    found.values = (float(first[index]), float(second[index]))
-    return found
+    gap.largest, gap.largest_at = float(gaps[index]), step.place(start + index)
+    gap.values = (float(first[index]), float(second[index]))
+    return gap
 
 
 def change_of(a: Tensor, b: Tensor, gap: Gap) -> Change:
-    """What was added up of two tensors, as a change."""
+    """Return the distance of two tensors as a change."""
     return Change(
         a.name,
         a.weight,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from mcore_convert.checkpoints.contents import Contents, Tensor, paired
-from mcore_convert.comparison.change import Change, Gap, change_of, finite, gap_of, total_relative
+from mcore_convert.comparison.change import Change, change_of, finite, gaps_between, total_relative
 from mcore_convert.comparison.equality import config_differences, sizes_of
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.base import Side
-from mcore_convert.storage.blocks import added_up
-from mcore_convert.storage.elements import Files, Meter, Progress, as_float
+from mcore_convert.storage.elements import Files, Meter, Progress
 from mcore_convert.storage.phases import phase
-from mcore_convert.storage.spans import paired_spans
 
 MAY_DIFFER = ("tied", "qkv_bias", "linear_bias")  # sizes that decide which weights there are, and not their shapes
 
@@ -100,12 +97,11 @@ def compare_contents(a: Contents, b: Contents, *, progress: Progress | None = No
     """
     _refuse_other_models(a, b)
     pairs, only_a, only_b = paired(a, b)
-    spans = (paired_spans(x.slots, y.slots) for x, y in pairs)
     nbytes = sum(x.nbytes + y.nbytes for x, y in pairs)
     with phase(progress, "comparing", nbytes), Files() as files:
         meter = Meter(nbytes, progress)
-        gaps = added_up(spans, Gap, lambda part, scratch: gap_of(part, files, scratch), meter)
-        only = tuple(tuple(t.name for t in side if t.required or _has_value(t, files)) for side in (only_a, only_b))
+        gaps = gaps_between(((x.slots, y.slots) for x, y in pairs), files, meter)
+        only = tuple(_names_of_one_side(side, files) for side in (only_a, only_b))
     models = [side.model for side in (a, b) if side.model is not None]
     return Comparison(
         _side(a),
@@ -150,6 +146,7 @@ def _side(contents: Contents) -> Compared:
     )
 
 
-def _has_value(tensor: Tensor, files: Files) -> bool:
-    """Whether a tensor that must be zero is not."""
-    return any(bool(np.any(as_float(files.read(slot.view), slot.view.dtype))) for slot in tensor.slots)
+def _names_of_one_side(tensors: Sequence[Tensor], files: Files) -> tuple[str, ...]:
+    """Return the names of tensors that the other side lacks, without those that must be zero and are."""
+    gaps = gaps_between((((), () if t.required else t.slots) for t in tensors), files, Meter(0, None), norms=False)
+    return tuple(t.name for t, gap in zip(tensors, gaps, strict=True) if t.required or gap.num_changed)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from mcore_convert.checkpoints.checks import prove
 from mcore_convert.checkpoints.checksums import check_sums
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.weights import Sources, find_weights
+from mcore_convert.comparison.change import Gap, gaps_between
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.base import Side
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config.neutral import NEUTRAL, NEUTRAL_OF_EXPERTS
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import PARAM
-from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress, as_float, differing
+from mcore_convert.storage.elements import Files, Meter, Progress
 from mcore_convert.storage.phases import phase
-from mcore_convert.storage.views import Slot, cut
+from mcore_convert.storage.views import Slot
 
 # Fields of a configuration that say nothing about the function: how it is stored, and what training does.
 NO_FUNCTION = ("torch_dtype", "architectures", "model_type")
@@ -31,7 +29,7 @@ NO_FUNCTION = ("torch_dtype", "architectures", "model_type")
 class Difference:
     """A weight that is not bit-equal on both sides.
 
-    `num_elements` differ, by at most `largest` (NaN where either side has one); `dtypes` are those of both sides.
+    `num_elements` differ, by at most `largest` (NaN where one of them is); `dtypes` are those of both sides.
     """
 
     name: str
@@ -85,25 +83,23 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
     if a.family.name != b.family.name:
         raise VerificationError(f"a `{a.family.name}` cannot be compared with a `{b.family.name}`")
     if sizes_of(a) != sizes_of(b):
-        mine, theirs = sizes_of(a), sizes_of(b)
-        items = [f"{name}: {mine[name]} and {theirs[name]}" for name in mine if mine[name] != theirs[name]]
+        sizes, others = sizes_of(a), sizes_of(b)
+        items = [f"{name}: {sizes[name]} and {others[name]}" for name in sizes if sizes[name] != others[name]]
         raise VerificationError("the models have different sizes", items=items)
     family, states, notes = _common_ground(a, b)
     with phase(progress, "checking"):
-        found_a, found_b = _found(a, family, states), _found(b, family, states)
-    nbytes = sum(slot.view.nbytes for slots in found_a.slots.values() for slot in slots)
-    meter = Meter(nbytes, progress)
-    with phase(progress, "comparing", nbytes), Files() as files, ThreadPoolExecutor(WORKERS) as pool:
-        jobs = []
-        for key, slots in found_a.slots.items():
-            jobs.append(pool.submit(_compare, key, slots, found_b.slots[key], files, meter))
-        results = [job.result() for job in jobs]
+        mine, theirs = (_found(each, family, states).slots for each in (a, b))
+    nbytes = [sum(slot.view.nbytes for slots in side.values() for slot in slots) for side in (mine, theirs)]
+    with phase(progress, "comparing", sum(nbytes)), Files() as files:
+        pairs = ((slots, theirs[item]) for item, slots in mine.items())
+        gaps = gaps_between(pairs, files, Meter(sum(nbytes), progress), norms=False)
+    differences = (_difference(i, mine[i], theirs[i], gap) for i, gap in zip(mine, gaps, strict=True))
     return Verification(
         a.family.name,
-        len(results),
-        nbytes,
+        len(mine),
+        nbytes[0],
         tuple(config_differences(a, b)),
-        tuple(result for result in results if result is not None),
+        tuple(difference for difference in differences if difference is not None),
         tuple(dict.fromkeys([*a.notes, *b.notes, *notes, *a.checkpoint.remarks(), *b.checkpoint.remarks()])),
     )
 
@@ -150,35 +146,9 @@ def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
     return found
 
 
-def _compare(item: Item, mine: list[Slot], theirs: list[Slot], files: Files, meter: Meter) -> Difference | None:
-    """Compare one weight, part by part. A must-be-zero tensor that one side lacks is compared with zeros."""
-    count, largest = 0, 0.0
-    if not mine and not theirs:  # must be zero, and neither side has a place for it
+def _difference(item: Item, mine: list[Slot], theirs: list[Slot], gap: Gap) -> Difference | None:
+    """Return how a weight differs; None where it is equal. One that must be zero may be absent on a side, or both."""
+    dtypes = [slots[0].view.dtype for slots in (mine or theirs, theirs or mine) if slots]
+    if not gap.num_changed and len(set(dtypes)) < 2:
         return None
-    dtypes = (_dtype(mine, theirs), _dtype(theirs, mine))
-    if not mine or not theirs:
-        for slot in mine or theirs:
-            values = as_float(files.read(slot.view), slot.view.dtype)
-            count += int(np.count_nonzero(values))
-            largest = max(largest, float(np.abs(values).max(initial=0.0)))
-        return Difference(str(item), count, largest, dtypes) if count else None
-    for slot in mine:
-        for part in cut(theirs, slot.box):
-            view = slot.view.narrow(part.box.relative_to(slot.box.offsets))
-            if view.dtype != part.view.dtype:
-                gap = np.abs(as_float(files.read(view), view.dtype) - as_float(files.read(part.view), part.view.dtype))
-                count += int(np.count_nonzero(gap))
-                largest = float(np.maximum(largest, gap.max(initial=0.0)))
-            else:
-                for unequal, left, right in differing(files, view, part.view):
-                    count += int(np.count_nonzero(unequal))
-                    gap = np.abs(as_float(left, view.dtype) - as_float(right, view.dtype))
-                    largest = float(np.maximum(largest, gap.max(initial=0.0)))
-        meter.add(slot.view.nbytes)
-    if count or dtypes[0] != dtypes[1]:
-        return Difference(str(item), count, largest, dtypes)
-    return None
-
-
-def _dtype(slots: list[Slot], other: list[Slot]) -> str:
-    return (slots or other)[0].view.dtype
+    return Difference(str(item), gap.num_changed, gap.largest_apart or gap.largest, (dtypes[0], dtypes[1]))

@@ -55,7 +55,7 @@ def execute(
     """
     final = plan.reservation.path
     check_free(final, overwrite=overwrite)
-    sources = plan.sources | {*plan.reservation.carried.values()}
+    sources = plan.source_files | {*plan.reservation.carried.values()}
     for place in (final, partial_path(final)):
         _refuse_overlap(place, plan.source.path, sources)
     stamps = {**stamped(sources), **plan.stamps}

@@ -44,7 +44,8 @@ class Move(NamedTuple):
 class Plan:
     """What a conversion will do: the files it reserves, and every copy. Nothing has been written.
 
-    `num_parameters` leaves out padding, and counts a tied head once. `stamps` tell whether a source file has changed.
+    `sources` are the weights as they lie in the source, with what must hold in their data. `num_parameters` leaves out
+    padding, and counts a tied head once. `stamps` tell whether a source file has changed.
     """
 
     family: Family
@@ -53,13 +54,18 @@ class Plan:
     target: Checkpoint
     reservation: Reservation
     moves: tuple[Move, ...]
-    checks: tuple[Check, ...] = ()
+    sources: Sources
     notes: tuple[str, ...] = field(default=())
     num_parameters: int = 0
     stamps: Mapping[Path, Stamp] = field(default_factory=dict)
 
     @property
-    def sources(self) -> set[Path]:
+    def checks(self) -> tuple[Check, ...]:
+        """What must hold in the data of the source before anything is written."""
+        return self.sources.checks
+
+    @property
+    def source_files(self) -> set[Path]:
         """The files that tensors are copied from."""
         return {copy.source.path for move in self.moves for copy in move.copies}
 

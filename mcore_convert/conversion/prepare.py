@@ -37,7 +37,7 @@ def plan_conversion(model: Model, target: Target) -> Plan:
     copies = sum(len(move.copies) for move in plan.moves)
     num_files = len(plan.reservation.sizes)
     logger.info("planned %d copies of %s into %d files", copies, in_bytes(plan.nbytes), num_files)
-    return replace(plan, stamps=stamped(plan.sources))
+    return replace(plan, stamps=stamped(plan.source_files))
 
 
 def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
@@ -58,9 +58,7 @@ def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
         dims = replace(model.dims, padded_vocab_size=padded)
         checkpoint, reservation = lay_out_megatron(model, model.family, dims, target, sources, notes)
     moves = moves_between(model.family, dims, sources, checkpoint)
-    return Plan(
-        model.family, dims, source, checkpoint, reservation, moves, sources.checks, tuple(notes), model.num_parameters
-    )
+    return Plan(model.family, dims, source, checkpoint, reservation, moves, sources, tuple(notes), model.num_parameters)
 
 
 def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> Plan:
@@ -86,6 +84,4 @@ def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> P
     sources = find_weights(family, held, source, states, allow_drift=target.allow_drift)
     checkpoint, reservation = lay_out_megatron(model, family, dims, target, sources, notes)
     moves = moves_between(family, dims, sources, checkpoint)
-    return Plan(
-        family, dims, source, checkpoint, reservation, moves, sources.checks, tuple(notes), model.num_parameters
-    )
+    return Plan(family, dims, source, checkpoint, reservation, moves, sources, tuple(notes), model.num_parameters)

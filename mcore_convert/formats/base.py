@@ -16,7 +16,7 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import PARAM
 from mcore_convert.spec.releases import NEWEST, Release
 from mcore_convert.spec.shard import Shape
-from mcore_convert.storage.views import Slot, TensorMeta, View
+from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
 
 class Side(Enum):
@@ -95,10 +95,6 @@ class Storage:
     written_by: str | None = None
     dialect: str | None = None
     optimizer: str | None = None
-
-
-# A file, where in it an archive of `torch.save` begins, and how long that is; None for the rest of the file.
-Archive = tuple[Path, int, int | None]
 
 
 @dataclass(frozen=True)
@@ -192,8 +188,8 @@ class Checkpoint(ABC):
         return []
 
     @property
-    def archives(self) -> Iterable[Archive]:
-        """All that `torch.save` has written, which may have stored checksums."""
+    def sums(self) -> Iterable[Sum]:
+        """The checksums that its writer has stored of tensors."""
         return ()
 
     @property

@@ -16,6 +16,7 @@ from mcore_convert.errors import ConfigError, ConvertError, UnreadableCheckpoint
 from mcore_convert.formats import hf, mp_rank, torch_dist
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format
+from mcore_convert.plugins import REPAIR, Plugins, load
 
 GROUP = "mcore_convert.formats"
 # The first of each side is what a conversion from the other side writes unless told otherwise.
@@ -23,17 +24,29 @@ OWN = (hf.FORMAT, torch_dist.FORMAT, mp_rank.FORMAT, torch_dist.ZARR_FORMAT)
 
 
 @lru_cache(maxsize=1)
+def plugins() -> Plugins[Format]:
+    """Return the formats of other packages, and why some cannot be used."""
+    return load(entry_points(group=GROUP), Format, "format")
+
+
+@lru_cache(maxsize=1)
 def formats() -> dict[str, Format]:
-    """Return every known format by its name."""
+    """Return every known format by its name; one of another package that cannot be loaded is left out.
+
+    Raises:
+        ConfigError: two packages have a format of one name.
+    """
     known = {each.name: each for each in OWN}
-    for point in entry_points(group=GROUP):
-        each = point.load()
-        if not isinstance(each, Format) or each.name != point.name:
-            raise ConfigError(f"the entry point `{point.name}` of `{GROUP}` is not a format of that name")
+    for each in plugins().objects:
         if each.name in known:
             raise ConfigError(f"two formats are called `{each.name}`", hint="uninstall one of their packages")
         known[each.name] = each
     return known
+
+
+def broken() -> dict[str, str]:
+    """Return why formats of other packages cannot be used, by their names."""
+    return plugins().broken
 
 
 def targets(side: Side | None = None) -> tuple[str, ...]:
@@ -47,6 +60,8 @@ def target_named(name: str) -> Format:
     Raises:
         ConvertError: there is none of this name; those that exist are listed.
     """
+    if name in broken():
+        raise ConvertError(broken()[name], hint=REPAIR)
     if name not in targets():
         raise ConvertError(f"there is no format `{name}`", hint=f"known are {', '.join(targets())}")
     return formats()[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from mcore_convert.checkpoints.contents import Contents, contents_of, stored_contents
 from mcore_convert.checkpoints.download import local_path
@@ -16,12 +17,11 @@ from mcore_convert.inspection.outliers import find_outliers
 from mcore_convert.inspection.page.pages import comparison_page, inspection_page
 from mcore_convert.inspection.page.render import check_place, write_page
 from mcore_convert.inspection.statistics import measure
+from mcore_convert.options import ModelOptions, PathLike, check_names
 from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.views import file_errors
-
-PathLike = str | Path
 
 
 @file_errors()
@@ -90,32 +90,29 @@ def diff(
     b: PathLike,
     *,
     optimizer: bool = False,
-    hf_config: PathLike | None = None,
-    ignore_keys: Sequence[str] = (),
-    vocab_size: int | None = None,
     html: PathLike | None = None,
     progress: Progress | None = None,
+    **options: Unpack[ModelOptions],
 ) -> Comparison:
     """Say how far two checkpoints are apart, in any two formats and layouts, weight by weight.
 
     Args:
         a, b: Hugging Face or Megatron directories, or Hub ids; b is what became of a.
         optimizer: with the states of the optimizer, where both have them.
-        hf_config, ignore_keys, vocab_size: as for `convert`.
         html: also write one self-contained page there.
         progress: called with the bytes read so far and their total.
+        options: what the checkpoints do not say, as `mcore_convert.options.ModelOptions` has it.
 
     Raises:
         ConvertError: one of them cannot be read, or they are different models.
+        TypeError: there is no such option.
     """
+    check_names("diff", ModelOptions, options)
     if html is not None:
         check_place(Path(html))
-    config = None if hf_config is None else Path(hf_config)
     paths = [local_path(str(path)) for path in (a, b)]
     with phase(progress, "opening"):
-        first, second = (
-            open_any(path, hf_config=config, vocab_size=vocab_size, ignore_keys=ignore_keys) for path in paths
-        )
+        first, second = (open_any(path, **options) for path in paths)
     if first.model is not None and second.model is not None:
         models = in_one_family(first.model, second.model)
         first, second = replace(first, model=models[0]), replace(second, model=models[1])

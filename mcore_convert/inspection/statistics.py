@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +17,19 @@ from mcore_convert.storage.blocks import (
     ADDABLE,
     FINITE,
     Bits,
-    Scratch,
-    added_up,
+    Step,
+    Summary,
     is_float,
     lanes,
     magnitudes,
     number,
-    read,
     sum_of,
     sum_of_squares,
+    summed,
 )
 from mcore_convert.storage.elements import Bytes, Files, Meter, Progress, as_float, blocks_of
 from mcore_convert.storage.phases import phase
-from mcore_convert.storage.spans import Block, Part, Span, spans_of
+from mcore_convert.storage.spans import spans_of
 
 
 @dataclass(frozen=True)
@@ -102,27 +102,22 @@ def total_rms(weights: Sequence[WeightStatistics]) -> float:
 
 
 @dataclass
-class Tally:
-    """What was added up of some elements of a tensor."""
+class Tally(Summary):
+    """Statistics of some elements of a tensor."""
 
-    squares: float = 0.0
     total: float = 0.0
-    largest: float = 0.0
     zeros: int = 0
     num_nan: int = 0
     num_inf: int = 0
-    largest_at: Shape | None = None
     first_bad: Shape | None = None
 
-    def add(self, other: Tally) -> None:
-        """Take in what was added up of other elements, which come later."""
-        self.squares += other.squares
+    def add(self, other: Self) -> None:
+        """Add the statistics of elements that come later."""
+        super().add(other)
         self.total += other.total
         self.zeros += other.zeros
         self.num_nan += other.num_nan
         self.num_inf += other.num_inf
-        if other.largest > self.largest:
-            self.largest, self.largest_at = other.largest, other.largest_at
         self.first_bad = self.first_bad or other.first_bad
 
 
@@ -135,56 +130,49 @@ def measure(contents: Contents, *, progress: Progress | None = None) -> tuple[We
     spans = (spans_of(tensor.slots) for tensor in contents.tensors)
     with phase(progress, "measuring", contents.nbytes), Files() as files:
         meter = Meter(contents.nbytes, progress)
-        tallies = added_up(spans, Tally, lambda part, scratch: _tally(part, files, scratch), meter)
+        tallies = summed(spans, Tally, _tally, files, meter)
         return tuple(_statistics(t, tally, files) for t, tally in zip(contents.tensors, tallies, strict=True))
 
 
-def _tally(part: Part, files: Files, scratch: Scratch) -> Tally:
-    """Add up one part of a tensor."""
-    (view,) = part.span.views
-    found = Tally()
-    for block in part.blocks:
-        found.add(_tally_block(read(files, view, block, scratch, "bits"), scratch, found.largest, part.span, block))
-    return found
-
-
-def _tally_block(bits: Bits, scratch: Scratch, known: float, span: Span, block: Block) -> Tally:
-    """Add up a block. Where its largest magnitude is not above `known`, its place is not looked for."""
+def _tally(step: Step) -> Tally:
+    """Return the statistics of a block."""
+    (bits,) = step.bits
+    scratch = step.scratch
     if not is_float(bits.dtype):
-        return _tally_exactly(bits, span, block)
+        return _tally_exactly(bits, step)
     sizes = magnitudes(bits, scratch)
     highest = int(sizes.max())
     if highest > FINITE[bits.dtype]:
-        return _tally_exactly(bits, span, block)
-    found = Tally(largest=number(highest, bits.dtype))
-    if found.largest > ADDABLE:
-        return _tally_exactly(bits, span, block)
+        return _tally_exactly(bits, step)
+    tally = Tally(largest=number(highest, bits.dtype))
+    if tally.largest > ADDABLE:
+        return _tally_exactly(bits, step)
     if int(sizes.min()) == 0:
-        found.zeros = bits.numel - int(np.count_nonzero(sizes))
-    if found.largest > known:
-        found.largest_at = span.place(block.start + int(sizes.argmax()))
+        tally.zeros = bits.numel - int(np.count_nonzero(sizes))
+    if tally.largest > step.known:
+        tally.largest_at = step.place(int(sizes.argmax()))
     for lane in lanes(bits, scratch, "lane"):
-        found.total += sum_of(lane)
-        found.squares += sum_of_squares(lane)
-    return found
+        tally.total += sum_of(lane)
+        tally.squares += sum_of_squares(lane)
+    return tally
 
 
-def _tally_exactly(bits: Bits, span: Span, block: Block) -> Tally:
-    """The same in fp64, of any dtype, and with what is no number counted and left out."""
+def _tally_exactly(bits: Bits, step: Step) -> Tally:
+    """Return the same in fp64, of any dtype, and with what is no number counted and left out."""
     values = as_float(bits.exact, bits.dtype)
     good = np.isfinite(values)
-    found = Tally(zeros=int(np.count_nonzero(values == 0)), num_nan=int(np.count_nonzero(np.isnan(values))))
-    found.num_inf = values.size - int(np.count_nonzero(good)) - found.num_nan
-    if found.num_nan or found.num_inf:
-        found.first_bad = span.place(block.start + int(good.argmin()))
+    tally = Tally(zeros=int(np.count_nonzero(values == 0)), num_nan=int(np.count_nonzero(np.isnan(values))))
+    tally.num_inf = values.size - int(np.count_nonzero(good)) - tally.num_nan
+    if tally.num_nan or tally.num_inf:
+        tally.first_bad = step.place(int(good.argmin()))
         values[~good] = 0
     sizes = np.abs(values)
     at = int(sizes.argmax())
-    found.largest, found.largest_at = float(sizes[at]), span.place(block.start + at)
+    tally.largest, tally.largest_at = float(sizes[at]), step.place(at)
     with np.errstate(over="ignore", under="ignore"):
-        found.squares = float(np.square(values).sum())
-    found.total = float(values.sum())
-    return found
+        tally.squares = float(np.square(values).sum())
+    tally.total = float(values.sum())
+    return tally
 
 
 def _statistics(tensor: Tensor, tally: Tally, files: Files) -> WeightStatistics:

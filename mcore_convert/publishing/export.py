@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.checkpoints.checksums import check_sums
-from mcore_convert.checkpoints.identify import Model, identify
+from mcore_convert.checkpoints.identify import Model, identify, model_of
 from mcore_convert.checkpoints.runs import PICTURE, History, Run, find_run, history_of, run_around
-from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.conversion.execute import execute
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
@@ -24,6 +23,7 @@ from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, carried_files
 from mcore_convert.formats.megatron.run_directory import iteration_of
 from mcore_convert.formats.registry import default_target, directory_of
+from mcore_convert.options import FamilyOptions, ModelFolderOptions, part_of
 from mcore_convert.publishing import companions
 from mcore_convert.publishing.card import Card, render
 from mcore_convert.publishing.hf_tensors import HfTensor, hf_tensors
@@ -32,27 +32,6 @@ from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.spec.config.arguments import DTYPES
 from mcore_convert.storage.elements import Meter, Progress
 from mcore_convert.storage.phases import Part, phase
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user may ask of an export. `None` means: as the checkpoint has it.
-
-    `tokenizer` is a directory or a name on the Hub; without `with_tokenizer` none goes along. `metadata` are fields of
-    the card, over those that are found. The others are those of `convert`.
-    """
-
-    tokenizer: str | None = None
-    with_tokenizer: bool = True
-    dtype: str | None = None
-    family: str | None = None
-    hf_config: Path | None = None
-    ignore_keys: Sequence[str] = ()
-    vocab_size: int | None = None
-    given: Mapping[str, Any] | None = None
-    max_shard_size: int | None = None
-    allow_drift: bool = False
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,7 +63,7 @@ class Prepared:
 def prepare(
     source: Path,
     destination: Path | None,
-    options: Options,
+    options: ModelFolderOptions,
     *,
     repo: str | None = None,
     revision: str | None = None,
@@ -99,9 +78,11 @@ def prepare(
     Raises:
         ConvertError: the source cannot be exported, or there is no tokenizer that fits it.
     """
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise ConfigError(f"there is no dtype `{options.dtype}` of weights", hint=f"known are {', '.join(DTYPES)}")
-    model = _identified(source, options)
+    dtype, metadata = options.get("dtype"), options.get("metadata") or {}
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype `{dtype}` of weights", hint=f"known are {', '.join(DTYPES)}")
+    reading = part_of(FamilyOptions, options)
+    model = identify(source, given=options.get("given"), **reading)
     source = directory_of(source)
     run = find_run(source) or run_around(source)
     if model.checkpoint.side is Side.HUGGING_FACE:
@@ -109,41 +90,41 @@ def prepare(
     history = history_of(model.checkpoint.common)
     notes: list[str] = []
     tokenizer = None
-    if options.with_tokenizer:
-        tokenizer = companions.tokenizer_of(model, history, options.tokenizer)
+    if options.get("with_tokenizer", True):
+        tokenizer = companions.tokenizer_of(model, history, options.get("tokenizer"))
         if not model.vocab_is_said and companions.is_the_vocabulary(tokenizer, model):
             notes.append(f"the vocabulary is the tokenizer's: {tokenizer.size} tokens")
-            model = _identified(source, options, vocab_size=tokenizer.size)
+            reading["vocab_size"] = tokenizer.size
+            model = model_of(model.checkpoint, **reading)
         companions.check_fit(tokenizer, model, notes)
     final = destination or default_destination(source, model.checkpoint.path, run)
     target = Target(
         final,
         default_target(Side.HUGGING_FACE),
-        options={"max_shard_size": options.max_shard_size},
+        options={"max_shard_size": options.get("max_shard_size")},
         tokenizer=tokenizer.place if tokenizer else None,
-        allow_drift=options.allow_drift,
-        dtype=options.dtype,
+        allow_drift=options.get("allow_drift", False),
+        dtype=dtype,
     )
     plan = plan_conversion(model, target)
-    config = _complete(plan, model, tokenizer, run, replace=options.tokenizer is not None)
-    sources = find_weights(model.family, model.dims, model.checkpoint, allow_drift=options.allow_drift)
-    dtypes = tuple(sorted(set(sources.dtype_of.values())))
+    config = _complete(plan, model, tokenizer, run, replace=options.get("tokenizer") is not None)
+    dtypes = tuple(sorted(set(plan.sources.dtype_of.values())))
     card = Card(
         model=model,
         run=run,
         history=history,
         config=config,
         dtypes=dtypes,
-        dtype=options.dtype or " and ".join(dtypes),
+        dtype=dtype or " and ".join(dtypes),
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         title=_title(repo, run, history, final),
         repo=repo,
         revision=revision,
-        metadata=options.metadata,
+        metadata=metadata,
     )
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
-    return Prepared(plan, tuple(hf_tensors(model.family, model.dims, sources)), card, tokenizer)
+    return Prepared(plan, tuple(hf_tensors(model.family, model.dims, plan.sources)), card, tokenizer)
 
 
 def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | None = None) -> str:
@@ -188,21 +169,14 @@ def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path
     return place.with_name(f"{place.stem if place.is_file() else place.name}-hf")
 
 
-def _identified(path: Path, options: Options, *, vocab_size: int | None = None) -> Model:
-    return identify(
-        path,
-        family=options.family,
-        hf_config=options.hf_config,
-        vocab_size=vocab_size or options.vocab_size,
-        given=options.given,
-        ignore_keys=options.ignore_keys,
-    )
-
-
-def _refuse_idle(options: Options) -> None:
+def _refuse_idle(options: ModelFolderOptions) -> None:
     """Refuse what only a Megatron checkpoint has a use for."""
-    said = {"--hf-config": options.hf_config, "--vocab-size": options.vocab_size, "--arg": options.given}
-    idle = [name for name, value in said.items() if value]
+    of_megatron = {
+        "--hf-config": options.get("hf_config"),
+        "--vocab-size": options.get("vocab_size"),
+        "--arg": options.get("given"),
+    }
+    idle = [name for name, value in of_megatron.items() if value]
     if idle:
         raise ConvertError(f"a Hugging Face source has no use for {', '.join(idle)}", hint="leave it out")
 

@@ -6,14 +6,23 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from mcore_convert.checkpoints.identify import open_checkpoint
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.errors import ConvertError, HubError
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.registry import directory_of, format_of
-from mcore_convert.publishing.export import Options, Prepared, prepare, write
+from mcore_convert.options import (
+    ExportOptions,
+    HubOptions,
+    ModelFolderOptions,
+    PathLike,
+    RunOptions,
+    check_names,
+    part_of,
+)
+from mcore_convert.publishing.export import Prepared, prepare, write
 from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.publishing.upload import MAIN, Destination, Upload, checked, upload
 from mcore_convert.storage.destination import check_free
@@ -21,8 +30,6 @@ from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.paths import absent
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.views import file_errors
-
-PathLike = str | Path
 
 
 @dataclass(frozen=True)
@@ -67,31 +74,7 @@ class Export:
 
 
 @file_errors()
-def export(
-    source: PathLike,
-    destination: PathLike | None = None,
-    *,
-    tokenizer: str | None = None,
-    with_tokenizer: bool = True,
-    dtype: str | None = None,
-    family: str | None = None,
-    hf_config: PathLike | None = None,
-    ignore_keys: Sequence[str] = (),
-    vocab_size: int | None = None,
-    given: Mapping[str, Any] | None = None,
-    max_shard_size: int | None = None,
-    allow_drift: bool = False,
-    metadata: Mapping[str, Any] | None = None,
-    push_to_hub: str | None = None,
-    private: bool = False,
-    branch: str = MAIN,
-    tag: str | None = None,
-    commit_message: str | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    progress: Progress | None = None,
-    bars: bool = False,
-) -> Export:
+def export(source: PathLike, destination: PathLike | None = None, **options: Unpack[ExportOptions]) -> Export:
     """Make a complete Hugging Face directory of a checkpoint: weights, configuration, tokenizer and model card.
 
     What was written is read again and compared with the source, bit for bit, before the directory appears.
@@ -100,57 +83,40 @@ def export(
         source: a checkpoint in any format, or the directory of a training run, whose newest is taken.
         destination: the directory to make. Without one it is `RUN/hf/iter_*` for an iteration of a run, and `SOURCE-hf`
             else; with `push_to_hub` it is temporary.
-        tokenizer: a directory or a name on the Hub; that of the original model or of the run unless given.
-        with_tokenizer: false exports the model without one.
-        dtype: `float32`, `float16` or `bfloat16`, to which weights are rounded to nearest; as stored unless given.
-        family, hf_config, ignore_keys, vocab_size, given, max_shard_size, allow_drift: as for `convert`.
-        metadata: fields of the model card (`license`, `datasets`), over those that are found.
-        push_to_hub: a repository on the Hub that it goes to.
-        private, branch, tag, commit_message: as for `push`.
-        overwrite: replace a destination that exists.
-        dry_run: plan and prove, write and send nothing.
-        progress: called with the bytes copied and proven so far and their total, by one thread at a time.
-        bars: let the Hub's client show its own progress on stderr.
+        options: what is exported and where on the Hub it goes, as `mcore_convert.options.ExportOptions` has them.
 
     Raises:
         ConvertError: the export is refused; nothing is left behind. See `mcore_convert.errors` for the kinds.
+        TypeError: there is no such option.
     """
-    options = Options(
-        tokenizer=tokenizer,
-        with_tokenizer=with_tokenizer,
-        dtype=dtype,
-        family=family,
-        hf_config=None if hf_config is None else Path(hf_config),
-        ignore_keys=ignore_keys,
-        vocab_size=vocab_size,
-        given=given,
-        max_shard_size=max_shard_size,
-        allow_drift=allow_drift,
-        metadata=metadata or {},
-    )
+    check_names("export", ExportOptions, options)
+    repo, on_hub = options.get("push_to_hub"), part_of(HubOptions, options)
     target = None
-    if push_to_hub is not None:
-        target = checked(Destination(push_to_hub, private, branch, tag, commit_message), writable=not dry_run)
-    elif (private, branch, tag, commit_message) != (False, MAIN, None, None):
+    if repo is not None:
+        target = checked(_destination(repo, on_hub), writable=not options.get("dry_run", False))
+    elif _destination("", on_hub) != Destination(""):
         raise ConvertError("--private, --branch, --tag and --commit-message are for the Hub", hint="pass --push-to-hub")
     place = None if destination is None else Path(destination)
-    return hand_over(
-        Path(source), place, options, target, overwrite=overwrite, dry_run=dry_run, progress=progress, bars=bars
-    )
+    run, bars = part_of(RunOptions, options), options.get("bars", False)
+    return hand_over(Path(source), place, part_of(ModelFolderOptions, options), target, bars=bars, **run)
+
+
+def _destination(repo: str, options: HubOptions) -> Destination:
+    branch, message = options.get("branch", MAIN), options.get("commit_message")
+    return Destination(repo, options.get("private", False), branch, options.get("tag"), message)
 
 
 def hand_over(
     source: Path,
     destination: Path | None,
-    options: Options,
+    options: ModelFolderOptions,
     target: Destination | None,
     *,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    progress: Progress | None = None,
     bars: bool = False,
+    **run: Unpack[RunOptions],
 ) -> Export:
-    """What `export` does, with its arguments put together. `target` is a destination on the Hub that was checked."""
+    """Export to a directory, and to a destination on the Hub that was checked where there is one."""
+    progress, dry_run, overwrite = run.get("progress"), run.get("dry_run", False), run.get("overwrite", False)
     if destination is None and target is not None:
         with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
             prepared = _prepared(source, _in(folder, source), options, target, progress)
@@ -168,7 +134,7 @@ def _in(folder: str, source: Path) -> Path:
 def _prepared(
     source: Path,
     destination: Path | None,
-    options: Options,
+    options: ModelFolderOptions,
     target: Destination | None,
     progress: Progress | None,
 ) -> Prepared:
@@ -215,35 +181,31 @@ def push(
     source: PathLike,
     repo: str,
     *,
-    private: bool = False,
-    branch: str = MAIN,
-    tag: str | None = None,
-    commit_message: str | None = None,
     ignore_keys: Sequence[str] = (),
     dry_run: bool = False,
     progress: Progress | None = None,
     bars: bool = False,
+    **options: Unpack[HubOptions],
 ) -> Upload:
     """Send a model to the Hub, in one commit. What is there already is not sent again.
 
     Args:
         source: a Hugging Face directory. Any other checkpoint is exported to a temporary directory first, as `export`
             does with its defaults.
-        repo: `OWNER/NAME`, or `NAME` for the holder of the token; it is made where it lacks.
-        private: make a new repository private.
-        branch: made where it lacks, of the repository's first commit.
-        tag: a name for the commit.
-        commit_message: its message.
+        repo: `OWNER/NAME`, or `NAME` for the holder of the token; created if missing.
         ignore_keys: as for `export`.
         dry_run: say what would be sent, and send nothing.
         progress: as for `export`, where one is made.
         bars: let the Hub's client show its own progress on stderr.
+        options: the branch and the commit, as `mcore_convert.options.HubOptions` has them.
 
     Raises:
         HubError: the Hub refuses, or cannot be reached; the same call goes on where this one ended.
         ConvertError: the source is no whole model, or cannot be exported.
+        TypeError: there is no such option.
     """
-    path, target = directory_of(Path(source)), Destination(repo, private, branch, tag, commit_message)
+    check_names("push", HubOptions, options)
+    path, target = directory_of(Path(source)), _destination(repo, options)
     if path.is_dir() and _is_hugging_face(path):
         open_checkpoint(path)  # whole, as far as headers and the index tell
         return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
@@ -251,7 +213,7 @@ def push(
         raise absent(path)
     target = checked(target, writable=not dry_run)
     with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
-        prepared = _prepared(path, _in(folder, path), Options(ignore_keys=ignore_keys), target, progress)
+        prepared = _prepared(path, _in(folder, path), {"ignore_keys": ignore_keys}, target, progress)
         write(prepared, progress=progress)
         return upload(prepared.path, target, dry_run=dry_run, progress=progress, bars=bars)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from mcore_convert.checkpoints.checks import prove
 from mcore_convert.checkpoints.download import local_path
 from mcore_convert.checkpoints.identify import Model, identify
-from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.conversion.execute import BEYOND_HINT
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
@@ -21,6 +20,7 @@ from mcore_convert.errors import ConfigError, ConvertError
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.formats.registry import default_target
+from mcore_convert.options import FamilyOptions, PathLike, SourceOptions, check_names, part_of
 from mcore_convert.publishing import companions
 from mcore_convert.publishing.hf_tensors import HfTensor, hf_tensors
 from mcore_convert.spec.config.arguments import DTYPES
@@ -31,19 +31,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-PathLike = str | Path
-
 
 def iter_hf_weights(
-    path: PathLike,
-    *,
-    dtype: str | torch.dtype | None = None,
-    family: str | None = None,
-    hf_config: PathLike | None = None,
-    ignore_keys: Sequence[str] = (),
-    vocab_size: int | None = None,
-    given: Mapping[str, Any] | None = None,
-    allow_drift: bool = False,
+    path: PathLike, *, dtype: str | torch.dtype | None = None, **options: Unpack[SourceOptions]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint under their Hugging Face names, one by one, in the order of the forward pass.
 
@@ -53,92 +43,59 @@ def iter_hf_weights(
     Args:
         path: a checkpoint in any format, the directory of a training run, or a Hub id.
         dtype: cast to it, rounding to nearest; as stored unless given.
-        family, hf_config, vocab_size, given, allow_drift: as for `convert`.
+        options: how the checkpoint is read, as `mcore_convert.options.SourceOptions` has it.
 
     Raises:
         ConvertError: it cannot be read, or is no model that transformers has.
+        TypeError: there is no such option.
     """
-    model = _identified(path, family, hf_config, ignore_keys, vocab_size, given)
-    plan = _planned(model, dtype, allow_drift)
-    with file_errors():
-        prove(plan.checks)
-    sources = find_weights(model.family, model.dims, model.checkpoint, allow_drift=allow_drift)
-    return _tensors(list(hf_tensors(model.family, model.dims, sources)), _name_of(dtype))
+    check_names("iter_hf_weights", SourceOptions, options)
+    _, plan = _planned(path, dtype, options)
+    return _proven(plan, dtype)
 
 
-def load_hf_model(
-    path: PathLike,
-    *,
-    dtype: str | torch.dtype | None = None,
-    family: str | None = None,
-    hf_config: PathLike | None = None,
-    ignore_keys: Sequence[str] = (),
-    vocab_size: int | None = None,
-    given: Mapping[str, Any] | None = None,
-    allow_drift: bool = False,
-    **options: Any,
-) -> Any:
+def load_hf_model(path: PathLike, *, dtype: str | torch.dtype | None = None, **options: Any) -> Any:
     """A transformers model straight from a checkpoint in any format: what `from_pretrained` makes of its conversion.
 
     Args:
-        path, dtype, family, hf_config, vocab_size, given, allow_drift: as for `iter_hf_weights`.
-        options: for `from_pretrained` (`device_map`, `attn_implementation`).
+        path, dtype: as for `iter_hf_weights`.
+        options: those of `iter_hf_weights`; the others are for `from_pretrained` (`device_map`, `attn_implementation`).
 
     Raises:
         ConvertError: as `iter_hf_weights`.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
 
-    model = _identified(path, family, hf_config, ignore_keys, vocab_size, given)
-    plan = _planned(model, dtype, allow_drift)
+    own = part_of(SourceOptions, options)
+    model, plan = _planned(path, dtype, own)
     content: dict[str, Any] = json.loads(plan.reservation.texts[plan.reservation.path / CONFIG])
-    weights = iter_hf_weights(
-        path,
-        dtype=dtype,
-        family=family,
-        hf_config=hf_config,
-        ignore_keys=ignore_keys,
-        vocab_size=vocab_size,
-        given=given,
-        allow_drift=allow_drift,
-    )
     config = AutoConfig.for_model(**content)
     stored = config.dtype if dtype is None else dtype
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    loaded = kind.from_pretrained(None, config=config, state_dict=dict(weights), dtype=stored, **options)
+    rest = {name: value for name, value in options.items() if name not in own}
+    weights = dict(_proven(plan, dtype))
+    loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=stored, **rest)
     generation = companions.generation_config(model, content, None, replace=False)
     if generation:
         loaded.generation_config = GenerationConfig.from_dict(generation)
     return loaded
 
 
-def _identified(
-    path: PathLike,
-    family: str | None,
-    hf_config: PathLike | None,
-    ignore_keys: Sequence[str],
-    vocab_size: int | None,
-    given: Mapping[str, Any] | None,
-) -> Model:
-    with file_errors():
-        config = None if hf_config is None else Path(hf_config)
-        return identify(
-            local_path(str(path)),
-            family=family,
-            hf_config=config,
-            ignore_keys=ignore_keys,
-            vocab_size=vocab_size,
-            given=given,
-        )
-
-
-def _planned(model: Model, dtype: str | torch.dtype | None, allow_drift: bool) -> Plan:
-    """The plan of a conversion that is not run: the proof that the model is whole, and its configuration."""
+def _planned(path: PathLike, dtype: str | torch.dtype | None, options: SourceOptions) -> tuple[Model, Plan]:
+    """Plan a conversion that is not run: the proof that the model is whole, and its configuration."""
     nowhere = Path("nowhere")
     with file_errors():
-        return plan_conversion(
-            model, Target(nowhere, default_target(Side.HUGGING_FACE), allow_drift=allow_drift, dtype=_name_of(dtype))
-        )
+        model = identify(local_path(str(path)), given=options.get("given"), **part_of(FamilyOptions, options))
+        drift = options.get("allow_drift", False)
+        target = Target(nowhere, default_target(Side.HUGGING_FACE), allow_drift=drift, dtype=_name_of(dtype))
+        return model, plan_conversion(model, target)
+
+
+def _proven(plan: Plan, dtype: str | torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Prove what must hold in the data of a plan's source, and return its tensors."""
+    with file_errors():
+        prove(plan.checks)
+    return _tensors(list(hf_tensors(plan.family, plan.dims, plan.sources)), _name_of(dtype))
 
 
 def _name_of(dtype: str | torch.dtype | None) -> str | None:

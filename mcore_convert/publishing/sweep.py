@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from mcore_convert.checkpoints.identify import open_checkpoint
 from mcore_convert.checkpoints.runs import Run, find_run, history_of
 from mcore_convert.errors import ConvertError, HubError, MappingError, UnreadableCheckpoint
-from mcore_convert.publishing.export import Options
-from mcore_convert.publishing.publish import Export, PathLike, hand_over
+from mcore_convert.options import ModelFolderOptions, PathLike, check_names
+from mcore_convert.publishing.publish import Export, hand_over
 from mcore_convert.publishing.upload import Destination, Upload, checked, has_model, upload
 from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.paths import absent
@@ -60,7 +60,7 @@ class _Sweep:
 
     folder: Path | None
     target: Destination | None
-    options: Options
+    options: ModelFolderOptions
     bars: bool
     progress: Progress | None
 
@@ -76,7 +76,7 @@ def export_all(
     until: int | None = None,
     progress: Progress | None = None,
     bars: bool = False,
-    **options: Any,
+    **options: Unpack[ModelFolderOptions],
 ) -> Iterator[Swept]:
     """Export every iteration of a run that is not exported yet, in their order; tells of each when it is done.
 
@@ -92,12 +92,13 @@ def export_all(
         interval: seconds between two looks at a running training.
         until: end after this iteration, and do not watch for others.
         progress, bars: as for `export`.
-        options: fields of `mcore_convert.publishing.export.Options`, as for `export`.
+        options: what is exported, as `mcore_convert.options.ModelFolderOptions` has it.
 
     Raises:
         ConvertError: there is no such run, or an error that is not that of one iteration: no tokenizer, no room, no
             answer from the Hub.
     """
+    check_names("export_all", ModelFolderOptions, options)
     path = Path(run)
     if not path.exists():
         raise absent(path)
@@ -105,7 +106,6 @@ def export_all(
         raise UnreadableCheckpoint(f"`{path}` is not a directory", hint="name the directory of a training run")
     target = None if push_to_hub is None else checked(Destination(push_to_hub, private))
     folder = Path(destination) if destination is not None else None
-    wishes = Options(**options)
     done: dict[int, State] = {}
     while True:
         with file_errors():
@@ -117,16 +117,18 @@ def export_all(
             waiting = _waiting(found, done, until)
         if found is not None and folder is None and target is None:
             folder = found.path / "hf"
-        sweep = _Sweep(folder, target, wishes, bars, progress)
+        sweep = _Sweep(folder, target, options, bars, progress)
         for iteration, checkpoint in waiting.items():
             told = _one(sweep, iteration, checkpoint, watch=watch)
             if told is None:  # removed by the run, or to be tried again
                 continue
             done[iteration] = told.state
             yield told
+        if not watch:
+            return
         last = until if until is not None else _last_of(found)
         left = [iteration for iteration, checkpoint in waiting.items() if iteration not in done and checkpoint.exists()]
-        if not watch or (last is not None and max(done, default=-1) >= last and not left):
+        if last is not None and max(done, default=-1) >= last and not left:
             return
         with phase(progress, "waiting for iterations"):
             time.sleep(interval)

@@ -10,12 +10,14 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.elements import WORKERS, Bytes, Files, Meter, as_float
 from mcore_convert.storage.spans import Block, Part, Span, parts_of
 from mcore_convert.storage.views import View
@@ -29,13 +31,25 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-class Addable(Protocol):
-    """What is known of some elements, to which what is known of others can be added."""
+@dataclass
+class Summary:
+    """Numbers of some elements, to which those of later elements are added: a report adds fields of its own.
 
-    def add(self, other: Self) -> None: ...
+    `squares` is a sum of squares, `largest` the largest magnitude, at `largest_at` of the global tensor.
+    """
+
+    squares: float = 0.0
+    largest: float = 0.0
+    largest_at: Shape | None = None
+
+    def add(self, other: Self) -> None:
+        """Add the numbers of elements that come later."""
+        self.squares += other.squares
+        if other.largest > self.largest:
+            self.largest, self.largest_at = other.largest, other.largest_at
 
 
-Total = TypeVar("Total", bound=Addable)
+Total = TypeVar("Total", bound=Summary)
 
 
 class Small(NamedTuple):
@@ -220,19 +234,48 @@ def each(jobs: Iterable[Job], work: Callable[[Job, Scratch], Result]) -> Iterato
         pool.shutdown(cancel_futures=True)
 
 
-def added_up(
-    spans: Iterable[Sequence[Span]], start: Callable[[], Total], work: Callable[[Part, Scratch], Total], meter: Meter
+class Step(NamedTuple):
+    """A block of a span, with its elements in each file of the span.
+
+    `known` is the largest magnitude in the blocks before: the place of a smaller one need not be looked up.
+    """
+
+    bits: tuple[Bits, ...]
+    span: Span
+    block: Block
+    known: float
+    scratch: Scratch
+
+    def place(self, index: int) -> Shape:
+        """Return where element `index` of the block stands in the global tensor."""
+        return self.span.place(self.block.start + index)
+
+
+def summed(
+    spans: Iterable[Sequence[Span]],
+    start: Callable[[], Total],
+    summary_of: Callable[[Step], Total],
+    files: Files,
+    meter: Meter,
 ) -> list[Total]:
-    """What `work` finds in the parts of each tensor, given by its spans, added up in the order of the parts."""
+    """Read tensors once, given by their spans, and return the sum of the summaries of each one's blocks, in order.
+
+    Raises:
+        UnreadableCheckpoint: a file is shorter than its header says.
+    """
     listed = list(spans)
     jobs = [(place, part) for place, of in enumerate(listed) for part in parts_of(of)]
     totals = [start() for _ in listed]
 
     def run(job: tuple[int, Part], scratch: Scratch) -> Total:
-        found = work(job[1], scratch)
-        meter.add(job[1].nbytes)
-        return found
+        _, part = job
+        total = start()
+        for block in part.blocks:
+            bits = tuple(read(files, v, block, scratch, f"file {number}") for number, v in enumerate(part.span.views))
+            total.add(summary_of(Step(bits, part.span, block, total.largest, scratch)))
+        meter.add(part.nbytes)
+        return total
 
-    for (place, _), found in zip(jobs, each(jobs, run), strict=True):
-        totals[place].add(found)
+    for (place, _), total in zip(jobs, each(jobs, run), strict=True):
+        totals[place].add(total)
     return totals

@@ -127,6 +127,16 @@ class Slot(NamedTuple):
     box: Box
 
 
+class Sum(NamedTuple):
+    """The CRC-32 that a writer stored of some bytes of a file, under the name of their record."""
+
+    path: Path
+    record: str
+    start: int
+    size: int
+    checksum: int
+
+
 def cut(slots: list[Slot], box: Box) -> list[Slot]:
     """The parts of the slots that lie in a box of the global tensor."""
     parts = []

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.checkpoints.metrics import read_rows
 from mcore_convert.storage.disk import write_whole
 from train_entry.report.metrics import Evaluation, Interval
 from train_entry.report.rows import Row
@@ -45,15 +46,7 @@ def read(path: Path) -> list[Row]:
 
 
 def _rows(path: Path) -> list[tuple[bytes, Row]]:
-    found = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("iteration"), int):
-            found.append((line, row))
-    return found
+    return [(line, row) for line, row in read_rows(path) if line.endswith(b"\n")]
 
 
 def _cut_after(path: Path, start: int) -> None:

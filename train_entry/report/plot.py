@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from mcore_convert.checkpoints.metrics import METRICS
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.storage.disk import write_whole
 from train_entry.report.jsonl import read
@@ -35,7 +36,7 @@ def plot(run_dir: Path) -> Path:
     Raises:
         UnreadableCheckpoint: there is no step in its `metrics.jsonl`.
     """
-    source = run_dir / "metrics.jsonl"
+    source = run_dir / METRICS
     rows = read(source) if source.is_file() else []
     steps = [row for row in rows if "evaluation" not in row]
     if not steps:

@@ -11,6 +11,7 @@ from typing import Any, Self, TextIO
 
 import torch
 
+from mcore_convert.checkpoints.metrics import METRICS
 from mcore_convert.errors import ConfigError, UnwritableTarget
 from train_entry.config.schema import Config
 from train_entry.report.console import Console, write
@@ -21,8 +22,6 @@ from train_entry.report.peak import peak_tflops
 from train_entry.report.phases import Phases
 from train_entry.report.rows import row_of_evaluation, rows_of
 from train_entry.report.sink import Sink
-
-METRICS = "metrics.jsonl"
 
 
 class Report:

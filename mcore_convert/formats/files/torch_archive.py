@@ -8,10 +8,11 @@ storages; those are read only. A chunk in a `.distcp` file is such an archive to
 from __future__ import annotations
 
 import io
+import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,25 +22,18 @@ from mcore_convert.formats.files import pickle_writer, pickles
 from mcore_convert.formats.files.pickle_budget import MAX_PICKLE, check_tree
 from mcore_convert.formats.files.pickles import StorageRef, TensorRef
 from mcore_convert.formats.files.zip_records import MAX_RECORDS, MAX_ZIP, Record, read_records
-from mcore_convert.storage.views import DTYPE_SIZES, TensorMeta, View, contiguous_strides, open_error
+from mcore_convert.storage.views import DTYPE_SIZES, Sum, TensorMeta, View, contiguous_strides, open_error
+
+logger = logging.getLogger(__name__)
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 ALIGNMENT = 64  # torch aligns every record to this, so that it can be mapped
 
 
-@dataclass(frozen=True)
-class Sum:
-    """The CRC-32 that an archive stores of some bytes of its file."""
-
-    path: Path
-    record: str
-    start: int
-    size: int
-    checksum: int
-
-
 class TorchFile:
-    """An open archive: `tree` is the saved object with a `View` in place of every tensor.
+    """An archive, read once: `tree` is the saved object with a `View` in place of every tensor.
+
+    `sums` are the checksums that the writer has stored of these tensors.
 
     Raises:
         UnreadableCheckpoint: the file is missing, damaged, compressed, or not a torch file.
@@ -49,6 +43,8 @@ class TorchFile:
     def __init__(self, path: Path, offset: int = 0, length: int | None = None) -> None:
         self.path, self.start = path, offset
         self._records: dict[str, Record] = {}
+        self.sums: tuple[Sum, ...] = ()
+        logger.debug("opened %s for its header at byte %d", path, offset)
         try:
             with path.open("rb") as file:
                 self._fd = file.fileno()
@@ -97,7 +93,15 @@ class TorchFile:
                 starts[storage.key] = self.start + self._data_start(record)
             return starts[storage.key]
 
-        return with_views(tree, lambda ref: _view(self.path, start_of(ref.storage), ref))
+        with_tensors = with_views(tree, lambda ref: _view(self.path, start_of(ref.storage), ref))
+        self.sums = tuple(self._sums(starts))
+        return with_tensors
+
+    def _sums(self, starts: Mapping[str, int]) -> Iterator[Sum]:
+        for key, start in starts.items():
+            record = self._record(f"data/{key}")
+            if record.checksum and record.size:
+                yield Sum(self.path, f"data/{key}", start, record.size, record.checksum)
 
     def _record(self, name: str) -> Record:
         if name not in self._records:
@@ -112,15 +116,6 @@ class TorchFile:
         if record.checksum and zlib.crc32(content) != record.checksum:
             raise ValueError(f"`{name}` does not have the checksum that is stored with it")
         return content
-
-    @property
-    def sums(self) -> Iterator[Sum]:
-        """The checksums of tensors that the writer has stored."""
-        with self.path.open("rb") as file:
-            self._fd = file.fileno()
-            for name, record in self._records.items():
-                if name.startswith("data/") and record.checksum and record.size:
-                    yield Sum(self.path, name, self.start + self._data_start(record), record.size, record.checksum)
 
     def _read_legacy(self, file: io.BufferedReader) -> Any:
         where = f"`{self.path}`"

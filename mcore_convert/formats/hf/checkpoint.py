@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
-from mcore_convert.formats.base import Archive, Checkpoint, Findings, Request, Reservation, Side, Storage
+from mcore_convert.formats.base import Checkpoint, Findings, Request, Reservation, Side, Storage
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
@@ -17,7 +17,7 @@ from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item, Spelling
 from mcore_convert.spec.names import placeholders_of, spell
-from mcore_convert.storage.views import Slot, TensorMeta, View, is_inside
+from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
@@ -58,10 +58,14 @@ class HfOptions:
 
 @dataclass(frozen=True)
 class HfCheckpoint(Checkpoint):
-    """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's)."""
+    """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's).
+
+    `sums` are the checksums in what `torch.save` has written; safetensors has none.
+    """
 
     views: Mapping[str, View]
     config: Mapping[str, Any]
+    sums: tuple[Sum, ...] = ()
     prefix: str = ""
     format: str = "hf"
     side: Side = Side.HUGGING_FACE
@@ -81,13 +85,6 @@ class HfCheckpoint(Checkpoint):
     @property
     def whole_views(self) -> Mapping[str, View]:
         return self.views
-
-    @property
-    def archives(self) -> Iterator[Archive]:
-        """The files that `torch.save` has written; safetensors has no checksums."""
-        for path in sorted({view.path for view in self.views.values()}):
-            if path.suffix != ".safetensors":
-                yield path, 0, None
 
     def storage(self) -> Storage:
         return Storage(len({view.path for view in self.views.values()}))
@@ -144,11 +141,13 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
     if found is None:
         raise UnreadableCheckpoint(f"`{path}` has no weights", hint=f"one of {', '.join(WEIGHT_FILES)} should be there")
     if found.endswith(".json"):
-        return HfCheckpoint(path, _indexed_views(path, found), config)
-    return HfCheckpoint(path, _file_views(path / found), config)
+        views, sums = _read_indexed(path, found)
+    else:
+        views, sums = _read_file(path / found)
+    return HfCheckpoint(path, views, config, sums)
 
 
-def _indexed_views(path: Path, index: str) -> dict[str, View]:
+def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, ...]]:
     """The tensors of a sharded directory; the index must name exactly those that the files hold."""
     weight_map = read_json(path / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -160,25 +159,28 @@ def _indexed_views(path: Path, index: str) -> dict[str, View]:
     absent = [file for file in files if not (path / file).is_file()]
     if absent:
         raise UnreadableCheckpoint(f"`{path / index}` names files that are not there", items=absent)
-    by_file = {file: _file_views(path / file) for file in files}
+    read = {file: _read_file(path / file) for file in files}
+    by_file = {file: views for file, (views, _) in read.items()}
     absent = [name for name, file in weight_map.items() if name not in by_file[file]]
     if absent:
         raise UnreadableCheckpoint(f"`{path / index}` names tensors that its files do not hold", items=fold(absent))
     extra = [name for file, views in by_file.items() for name in views if weight_map.get(name) != file]
     if extra:
         raise UnreadableCheckpoint(f"`{path / index}` does not name tensors that its files hold", items=fold(extra))
-    return {name: by_file[file][name] for name, file in weight_map.items()}
+    views = {name: by_file[file][name] for name, file in weight_map.items()}
+    return views, tuple(each for _, sums in read.values() for each in sums)
 
 
-def _file_views(path: Path) -> dict[str, View]:
+def _read_file(path: Path) -> tuple[dict[str, View], tuple[Sum, ...]]:
+    """Read the header of a file: its tensors by name, and the checksums that it stores of them."""
     if path.suffix == ".safetensors":
-        return safetensors_file.read(path)
-    tree = TorchFile(path).tree
-    if not isinstance(tree, dict):
+        return safetensors_file.read(path), ()
+    archive = TorchFile(path)
+    if not isinstance(archive.tree, dict):
         raise UnreadableCheckpoint(f"`{path}` does not hold a state dict")
-    views = {str(name): view for name, view in tree.items() if isinstance(view, View)}
+    views = {str(name): view for name, view in archive.tree.items() if isinstance(view, View)}
     _refuse_shared(path, views)
-    return views
+    return views, archive.sums
 
 
 def _refuse_shared(path: Path, views: Mapping[str, View]) -> None:

@@ -23,7 +23,7 @@ from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, PARAM, Index, spell
 from mcore_convert.spec.shard import Shape
-from mcore_convert.storage.views import Slot, TensorMeta
+from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,9 @@ class MpRankCheckpoint(Checkpoint):
         return Storage(len(self.files), optimizer=kind)
 
     @property
-    def archives(self) -> Iterator[tuple[Path, int, int | None]]:
-        """The files of all ranks."""
+    def sums(self) -> Iterator[Sum]:
         for file in self.files.values():
-            yield from ((path, 0, None) for path in sorted(file.path.parent.glob("*.pt")))
+            yield from file.sums
 
     @property
     def embedding_rows(self) -> int:

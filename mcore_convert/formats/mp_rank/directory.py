@@ -28,7 +28,7 @@ from mcore_convert.formats.mp_rank.rank_file import (
     chunks_of,
     models_of,
     num_layers_of,
-    read_tree,
+    read_archive,
 )
 from mcore_convert.spec.layout import Layout, Rank, Stage
 
@@ -83,7 +83,8 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
     where = f"`{path}`"
     paths = _files_of(path)
     first = next(iter(paths))
-    trees = {name: read_tree(file) for name, file in paths.items()}
+    archives = {name: read_archive(file) for name, file in paths.items()}
+    trees: dict[str, dict[str, Any]] = {name: archive.tree for name, archive in archives.items()}
     stored = {name: args_of(tree) for name, tree in trees.items()}
     mp_rank_layout.check_agreement({name: each or {} for name, each in stored.items()}, where)
     given = {name: value for name, value in (args or {}).items() if value is not None}
@@ -105,7 +106,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
         chunks = chunks_of(trees[name], merged, f"`{file}`")
         norm_state |= any(NORM_STATE in model for model in models_of(trees[name], f"`{file}`"))
         rest = {key: value for key, value in trees[name].items() if not re.fullmatch(r"model\d*", key)}
-        files[rank] = RankFile(name, file, rest, chunks)
+        files[rank] = RankFile(name, file, rest, chunks, model_sums=archives[name].sums)
     _refuse_different_iterations(files.values(), where)
     counts = _layers_of(files, layout, where)
     layout = mp_rank_layout.with_stages(layout, counts, merged, where)

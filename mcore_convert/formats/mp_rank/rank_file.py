@@ -16,7 +16,7 @@ from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.megatron.flat import Local
 from mcore_convert.formats.mp_rank import old_classes
 from mcore_convert.spec.shard import Box
-from mcore_convert.storage.views import Slot, TensorMeta, View
+from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
 MODEL_FILE, DISTRIBUTED_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 JOINED_EXPERTS = re.compile(r"(.*mlp\.experts\.)weight([12])")
@@ -58,7 +58,8 @@ Chunk = Mapping[str, LocalTensor]
 class RankFile:
     """What one rank saved. `tree` is the content of its file without the model.
 
-    `reserved_buffers` is the content of a `distrib_optim.pt` that is laid out but not there yet.
+    `reserved_buffers` is the content of a `distrib_optim.pt` that is laid out but not there yet. `model_sums` are the
+    checksums that its file stores.
     """
 
     name: str
@@ -66,6 +67,7 @@ class RankFile:
     tree: Mapping[str, Any]
     chunks: tuple[Chunk, ...]
     reserved_buffers: Any = None
+    model_sums: tuple[Sum, ...] = ()
 
     @property
     def iteration(self) -> Any:
@@ -81,8 +83,19 @@ class RankFile:
         """The content of `distrib_optim.pt`, or None."""
         if self.reserved_buffers is not None:
             return self.reserved_buffers
+        return None if self._distributed_file is None else self._distributed_file.tree
+
+    @cached_property
+    def _distributed_file(self) -> TorchFile | None:
         file = self.path.with_name(DISTRIBUTED_FILE)
-        return TorchFile(file).tree if file.is_file() else None
+        return TorchFile(file) if file.is_file() else None
+
+    @property
+    def sums(self) -> Iterator[Sum]:
+        """The checksums that its files store of tensors."""
+        yield from self.model_sums
+        if self._distributed_file is not None:
+            yield from self._distributed_file.sums
 
 
 def args_of(tree: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -91,16 +104,16 @@ def args_of(tree: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(vars(args)) if isinstance(args, argparse.Namespace) else None
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """The content of a rank's file.
+def read_archive(path: Path) -> TorchFile:
+    """Read a rank's file, without its tensors.
 
     Raises:
         UnreadableCheckpoint: it is damaged, or no checkpoint of a model.
     """
-    tree = TorchFile(path).tree
-    if not isinstance(tree, dict):
+    archive = TorchFile(path)
+    if not isinstance(archive.tree, dict):
         raise UnreadableCheckpoint(f"`{path}` is not the dict that Megatron-LM saves")
-    return tree
+    return archive
 
 
 def models_of(tree: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:

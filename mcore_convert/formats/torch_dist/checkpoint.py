@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.base import Archive, Checkpoint, Common, Findings, Side, Storage, Training
+from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Storage, Training
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.megatron import modules
@@ -28,7 +28,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
 from mcore_convert.spec.names import PARAM
-from mcore_convert.storage.views import Slot, TensorMeta
+from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
 BACKEND_FILE, TORCH_DIST, ZARR = "metadata.json", "torch_dist", "zarr"
 COMMON = "common.pt"
@@ -162,8 +162,8 @@ class TorchDistCheckpoint(Checkpoint):
         return [key for key in every if re.match(r"(chained_\d+\.)?optimizer\.", key.removeprefix(self.prefix))]
 
     @property
-    def archives(self) -> Iterator[Archive]:
-        return self.directory.archives
+    def sums(self) -> Iterator[Sum]:
+        return self.directory.sums
 
     @property
     def companions(self) -> Path | None:

@@ -23,16 +23,13 @@ from mcore_convert.formats.files.pickles import are_counts
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
-from mcore_convert.storage.views import Slot, TensorMeta, View, is_inside, open_error, untiled
+from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, open_error, untiled
 
 logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"
 SIZE = Global("torch", "Size")
 STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-
-
-Archive = tuple[Path, int, int | None]  # file, offset and length of what `torch.save` has written
 
 
 class Place(NamedTuple):
@@ -64,6 +61,7 @@ class Directory:
     objects: dict[str, Place]
     unflattened: Mapping[str, Shape] = field(default_factory=dict)
     flattens: ClassVar[bool] = True
+    _sums: dict[Place, tuple[Sum, ...]] = field(default_factory=dict, compare=False)  # of the archives that were read
 
     def check(self, keys: Iterable[str]) -> None:
         """Prove that the chunks of these keys tile their tensors, and that every file is there and long enough.
@@ -102,11 +100,12 @@ class Directory:
         return sorted(file.name for file in self.path.glob("*.distcp") if file.name not in named)
 
     @property
-    def archives(self) -> Iterator[Archive]:
-        """Where the archives of all tensors lie."""
-        for chunks in self.chunks.values():
-            for chunk in chunks:
-                yield self.path / chunk.place.file, chunk.place.offset, chunk.place.length
+    def sums(self) -> Iterator[Sum]:
+        """The checksums that are stored of tensors; reads the headers of chunks that were not read before."""
+        for place in (chunk.place for chunks in self.chunks.values() for chunk in chunks):
+            if place not in self._sums:
+                self._tree(place)
+            yield from self._sums[place]
 
     def slots(self, key: str) -> list[Slot]:
         """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers."""
@@ -115,7 +114,7 @@ class Directory:
     def view(self, key: str, chunk: Chunk) -> View:
         """The tensor of one chunk; reads its header."""
         place = chunk.place
-        view = TorchFile(self.path / place.file, place.offset, place.length).tree
+        view = self._tree(place)
         meta = self.tensors[key]
         if not isinstance(view, View) or view.shape != chunk.box.sizes or view.dtype != meta.dtype:
             raise UnreadableCheckpoint(
@@ -126,8 +125,12 @@ class Directory:
 
     def object(self, key: str) -> Any:
         """The object of a key."""
-        place = self.objects[key]
-        return TorchFile(self.path / place.file, place.offset, place.length).tree
+        return self._tree(self.objects[key])
+
+    def _tree(self, place: Place) -> Any:
+        archive = TorchFile(self.path / place.file, place.offset, place.length)
+        self._sums[place] = archive.sums
+        return archive.tree
 
 
 def read(path: Path) -> Directory:

@@ -29,7 +29,7 @@ from mcore_convert.formats.torch_dist.checkpoint import (
 )
 from mcore_convert.formats.torch_dist.keys import with_expert_norms
 from mcore_convert.spec.shard import Box, Shape
-from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View, contiguous_strides, open_error
+from mcore_convert.storage.views import DTYPE_SIZES, Slot, Sum, TensorMeta, View, contiguous_strides, open_error
 
 ARRAY = ".zarray"
 
@@ -87,7 +87,7 @@ class ZarrDirectory(dcp.Directory):
         return []
 
     @property
-    def archives(self) -> Iterator[dcp.Archive]:
+    def sums(self) -> Iterator[Sum]:
         """None: its files are bare bytes."""
         return iter(())
 

@@ -1,14 +1,13 @@
-"""The loss curve of a run, from its `metrics.jsonl`: a JSON object a line, with `iteration` and `loss`.
+"""The loss curve of a run, from the rows of its `metrics.jsonl` that have an `iteration` and a `loss`.
 
-A line with `evaluation` holds the loss of an evaluation of that name. Lines that are torn or foreign are left out.
+A row with `evaluation` holds the loss of an evaluation of that name.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-METRICS = "metrics.jsonl"
+from mcore_convert.checkpoints.metrics import METRICS, read_rows
+
 MOST_POINTS = 500  # of a curve; of longer ones the lowest and the highest of neighbours are drawn
-LONGEST_LINE = 1 << 20  # characters
 SMOOTHED = 50  # a run's steps over those that are averaged to each side
 LEAST_SMOOTHED = 20  # steps from which on there is a smoothed curve
 SPIKE = 1.3  # what goes beyond this many times the first and the common losses leaves the picture
@@ -45,7 +44,7 @@ def find_metrics(checkpoint: Path) -> Path | None:
 def read_metrics(file: Path) -> Metrics:
     """Read a file line by line."""
     found = Metrics()
-    for row in _rows(file):
+    for _, row in read_rows(file):
         iteration, loss = row["iteration"], _number(row.get("loss"))
         name = row.get("evaluation")
         if isinstance(name, str):
@@ -54,17 +53,6 @@ def read_metrics(file: Path) -> Metrics:
             found.iterations.append(iteration)
             found.losses.append(loss)
     return found
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        while line := lines.readline(LONGEST_LINE):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and type(row.get("iteration")) is int and 0 <= row["iteration"] < 2**53:
-                yield row
 
 
 def _number(value: object) -> float:

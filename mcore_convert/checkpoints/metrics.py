@@ -1,0 +1,30 @@
+"""`metrics.jsonl` of a run: a JSON object a line, with its `iteration`; an evaluation's has its name, too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+LONGEST_LINE = 1 << 20  # bytes
+MOST = 2**53  # iterations: more are no number that a float holds
+
+Row = dict[str, Any]
+
+
+def read_rows(file: Path) -> Iterator[tuple[bytes, Row]]:
+    """Yield the rows of a file, each with its line; what is torn, foreign or longer than a line is left out."""
+    with file.open("rb") as lines:
+        begun = False
+        while line := lines.readline(LONGEST_LINE):
+            continued, begun = begun, not line.endswith(b"\n") and len(line) == LONGEST_LINE
+            if continued or begun:
+                continue
+            try:
+                row = json.loads(line.decode(errors="replace"))
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict) and type(row.get("iteration")) is int and 0 <= row["iteration"] < MOST:
+                yield line, row

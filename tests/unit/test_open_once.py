@@ -1,0 +1,85 @@
+"""Each header of a source is parsed once in a command, and its weights are looked up once."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.checkpoints import LLAMA, make_llama
+from benchmarks.ranks import make_ranks
+from mcore_convert import convert, diff, export, inspect, iter_hf_weights, reshard, verify
+from mcore_convert.checkpoints import weights
+from mcore_convert.spec import Layout
+
+SMALL: dict[str, Any] = LLAMA | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+}
+Run = Callable[[Path, Path], object]
+RUNS: dict[str, Run] = {
+    "to hf": lambda source, out: convert(source, out, to="hf"),
+    "to torch_dist": lambda source, out: convert(source, out, to="torch_dist", tp=2),
+    "to torch": lambda source, out: convert(source, out, to="torch", pp=2),
+    "reshard": lambda source, out: reshard(source, out, tp=2),
+    "export": lambda source, out: export(source, out, with_tokenizer=False),
+    "inspect": lambda source, out: inspect(source, stats=True, optimizer=True),
+    "verify": lambda source, out: verify(source, source.parent / "same"),
+    "diff": lambda source, out: diff(source, source.parent / "same", optimizer=True),
+    "iter_hf_weights": lambda source, out: [*iter_hf_weights(source)],
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model in three formats, those of Megatron with optimizer state; a directory `same` beside each is equal."""
+    folder = tmp_path_factory.mktemp("sources")
+    hf = make_llama(folder / "hf/model", SMALL)
+    (folder / "hf/same").symlink_to(hf)
+    ranks = make_ranks(folder / "torch/run", SMALL, Layout(tp=2, pp=2))
+    reshard(ranks, folder / "torch/same")
+    reshard(ranks, folder / "torch_dist/run", to="torch_dist", tp=2)
+    reshard(ranks, folder / "torch_dist/same", to="torch_dist")
+    return {"hf": hf, "torch": ranks, "torch_dist": folder / "torch_dist/run"}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("format_", ["hf", "torch_dist", "torch"])
+def test_headers_are_parsed_once(
+    format_: str,
+    run: str,
+    sources: dict[str, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if format_ == "hf" and run in ("reshard", "to hf"):
+        pytest.skip("there is no such conversion")
+    lookups: Counter[Path] = Counter()
+    refuse = weights._refuse
+
+    def counted(family: Any, source: Any, *rest: Any) -> None:
+        lookups[source.path] += 1
+        refuse(family, source, *rest)
+
+    monkeypatch.setattr(weights, "_refuse", counted)
+    source = sources[format_]
+    with caplog.at_level(logging.DEBUG, "mcore_convert"):
+        RUNS[run](source, tmp_path / "out")
+    messages = [record.getMessage() for record in caplog.records]
+    headers = Counter(text for text in messages if "for its header" in text and f"{source.parent}/" in text)
+    files = {text.split(" for its header")[0].removeprefix("opened ") for text in headers}
+    named = [path for path in sorted(source.rglob("*")) if path.suffix in (".safetensors", ".pt", ".distcp")]
+    assert {str(path) for path in named if path.name != "common.pt"} <= files  # the count sees every file
+    assert {text: count for text, count in headers.items() if count > 1} == {}
+    assert lookups
+    assert set(lookups.values()) == {1}, lookups

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.marker import MARKER, new_id, record_bytes, unfinished, unfinished_ones
 
 STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the cache
@@ -163,6 +164,11 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file system refuses.
     """
+    with Deferral():
+        _write_whole(path, content)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
     for stale in unfinished_ones(path):
         _remove_if_dead(stale)
     partial = unfinished(path, new_id())

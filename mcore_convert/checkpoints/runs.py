@@ -17,6 +17,7 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Common
 from mcore_convert.formats.megatron.run_directory import TRACKER, iteration_of, iterations, parse_tracker
+from mcore_convert.storage.sources import Limit, open_file
 
 CHECKPOINTS = "checkpoints"
 CONFIG, METRICS, PICTURE = "config.yaml", "metrics.jsonl", "loss.png"
@@ -84,11 +85,11 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file of metrics, without a torn last line."""
     if not file.is_file():
         return
-    with file.open("rb") as lines:
-        for line in lines:
+    with open_file(file) as lines:
+        while line := lines.readline(Limit.LINE.nbytes):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict) and isinstance(row.get("iteration"), int):
                 yield row

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.marker import MARKER, new_id, record_bytes, unfinished, unfinished_ones
+from mcore_convert.storage.sources import open_fd
 
 STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the cache
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
@@ -122,7 +123,7 @@ def copy_file(source: Path, target: Path) -> None:
     Raises:
         OSError: it cannot be read or written, or has another size afterwards.
     """
-    reading = os.open(source, os.O_RDONLY)
+    reading = open_fd(source)
     try:
         before = os.fstat(reading)
         writing = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

@@ -20,7 +20,6 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a directory",
 }
 
 
@@ -29,8 +28,9 @@ class Limit(Enum):
 
     JSON = "a JSON file", 64 * 2**20  # the index of a model of 10**12 parameters has 20 MB
     TOKENIZER = "a tokenizer's file", 256 * 2**20  # the largest in use have 40 MB
-    TEXT = "a text", 16 * 2**20  # model cards and licenses
-    TRACKER = "a tracker file", 4096
+    CARD = "a model card", 2**20
+    SETTINGS = "a configuration", 2**20  # YAML, which takes seconds for a megabyte
+    TRACKER = "a tracker file", 2**16
     LINE = "a line of metrics", 2**20
 
     def __init__(self, kind: str, nbytes: int) -> None:
@@ -87,5 +87,7 @@ def text_of(path: Path, limit: Limit) -> str:
 
 
 def _check_regular(path: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise Unfit(path, f"it is {KINDS.get(stat.S_IFMT(mode), 'something else')}, where a file should be")

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_convert.storage.sources import Limit, open_file
+
 METRICS = "metrics.jsonl"
 MOST_POINTS = 500  # of a curve; of longer ones the lowest and the highest of neighbours are drawn
-LONGEST_LINE = 1 << 20  # characters
 SMOOTHED = 50  # a run's steps over those that are averaged to each side
 LEAST_SMOOTHED = 20  # steps from which on there is a smoothed curve
 SPIKE = 1.3  # what goes beyond this many times the first and the common losses leaves the picture
@@ -57,8 +58,8 @@ def read_metrics(file: Path) -> Metrics:
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        while line := lines.readline(LONGEST_LINE):
+    with open_file(file) as lines:
+        while line := lines.readline(Limit.LINE.nbytes):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):

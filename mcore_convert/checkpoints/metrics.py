@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.storage.sources import Limit, open_file
+
 METRICS = "metrics.jsonl"
-LONGEST_LINE = 1 << 20  # bytes
 MOST = 2**53  # iterations: more are no number that a float holds
 
 Row = dict[str, Any]
@@ -16,10 +17,10 @@ Row = dict[str, Any]
 
 def read_rows(file: Path) -> Iterator[tuple[bytes, Row]]:
     """Yield the rows of a file, each with its line; what is torn, foreign or longer than a line is left out."""
-    with file.open("rb") as lines:
-        begun = False
-        while line := lines.readline(LONGEST_LINE):
-            continued, begun = begun, not line.endswith(b"\n") and len(line) == LONGEST_LINE
+    with open_file(file) as lines:
+        begun, longest = False, Limit.LINE.nbytes
+        while line := lines.readline(longest):
+            continued, begun = begun, not line.endswith(b"\n") and len(line) == longest
             if continued or begun:
                 continue
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except UsageError as error:
         sys.exit(failures.misused(error))
     except Interrupted as stop:
+        traceback.clear_frames(stop.__traceback__)  # a signal may come where a scope ends, before it has cleaned up
         sys.exit(failures.interrupted(stop.number, stop.remains))
     except OSError as error:  # those of checkpoints are ConvertErrors
         if error.filename is not None:

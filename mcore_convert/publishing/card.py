@@ -12,6 +12,7 @@ from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.runs import History, Run
 from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.spec.config.arguments import normalise
+from mcore_convert.storage.sources import Limit, text_of
 from mcore_convert.version import VERSION
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -87,7 +88,7 @@ def inherited(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        data = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
+        data = ModelCard(text_of(file, Limit.CARD), ignore_metadata_errors=True).data.to_dict()
     except Exception:  # YAML's own errors, and what the client makes of other nonsense: a card is no reason to refuse
         return {}
     return {name: data[name] for name in INHERITED if data.get(name)}

@@ -12,6 +12,7 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, TOKENIZER_FILES, carried_files
+from mcore_convert.storage.sources import Limit, content_of, open_file
 from mcore_convert.storage.views import open_error
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
@@ -126,12 +127,12 @@ def _class_of(files: Mapping[str, Path]) -> str | None:
 
 def _is_sentencepiece(file: Path) -> bool:
     """Whether a file is a SentencePiece model: a message whose first field is a piece. tiktoken's files are text."""
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         return opened.read(1) == b"\n"
 
 
 def _json(files: Mapping[str, Path], name: str) -> dict[str, Any]:
-    return read_json(files[name]) if name in files else {}
+    return read_json(files[name], Limit.TOKENIZER) if name in files else {}
 
 
 def _vocabulary(files: Mapping[str, Path]) -> dict[str, int] | None:
@@ -141,15 +142,16 @@ def _vocabulary(files: Mapping[str, Path]) -> dict[str, int] | None:
         return None
     file = files[name]
     if name == "tokenizer.json":
-        content = read_json(file)
+        content = read_json(file, Limit.TOKENIZER)
         vocab = content["model"]["vocab"]
         ids = dict(vocab) if isinstance(vocab, dict) else {piece[0]: number for number, piece in enumerate(vocab)}
         return ids | {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
     if name == "vocab.json":
-        return {token: int(number) for token, number in read_json(file).items()}
+        return {token: int(number) for token, number in read_json(file, Limit.TOKENIZER).items()}
     if name == "vocab.txt":
-        return {token: number for number, token in enumerate(file.read_text().splitlines())}
-    return dict(_pieces(file.read_bytes()) if _is_sentencepiece(file) else _ranks(file.read_bytes()))
+        return {token: number for number, token in enumerate(content_of(file, Limit.TOKENIZER).decode().splitlines())}
+    data = content_of(file, Limit.TOKENIZER)
+    return dict(_pieces(data) if _is_sentencepiece(file) else _ranks(data))
 
 
 def _pieces(content: bytes) -> Iterator[tuple[str, int]]:

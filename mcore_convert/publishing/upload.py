@@ -22,6 +22,7 @@ from mcore_convert.errors import HubError, UnreadableCheckpoint
 from mcore_convert.formats.files.model_folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
 from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.sources import open_file
 from mcore_convert.version import VERSION
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ def _is_same(path: Path, there: Any) -> bool:
     size = path.stat().st_size
     if size != there.size:
         return False
-    with path.open("rb") as file:
+    with open_file(path) as file:
         if there.lfs is not None:
             return hashlib.file_digest(file, "sha256").hexdigest() == str(there.lfs.sha256)
         return hashlib.sha1(b"blob %d\0" % size + file.read()).hexdigest() == str(there.blob_id)

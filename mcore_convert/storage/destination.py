@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnwritableTarget
+from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.disk import mark, remove_tree, sync, write_at
 from mcore_convert.storage.marker import LARGEST, MARKER, in_the_way, mark_of, new_id, record_bytes, record_of, unmark
 
@@ -68,11 +69,15 @@ def check_free(final: Path, *, overwrite: bool) -> None:
 
 @dataclass
 class Lock:
-    """A lock file that is held, and what the process that had it before has recorded in it."""
+    """A lock file that is held, and what the process that had it before has recorded in it.
+
+    It `stays` behind while there is what one of them left: without the record nobody would know whose that is.
+    """
 
     fd: int
     earlier: dict[str, Any] | None
     identity: str = field(default_factory=new_id)
+    stays: bool = False
 
     def record(self, **facts: Any) -> None:
         """Write down the id of this work, and what else the next process must know if this one is killed."""
@@ -93,7 +98,14 @@ class Claim:
         return partial_path(self.final)
 
     def publish(self) -> None:
-        """Give the directory its name. What had the name is removed when that is done, and else has it again."""
+        """Give the directory its name. What had the name is removed when that is done, and else has it again.
+
+        A signal waits until then: one half of it is neither the old destination nor the new one.
+        """
+        with Deferral():
+            self._publish()
+
+    def _publish(self) -> None:
         final, partial = self.final, self.partial
         old = _old_path(final, self.lock.identity)
         identity = _identity(partial)
@@ -125,28 +137,36 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[Claim]:
         OSError: the file system refuses.
     """
     partial = partial_path(final)
-    made = _make_folder(final.parent)
-    try:
-        with locked(partial.with_name(partial.name + ".lock"), partial) as lock:
-            _clear(final, partial, lock.earlier)
-            check_free(final, overwrite=overwrite)  # again: another process may have finished
-            free = shutil.disk_usage(final.parent).free
-            if free < nbytes:
-                raise UnwritableTarget(f"`{final.parent}` has {free:,} bytes free, {nbytes:,} are needed")
-            lock.record()
-            _began.append(partial)
-            partial.mkdir()
-            try:
-                mark(partial, lock.identity)
-                yield Claim(final, lock, overwrite)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for folder in made:
-                folder.rmdir()
-        raise
+    with Deferral() as signals:
+        made = _make_folder(final.parent)
+        try:
+            with locked(partial.with_name(partial.name + ".lock"), partial) as lock:
+                lock.stays = lock.earlier is not None
+                _clear(final, partial, lock.earlier)
+                lock.stays = False
+                check_free(final, overwrite=overwrite)  # again: another process may have finished
+                free = shutil.disk_usage(final.parent).free
+                if free < nbytes:
+                    raise UnwritableTarget(f"`{final.parent}` has {free:,} bytes free, {nbytes:,} are needed")
+                lock.record()
+                _began.append(partial)
+                partial.mkdir()
+                try:
+                    mark(partial, lock.identity)
+                    try:
+                        signals.admit()
+                        yield Claim(final, lock, overwrite)
+                    finally:
+                        signals.hold()
+                except BaseException:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    lock.stays = os.path.lexists(partial)
+                    raise
+        except BaseException:
+            with contextlib.suppress(OSError):
+                for folder in made:
+                    folder.rmdir()
+            raise
 
 
 def _old_path(final: Path, identity: str) -> Path:
@@ -213,6 +233,23 @@ def locked(file: Path, partial: Path) -> Iterator[Lock]:
     Raises:
         UnwritableTarget: another process holds it, or it is something else than a lock file of ours.
     """
+    with Deferral() as signals:
+        fd, earlier = _acquired(file, partial)
+        lock = Lock(fd, earlier)
+        try:
+            try:
+                signals.admit()
+                yield lock
+            finally:
+                signals.hold()
+        finally:
+            if not lock.stays:
+                file.unlink(missing_ok=True)  # before the lock is given up, so that nobody else's is removed
+            os.close(fd)
+
+
+def _acquired(file: Path, partial: Path) -> tuple[int, dict[str, Any] | None]:
+    """The descriptor of a lock file that is held, and the record in it."""
     while True:
         fd = _open_lock(file)
         try:
@@ -236,12 +273,7 @@ def locked(file: Path, partial: Path) -> Iterator[Lock]:
     except BaseException:
         os.close(fd)
         raise
-    lock = Lock(fd, earlier)
-    try:
-        yield lock
-    finally:
-        file.unlink(missing_ok=True)  # before the lock is given up, so that nobody else's is removed
-        os.close(fd)
+    return fd, earlier
 
 
 def _open_lock(file: Path) -> int:

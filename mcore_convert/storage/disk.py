@@ -14,7 +14,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.marker import MARKER, new_id, record_bytes, unfinished, unfinished_ones
+from mcore_convert.storage.sources import open_fd
 
 STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the cache
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
@@ -121,7 +123,7 @@ def copy_file(source: Path, target: Path) -> None:
     Raises:
         OSError: it cannot be read or written, or has another size afterwards.
     """
-    reading = os.open(source, os.O_RDONLY)
+    reading = open_fd(source)
     try:
         before = os.fstat(reading)
         writing = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -163,6 +165,11 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file system refuses.
     """
+    with Deferral():
+        _write_whole(path, content)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
     for stale in unfinished_ones(path):
         _remove_if_dead(stale)
     partial = unfinished(path, new_id())

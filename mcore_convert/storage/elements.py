@@ -24,6 +24,7 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.disk import Shrunk, copy_range, read_at
 from mcore_convert.storage.gather import gathered
+from mcore_convert.storage.sources import open_fd
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, View
 
 logger = logging.getLogger(__name__)
@@ -122,13 +123,17 @@ def _as_unreadable() -> Iterator[None]:
 def _opened(path: Path, flags: int) -> int:
     """A descriptor. The usual limit of 1024 is too low for a checkpoint of a thousand files, so it is raised then."""
     try:
-        return os.open(path, flags)
+        return _open(path, flags)
     except OSError as error:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if error.errno != errno.EMFILE or soft == hard:
             raise
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        return os.open(path, flags)
+        return _open(path, flags)
+
+
+def _open(path: Path, flags: int) -> int:
+    return open_fd(path) if flags == os.O_RDONLY else os.open(path, flags)
 
 
 def copy_view(files: Files, source: View, target: View) -> Iterator[int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_convert.checkpoints.metrics import LONGEST_LINE, read_rows
+from mcore_convert.checkpoints.metrics import read_rows
 from mcore_convert.checkpoints.runs import Run
 from mcore_convert.inspection.page.curve import read_metrics
+from mcore_convert.storage.sources import Limit
 from train_entry.report.jsonl import read
 
 LINES = (
@@ -18,7 +19,7 @@ LINES = (
     b'{"iteration": -1, "loss": 1.0}\n',
     b'{"loss": 1.0}\n',
     b"[" * 10000 + b"\n",
-    b" " * LONGEST_LINE + b'{"iteration": 2, "loss": 1.0}\n',
+    b" " * Limit.LINE.nbytes + b'{"iteration": 2, "loss": 1.0}\n',
     b'{"iteration": 2, "note": "\xff", "loss": 2.0}\n',
     b'{"iteration": 3, "loss": 1.5}',  # whole, but the end of its line was not written
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mcore_convert.formats.files.model_folder import CARRIED_FILES, CONFIG, carried_files
 from mcore_convert.formats.megatron.run_directory import CARRIED
+from mcore_convert.storage.sources import Limit, content_of
 from train_entry.config.schema import Config
 
 NO_TOKENIZER = (CONFIG, "generation_config.json")
@@ -33,7 +34,7 @@ def files_of(config: Config, path: Path | None) -> dict[str, bytes]:
 
 def _read(directory: Path) -> Mapping[str, bytes]:
     names = [name for name in (*carried_files(directory), CONFIG) if (directory / name).is_file()]
-    return {name: (directory / name).read_bytes() for name in names}
+    return {name: content_of(directory / name, Limit.TOKENIZER) for name in names}
 
 
 def _directory_of(tokenizer: str) -> Path:

@@ -20,6 +20,7 @@ from mcore_convert.formats.megatron.run_directory import MAX_DIGITS, TRACKER, it
 from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from mcore_convert.storage.disk import remove_tree, sync, write_new, write_whole
 from mcore_convert.storage.marker import REMOVED, finished_name, new_id, unfinished, unfinished_ones
+from mcore_convert.storage.sources import Limit, text_of
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def remove(path: Path) -> None:
 def _tracked(folder: Path) -> int | None:
     """The iteration that the tracker file names, -1 for `release`; None where it names none."""
     try:
-        said = (folder / TRACKER).read_text(errors="replace").strip()
+        said = text_of(folder / TRACKER, Limit.TRACKER).strip()
     except OSError:
         return None
     if said == "release":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ import yaml
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.storage.paths import near_miss
+from mcore_convert.storage.sources import Limit, content_of
 from train_entry.config.nearest import groups, nearest
 
 CONFIGS = Path(__file__).parents[1] / "configs"  # ready runs, and in a directory for each group its choices
+MAX_PARTS = 100_000  # of a file, with what aliases stand for
 ENDING = ".yaml"  # the only one that hydra finds
 DEFAULTS = "defaults"
 OWN = "_self_"
@@ -90,12 +93,15 @@ def read(path: Path) -> RunFile:
     from omegaconf import OmegaConf
 
     try:
-        text = path.read_text(encoding="utf-8")
-        with path.open(encoding="utf-8") as file:
-            loaded = OmegaConf.load(file)
+        text = content_of(path, Limit.SETTINGS).decode()
+        node = yaml.compose(text, yaml.SafeLoader)
+        _check_size(node)
+        loaded = OmegaConf.load(io.StringIO(text))
     except yaml.MarkedYAMLError as error:
         raise syntax_error(error, path) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"`{path}` is nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"`{path}` cannot be read: {getattr(error, 'strerror', None) or error}") from error
     values = OmegaConf.to_container(loaded)
     if not isinstance(values, dict):
@@ -103,9 +109,26 @@ def read(path: Path) -> RunFile:
     defaults = values.pop(DEFAULTS, None) or []
     if not isinstance(defaults, list):
         raise ConfigError(f"`{DEFAULTS}` in `{path}` is not a list", hint=f"write `{DEFAULTS}: [tiny-gpt2, {OWN}]`")
-    node = yaml.compose(text, yaml.SafeLoader)
     lines = {} if node is None else dict(_lines(node, ""))
     return RunFile(path, {str(key): value for key, value in values.items()}, tuple(defaults), lines)
+
+
+def _check_size(node: yaml.Node | None) -> None:
+    """Prove that a document is no larger than it looks: an alias stands for a whole part of it, which may hold others.
+
+    Raises:
+        ValueError: it is not so.
+    """
+    pending, parts = [node], 0
+    while pending:
+        part = pending.pop()
+        parts += 1
+        if parts > MAX_PARTS:
+            raise ValueError(f"with its aliases it has more than {MAX_PARTS:,} parts")
+        if isinstance(part, yaml.SequenceNode):
+            pending += part.value
+        elif isinstance(part, yaml.MappingNode):
+            pending += [each for pair in part.value for each in pair]
 
 
 def syntax_error(error: yaml.MarkedYAMLError, path: Path) -> ConfigError:

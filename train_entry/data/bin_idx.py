@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from mcore_convert.errors import DataError, UnwritableTarget
 from mcore_convert.storage.marker import unfinished, unfinished_ones
+from mcore_convert.storage.sources import open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents + 1
@@ -68,7 +69,7 @@ def open_pair(prefix: str) -> Pair:
             items=[f"{file} is missing" for file in missing],
             hint="`mcore-convert data prepare` makes both files; name them without .bin and .idx",
         )
-    with idx.open("rb") as file:
+    with open_file(idx) as file:
         header = file.read(HEADER.size)
         size = os.fstat(file.fileno()).st_size
         if len(header) < HEADER.size or not header.startswith(MAGIC):

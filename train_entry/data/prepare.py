@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import DataError, UnwritableTarget
+from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.destination import locked
 from train_entry.data.bin_idx import SUFFIXES, PairWriter, dtype_for
 from train_entry.data.chunks import Chunk
@@ -92,8 +93,9 @@ def prepare(
         for writer, pair in zip(writers, pairs.values(), strict=True):
             writer.complete()
             pair.write(writer.partial(".json"))
-        for writer in writers:
-            writer.publish()
+        with Deferral():
+            for writer in writers:
+                writer.publish()
     return Prepared(pairs, time.monotonic() - start)
 
 
@@ -156,7 +158,7 @@ def _check_free(prefixes: Sequence[str], *, overwrite: bool) -> None:
 def _written(prefixes: Sequence[str], dtype: str, *, overwrite: bool) -> Iterator[list[PairWriter]]:
     """Pairs to write, which nobody else writes. What is not published in the end is removed."""
     folder = Path(prefixes[0]).parent
-    with contextlib.ExitStack() as scope:
+    with Deferral() as signals, contextlib.ExitStack() as scope:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             writers: list[PairWriter] = []
@@ -166,6 +168,9 @@ def _written(prefixes: Sequence[str], dtype: str, *, overwrite: bool) -> Iterato
                 writers.append(PairWriter(prefix, dtype, lock.identity))
                 scope.callback(writers[-1].discard)
             _check_free(prefixes, overwrite=overwrite)  # again: another process may have finished
+            signals.admit()
             yield writers
         except OSError as error:
             raise UnwritableTarget(f"`{prefixes[0]}` cannot be written: {error.strerror or error}") from error
+        finally:
+            signals.hold()

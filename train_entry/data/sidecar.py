@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import DataError
+from mcore_convert.formats.files.json_file import parsed
+from mcore_convert.storage.sources import Limit, content_of
 
 VERSION = 1
 
@@ -45,12 +47,12 @@ def sidecar_of(prefix: str) -> Sidecar | None:
     """
     path = Path(f"{prefix}.json")
     try:
-        found: Any = json.loads(path.read_text())
+        found: Any = parsed(content_of(path, Limit.JSON))
         if found.pop("version") == VERSION:
             return Sidecar(**{**found, "sources": tuple(found["sources"])})
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         pass
     raise DataError(
         f"`{path}` does not say what the data beside it are, as `mcore-convert data prepare` would have written it",

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.storage.sources import MEMORY, Limit, content_of
 from mcore_convert.storage.views import open_error
 
+# What Python makes of JSON, in bytes, from above: the parts that such a character stands for.
+COSTS = {b"{": 190, b"[": 90, b",": 48, b":": 110, b'"': 25}
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
-def read_json(path: Path) -> dict[str, Any]:
+
+def read_json(path: Path, limit: Limit = Limit.JSON) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
-        UnreadableCheckpoint: the file is missing, or is not one.
+        UnreadableCheckpoint: the file is missing, is not one, or is larger than its kind can be.
     """
     try:
-        content = json.loads(path.read_bytes(), parse_constant=_no_json)
+        content = parsed(content_of(path, limit))
     except OSError as error:
         raise open_error(path, error) from error
     except ValueError as error:
@@ -28,6 +34,42 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnreadableCheckpoint(f"`{path}` is not a JSON object")
     return content
+
+
+def parsed(content: bytes) -> Any:
+    """What a JSON text says; its strings are all text, which can be written again.
+
+    Raises:
+        ValueError: it is none, or takes more memory than any file that is in use.
+        RecursionError: it is nested too deeply.
+    """
+    cost = cost_of(content)
+    if cost > MEMORY:
+        raise ValueError(f"it would take up to {cost:,} bytes of memory")
+    text = content.decode(json.detect_encoding(content))
+    value = json.loads(text, parse_constant=_no_json)
+    if SURROGATE.search(text):
+        _check_text(value)
+    return value
+
+
+def cost_of(content: bytes) -> int:
+    """How many bytes of memory the reading of a JSON text takes at most."""
+    width = 1 if content.isascii() else 4  # of each character, in the text and in its strings
+    return 4096 + 2 * width * len(content) + sum(content.count(part) * each for part, each in COSTS.items())
+
+
+def _check_text(value: Any) -> None:
+    """Prove that there is no half of a surrogate pair, which JSON can spell and no file can hold."""
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, str):
+            part.encode()
+        elif isinstance(part, dict):
+            pending += [*part, *part.values()]
+        elif isinstance(part, list):
+            pending += part
 
 
 def _no_json(word: str) -> None:

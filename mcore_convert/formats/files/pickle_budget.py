@@ -20,7 +20,7 @@ from mcore_convert.spec.config.arguments import TorchDtype
 
 T = TypeVar("T")
 
-MAX_PICKLE = 2**30  # bytes; the metadata of 10,000 ranks has a tenth of that
+MAX_PICKLE = 2**28  # bytes; the metadata of 10,000 ranks has half of that
 MAX_DEPTH = 200  # of what a checkpoint holds beside its metadata
 MAX_PARTS = 20_000_000  # of the same, with every part counted wherever it occurs
 FREE_CONTAINERS = 1_000_000  # a pickle may have so many, and one for every DENSITY bytes; real ones take 20

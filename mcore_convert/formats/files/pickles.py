@@ -251,7 +251,7 @@ def _one_pickle(file: IO[bytes]) -> bytes:
                 raise
             if window >= MAX_PICKLE:
                 raise ValueError(f"it has more than {MAX_PICKLE:,} bytes") from None
-            window *= 32
+            window = min(window * 32, MAX_PICKLE)
         else:
             file.seek(start + end)
             return data[:end]

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.files.json_file import parsed
+from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import TensorMeta, View, open_error
 
 logger = logging.getLogger(__name__)
@@ -42,16 +45,16 @@ def read(path: Path) -> dict[str, View]:
         UnreadableCheckpoint: the file is missing, truncated, or its header does not describe its bytes.
     """
     try:
-        size = path.stat().st_size
         logger.debug("opened %s for its header", path)
-        with path.open("rb") as file:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             head = file.read(8)
             if len(head) < 8:
                 raise ValueError(f"it ends at byte {len(head)}")
             (length,) = struct.unpack("<Q", head)
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header should have {length} bytes")
-            header = json.loads(file.read(length))
+            header = parsed(file.read(length))
             if not isinstance(header, dict):
                 raise ValueError("its header is not a JSON object")
     except OSError as error:

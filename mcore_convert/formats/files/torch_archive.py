@@ -19,14 +19,16 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files import pickle_writer, pickles
-from mcore_convert.formats.files.pickle_budget import MAX_PICKLE, check_tree
+from mcore_convert.formats.files.pickle_budget import check_tree
 from mcore_convert.formats.files.pickles import StorageRef, TensorRef
 from mcore_convert.formats.files.zip_records import MAX_RECORDS, MAX_ZIP, Record, read_records
+from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import DTYPE_SIZES, Sum, TensorMeta, View, contiguous_strides, open_error
 
 logger = logging.getLogger(__name__)
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+MAX_RECORD = 64 * 2**20  # bytes of `data.pkl`: those of a million tensors
 ALIGNMENT = 64  # torch aligns every record to this, so that it can be mapped
 
 
@@ -46,7 +48,7 @@ class TorchFile:
         self.sums: tuple[Sum, ...] = ()
         logger.debug("opened %s for its header at byte %d", path, offset)
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 self._fd = file.fileno()
                 self._length = os.fstat(self._fd).st_size - offset if length is None else length
                 if self._bytes(0, 4) == b"PK\x03\x04":
@@ -63,6 +65,8 @@ class TorchFile:
             ) from error
 
     def _bytes(self, start: int, count: int) -> bytes:
+        if start + count > self._length:  # or `pread` would make room for whatever is asked for
+            raise EOFError(f"it ends at byte {self.start + self._length}")
         found = os.pread(self._fd, count, self.start + start)
         if len(found) != count:
             raise EOFError(f"it ends at byte {self.start + start + len(found)}")
@@ -110,7 +114,7 @@ class TorchFile:
 
     def _content(self, name: str) -> bytes:
         record = self._record(name)
-        if record.size > MAX_PICKLE:
+        if record.size > MAX_RECORD:
             raise ValueError(f"`{name}` has {record.size:,} bytes")
         content = self._bytes(self._data_start(record), record.size)
         if record.checksum and zlib.crc32(content) != record.checksum:
@@ -160,7 +164,7 @@ def scalar(view: View) -> int | float | bool:
     code = {**codes, "uint8": "B", "bool": "?"}.get(view.dtype)
     if code is None or view.nbytes != view.itemsize:
         raise UnreadableCheckpoint(f"`{view.path}` has a tensor of {view.dtype} {list(view.shape)} in a number's place")
-    with view.path.open("rb") as file:
+    with open_file(view.path) as file:
         content = os.pread(file.fileno(), view.itemsize, view.offset)
     if len(content) != view.itemsize:
         raise UnreadableCheckpoint(f"`{view.path}` is damaged: it ends at byte {view.offset + len(content)}")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 TAIL = 4096  # bytes read from the end at first: they hold the whole directory of a single tensor's archive
 MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # what is as large or larger has its place in fields of zip64
 
+MAX_DIRECTORY = 64 * 2**20  # bytes; those of a million tensors
+
 
 @dataclass(frozen=True)
 class Record:
@@ -41,6 +43,8 @@ def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str
     if start >= tail_start:
         raw = tail[start - tail_start : start - tail_start + size]
     else:
+        if size > MAX_DIRECTORY:
+            raise ValueError(f"its directory has {size:,} bytes")
         raw = bytes_at(start, size)
     records = {}
     at = 0

@@ -20,6 +20,7 @@ from mcore_convert.spec.names import placeholders_of, spell
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
+MAX_FILES = 100_000  # that an index may name
 
 # In the order of preference of transformers.
 WEIGHT_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -156,6 +157,8 @@ def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, .
     outside = [file for file in files if not is_inside(file)]
     if outside:
         raise UnreadableCheckpoint(f"`{path / index}` names files outside of its directory", items=outside)
+    if len(files) > MAX_FILES:
+        raise UnreadableCheckpoint(f"`{path / index}` names {len(files):,} files, and at most {MAX_FILES:,} can be")
     absent = [file for file in files if not (path / file).is_file()]
     if absent:
         raise UnreadableCheckpoint(f"`{path / index}` names files that are not there", items=absent)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.storage.sources import Limit, text_of
+from mcore_convert.storage.views import open_error
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -49,7 +51,7 @@ def parse_tracker(tracker: Path) -> str:
         UnreadableCheckpoint: it says something else than an iteration or `release`.
         OSError: it cannot be read.
     """
-    content = tracker.read_text(errors="replace").strip()
+    content = text_of(tracker, Limit.TRACKER).strip()
     if content in ("", RELEASE):
         return content
     if not content.isdecimal() or len(content) > MAX_DIGITS:
@@ -76,7 +78,10 @@ def resolve(path: Path, is_checkpoint: Callable[[Path], object], content: str) -
             items=saved,
             hint=f"name the directory of one iteration: `{saved[-1]}`" if saved else "is this a Megatron checkpoint?",
         )
-    name = parse_tracker(tracker)
+    try:
+        name = parse_tracker(tracker)
+    except OSError as error:
+        raise open_error(tracker, error) from error
     if not name:
         raise UnreadableCheckpoint(f"`{tracker}` says ``, which is neither an iteration nor `release`")
     chosen = path / name

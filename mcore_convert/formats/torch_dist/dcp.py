@@ -23,6 +23,7 @@ from mcore_convert.formats.files.pickles import are_counts
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, open_error, untiled
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def read(path: Path) -> Directory:
     file = path / METADATA
     try:
         logger.debug("opened %s for its header", file)
-        with file.open("rb") as opened, _without_collection():
+        with open_file(file) as opened, _without_collection():
             return _decoded(path, pickles.load(opened, f"`{file}`"))
     except OSError as error:
         raise open_error(file, error) from error

@@ -14,7 +14,9 @@ import torch
 
 from mcore_convert.errors import ConfigError, LayoutError
 from mcore_convert.megatron.cpu import import_megatron
-from train_entry.arguments import megatron_arguments
+from tests.conftest import HfMaker
+from tests.ready import FROM_CHECKPOINTS, data_of, lacks_a_start, start_of
+from train_entry.arguments import megatron_arguments, origin_of
 from train_entry.config.compose import load_config
 from train_entry.config.estimate import estimate
 from train_entry.config.files import CONFIGS, ready_runs
@@ -53,23 +55,32 @@ def reasons(config: Config, world_size: int | None = None, device: str | None = 
 # what is fine
 
 
-@pytest.mark.parametrize("name", [name for name in ready_runs() if name not in ("finetune", "qwen3-0.6b", "qwen3-moe")])
-def test_ready_runs_are_not_refused(name: str, tmp_path: Path) -> None:
-    for ending in (".bin", ".idx"):
-        (tmp_path / f"a{ending}").touch()
-    data = [] if name.startswith("tiny") else [f"data.paths=[{tmp_path}/a]"]
-    config = load_config(name, [f"run_dir={tmp_path}/run", *data])
+@pytest.mark.parametrize("name", ready_runs())
+def test_ready_runs_are_not_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf_checkpoint: HfMaker
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = start_of(name, tmp_path, hf_checkpoint) if name in FROM_CHECKPOINTS else []
+    config = load_config(name, [f"run_dir={tmp_path}/run", *data_of(name, tmp_path), *start])
     assert reasons(config) == ()
-    check_model(config, megatron_arguments(config, None))
+    origin = origin_of(config)
+    assert (origin is not None) == (name in FROM_CHECKPOINTS)
+    check_model(config, megatron_arguments(config, origin))
 
 
-def test_a_fine_tuning_needs_a_model_and_data(tmp_path: Path) -> None:
-    (told, model) = reasons(load_config("finetune", ["data.tokenizer=gpt2"]))
+@pytest.mark.parametrize("name", FROM_CHECKPOINTS)
+def test_a_fine_tuning_needs_a_model_and_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (told, *model) = reasons(load_config(name, ["data.tokenizer=gpt2"]))
     assert told == "`data.paths` names no data (JSONL files); `data=mock` trains on made-up ones"
+    assert [line.partition(":")[0] for line in model] == ["the model is not described"] * lacks_a_start(name)
+    start = ["checkpoint.init=org/model"] if lacks_a_start(name) else []
+    assert reasons(load_config(name, [*data_of(name, tmp_path), *start])) == ()
+
+
+def test_a_run_without_a_model_names_what_is_missing() -> None:
+    (_, model) = reasons(load_config("finetune", ["data.tokenizer=gpt2"]))
     assert model.startswith("the model is not described: `model.num_layers`, `model.hidden_size`,")
-    (tmp_path / "a.jsonl").touch()
-    given = [f"data.paths=[{tmp_path}/a.jsonl]", "checkpoint.init=org/model"]
-    assert reasons(load_config("finetune", given)) == ()
 
 
 @pytest.mark.parametrize(

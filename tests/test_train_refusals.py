@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 from collections.abc import Iterator
@@ -19,28 +18,15 @@ from tests.ready import FROM_CHECKPOINTS, data_of, lacks_a_start, start_of
 from train_entry.arguments import megatron_arguments, origin_of
 from train_entry.config.compose import load_config
 from train_entry.config.estimate import estimate
-from train_entry.config.files import CONFIGS, ready_runs
+from train_entry.config.files import ready_runs
 from train_entry.config.layouts import layout_of, problems_of_model, problems_of_ranks, ranks_of, torchrun
-from train_entry.config.nearest import groups
-from train_entry.config.overrides import read_overrides
 from train_entry.config.refusals import check, check_model, problems_of_schedule
 from train_entry.config.schema import Config
 
-chosen = functools.cache(load_config)
-
 
 def tiny(*overrides: str, source: str = "tiny-gpt2") -> Config:
-    """A ready run with these overrides; what hydra composes is composed once for all tests."""
-    given = read_overrides(overrides, CONFIGS)
-    assert not given.problems
-    composed = chosen(source, tuple(text for text in overrides if text.partition("=")[0] in groups()))
-    changed: dict[str, dict[str, Any]] = {}
-    for key, value in given.values.items():
-        group, _, name = key.rpartition(".")
-        changed.setdefault(group, {})[name] = value
-    if run := changed.pop("", {}):
-        composed = composed.model_copy(update={name: Path(value) for name, value in run.items()})
-    return composed.with_values(**changed)
+    """A ready run with these overrides."""
+    return load_config(source, overrides)
 
 
 def reasons(config: Config, world_size: int | None = None, device: str | None = "cuda") -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from mcore_convert.errors import ConfigError, ConvertError
 from tests import pairs
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks
-from tests.test_train_layouts import LR, WEIGHT_DECAY, batch_of, config_of
+from tests.test_train_layouts import LR, SAMPLES, WEIGHT_DECAY, batch_of, config_of
 from train_entry.config.schema import Config
 from train_entry.flows import flow_of
 from train_entry.trainer import Trainer
@@ -81,7 +81,7 @@ def test_a_loss_over_pairs_is_the_same_at_every_layout(hf_checkpoint: HfMaker, t
             for name, parallel in LAYOUTS.items()
         }
 
-    (alone,) = run_ranks(1, curve, config(tmp_path / "alone", micro=8, checkpoint=init))
+    (alone,) = run_ranks(1, curve, config(tmp_path / "alone", micro=SAMPLES, checkpoint=init))
     expected = by_transformers(path)
     assert alone[0][0] != pytest.approx(alone[1][0], abs=0.05), "the steps tell layouts apart"
     for ours, theirs in zip(alone, expected, strict=True):
@@ -97,7 +97,7 @@ def test_a_loss_over_pairs_is_the_same_at_every_layout(hf_checkpoint: HfMaker, t
 REFUSED: list[tuple[str, int, dict[str, Any], str | None]] = [
     ("Torn", 1, {"tp": 2}, "one by one"),
     ("Torn", 2, {}, "one by one"),
-    ("Torn", 8, {"tp": 2}, None),
+    ("Torn", SAMPLES, {"tp": 2}, None),
     ("Mean", 2, {"pp": 2}, "one by one"),
     ("PartsOnly", 2, {"cp": 2}, "the parts that context parallelism has"),
     ("PartsOnly", 2, {"tp": 2}, None),

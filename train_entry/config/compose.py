@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.mapping import shown
+from mcore_convert.text.names import meant
 from train_entry.config.files import CONFIGS, DEFAULTS, ENDING, OWN, File, choices, locate, names_in, read, ready_runs
-from train_entry.config.nearest import groups, keys, meant, nearest
+from train_entry.config.nearest import groups, keys, nearest
 from train_entry.config.overrides import COMMAND_LINE, DEFAULT, read_overrides, unknown
 from train_entry.config.problems import problems_of
 from train_entry.config.schema import Config

@@ -13,7 +13,8 @@ import yaml
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.storage.paths import near_miss
-from train_entry.config.nearest import meant, nearest
+from mcore_convert.text.names import meant
+from train_entry.config.nearest import nearest
 
 CONFIGS = Path(__file__).parents[1] / "configs"  # ready runs, and in a directory for each group its choices
 ENDING = ".yaml"

@@ -130,8 +130,3 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
     """The one of some names that is spelled most like this one; None where none is."""
     found = difflib.get_close_matches(wrong, list(known), n=1, cutoff=LIKE)
     return found[0] if found else None
-
-
-def meant(near: object) -> str:
-    """The end of a line about a name that does not exist: the one that is near; empty where none is."""
-    return f"; did you mean `{near}`?" if near else ""

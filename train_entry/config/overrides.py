@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from train_entry.config.nearest import fields, groups, keys, meant, nearest_key
+from mcore_convert.text.names import meant
+from train_entry.config.nearest import fields, groups, keys, nearest_key
 from train_entry.config.problems import parts
 
 COMMAND_LINE = "command line"

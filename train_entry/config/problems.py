@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from mcore_convert.spec.config.mapping import shown
-from train_entry.config.nearest import fields, groups, meant, nearest
+from mcore_convert.text.names import meant
+from train_entry.config.nearest import fields, groups, nearest
 
 # A type or format of JSON schema in words: of one value, and of several.
 WORDS = {

@@ -307,7 +307,7 @@ def test_norms_are_marked_for_sequence_parallelism() -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The curve of layers as they are, on one rank."""
     [(curve, _)] = run_ranks(1, _curve, tmp_path_factory.mktemp("plain"), {"compile": "none"}, {})
     assert curve[0] - curve[-1] > 0.1  # it learns, and would not with parameters of the step before
@@ -316,7 +316,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_compiled_layers_train_as_others(
-    overlap: bool, plain: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: bool, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a forward pass gathers its parameters as it goes: a graph must not keep its first waiting."""
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a rank would leave its other compilers behind

@@ -139,8 +139,9 @@ class Composition:
             self.values.pop(key, None)
         elif key in keys():
             before = self.values.get(key)
-            both = isinstance(before, Mapping) and isinstance(value, Mapping)
-            self.values[key], self.places[key] = {**before, **value} if both else value, where(key)
+            if isinstance(before, Mapping) and isinstance(value, Mapping):
+                value = {**before, **value}
+            self.values[key], self.places[key] = value, where(key)
         elif key not in groups():
             self.problems.append(unknown(key, where(key)))
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tests.ranks import run_ranks
 from tests.test_train_layouts import LENGTH, SAMPLES, batch_of, config_of
-from train_entry.config.schema import Config
-from train_entry.flows import Batch, Loss, sum_over_sequence
+from train_entry.flows import Batch, Loss, Pretraining, sum_over_sequence
 from train_entry.trainer import Trainer
 
 EXPERTS, TOPK = 4, 2
@@ -36,15 +35,8 @@ MODEL = {
 LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "cp2": {"cp": 2}, "tp2": {"tp": 2, "sequence_parallel": True}}
 
 
-class Silent:
+class Silent(Pretraining):
     """A loss without a gradient, that counts every token: what is learned is the balance of the experts alone."""
-
-    def __init__(self, config: Config) -> None:
-        pass
-
-    def forward(self, model: Any, batch: Batch) -> Tensor:
-        losses: Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return losses
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         return Loss(0.0 * output.sum(), torch.tensor(output.numel()))

@@ -162,8 +162,8 @@ class Composition:
         for key in references:
             (owner, name), (target, _) = _place_of(key, tree), _place_of(key, values)
             try:
-                found = owner[name]
-                target[name] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+                value = owner[name]
+                target[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             except OmegaConfBaseException as error:
                 missing = OmegaConf.is_missing(owner, name)
                 reason = "has to be said" if missing else f"cannot be resolved: {str(error).splitlines()[0]}"
@@ -242,4 +242,4 @@ def _escaped(value: Any) -> Any:
         return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_escaped(inner) for inner in value]
-    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value) if isinstance(value, str) else value
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value) if isinstance(value, str) else value

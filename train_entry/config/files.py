@@ -95,7 +95,9 @@ def read(path: Path) -> File:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"`{path}`{line} is not YAML: {error.problem or error}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"`{path}` is nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"`{path}` cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"`{path}` is not the configuration of a run", hint="its keys are groups: `training: ...`")

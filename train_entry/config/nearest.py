@@ -86,11 +86,11 @@ MEGATRON: Mapping[str, str] = {
 def fields() -> dict[str, dict[str, Any]]:
     """Every key by its full dotted name, with its JSON schema: what it may have."""
     whole = Config.model_json_schema()
-    found: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, dict[str, Any]] = {}
     for name, field in whole["properties"].items():
         group = whole["$defs"].get(field.get("$ref", "").rpartition("/")[2])
-        found |= {f"{name}.{key}": each for key, each in group["properties"].items()} if group else {name: field}
-    return found
+        schemas |= {f"{name}.{key}": each for key, each in group["properties"].items()} if group else {name: field}
+    return schemas
 
 
 def keys() -> list[str]:

@@ -29,22 +29,22 @@ def read_overrides(texts: Sequence[str]) -> Overrides:
 
     Where a value is text, commas and numbers are text too: `data.split=969,30,1` needs no quotes.
     """
-    found = Overrides()
+    given = Overrides()
     for text in (FLAGS.get(each, each) for each in texts):
         name, equals, raw = text.partition("=")
         name = name.strip().lstrip("+~-")
         known = name in keys() or name in groups()
         if text.startswith("-"):
             line = f"`{text}` is written without dashes: `{name}=...` ({COMMAND_LINE})"
-            found.problems.append(line if known else unknown(name, COMMAND_LINE))
+            given.problems.append(line if known else unknown(name, COMMAND_LINE))
         elif equals and _is_text(name) and not raw.startswith(("'", '"', "{")) and raw != "null":
-            found.values.append((name, raw))
+            given.values.append((name, raw))
         else:
-            _parse(text, name if known else None, found)
-    return found
+            _parse(text, name if known else None, given)
+    return given
 
 
-def _parse(text: str, known: str | None, found: Overrides) -> None:
+def _parse(text: str, known: str | None, given: Overrides) -> None:
     """Add one, in hydra's grammar, to the selections, to the values, or to the problems."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -55,18 +55,18 @@ def _parse(text: str, known: str | None, found: Overrides) -> None:
     except HydraException:
         line = f"`{text}` cannot be read; put texts with spaces, commas, `=` or `~` in quotes of their own"
         line = f"{line if equals else f'`{text}` is not KEY=VALUE'} ({COMMAND_LINE})"
-        found.problems.append(line if known else unknown(name.strip().lstrip("+~-"), COMMAND_LINE))
+        given.problems.append(line if known else unknown(name.strip().lstrip("+~-"), COMMAND_LINE))
         return
     key, value = override.key_or_group, DEFAULT if override.is_delete() else override.value()
     if override.package is not None:
-        found.problems.append(f"`{text}` places a group elsewhere, which a run has no use for ({COMMAND_LINE})")
+        given.problems.append(f"`{text}` places a group elsewhere, which a run has no use for ({COMMAND_LINE})")
     elif override.is_sweep_override():
         line = f"`{key}` has several values where a run has one; a list is written `{key}=[{raw}]` ({COMMAND_LINE})"
-        found.problems.append(line)
+        given.problems.append(line)
     elif key in groups() and not isinstance(value, dict):
-        found.selections[key] = None if value is DEFAULT else value
+        given.selections[key] = None if value is DEFAULT else value
     else:
-        found.values.append((key, value))
+        given.values.append((key, value))
 
 
 def unknown(key: str, where: str) -> str:

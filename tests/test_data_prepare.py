@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -385,12 +386,20 @@ def test_a_killed_process_ends_it(tmp_path: Path, folder: Path, monkeypatch: pyt
     assert tree(tmp_path) == before
 
 
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts that take seconds to prepare."""
+    path = tmp_path_factory.mktemp("long") / "long.jsonl"
+    jsonl(path, stories() * 2000)
+    return path
+
+
 @pytest.fixture
 def long_run(
-    tmp_path: Path, folder: Path
+    tmp_path: Path, folder: Path, long_file: Path
 ) -> Iterator[Callable[[], tuple[subprocess.Popen[str], list[psutil.Process]]]]:
     """Starts a command with seconds of work, and returns when it has written something: the command, its processes."""
-    jsonl(tmp_path / "one.jsonl", stories() * 2000)
+    shutil.copyfile(long_file, tmp_path / "one.jsonl")
     started: list[subprocess.Popen[str]] = []
     workers: list[psutil.Process] = []
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 from huggingface_hub import ModelCard
 from transformers import pipeline
 
 from fixtures.tokenizer import make_tokenizer, stories
 from mcore_convert import export, load_hf_model, push
-from tests.hub import ROOT, client_of_a_hub, run_with
+from tests.hub import client_of_a_hub, run_with
+from tests.ranks import run_ranks
+from train_entry import load_config
+from train_entry.data.prepare import prepare
+from train_entry.pretrain import pretrain
 
 PROMPT = "There was a duck who"
 RUN = """
@@ -35,7 +37,8 @@ for revision in ("main", "iter_0000003"):
 """
 
 
-def test_train_export_generate_push_load(tmp_path: Path) -> None:
+def test_train_export_generate_push_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the run names its files as they lie there
     train(tmp_path)
     run = tmp_path / "run"
     done = export(run)
@@ -65,12 +68,8 @@ def train(folder: Path) -> None:
     (folder / "tokenizer").mkdir()
     make_tokenizer(folder / "tokenizer", 500)
     (folder / "run.yaml").write_text(RUN)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    prepare = [sys.executable, "-m", "mcore_convert", "data", "prepare", "stories.jsonl", "stories"]
-    for command in ([*prepare, "--tokenizer", "tokenizer"], [*start, "train_entry", "run.yaml"]):
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
+    prepare(["stories.jsonl"], "stories", tokenizer="tokenizer", workers=1)
+    run_ranks(2, pretrain, load_config("run.yaml"))
 
 
 def early(run: Path) -> Path:

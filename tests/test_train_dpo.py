@@ -14,16 +14,16 @@ from torch import Tensor
 from fixtures.tokenizer import make_tokenizer
 from mcore_convert.errors import ConfigError
 from tests.conftest import HfMaker
+from tests.curves import Curve, by_torch, by_trainer
 from tests.ranks import run_ranks
-from tests.test_train_layouts import WEIGHT_DECAY, batch_of, config_of
+from tests.test_train_layouts import WEIGHT_DECAY, config_of
 from train_entry import load_config
 from train_entry.config.schema import Config
 from train_entry.flows import flow_of
 from train_entry.pretrain import pretrain
-from train_entry.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-STEPS, BETA, RATE = 3, 0.1, 1e-3
+BETA, RATE = 0.1, 1e-3
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}, "dp2": {}}
 
 
@@ -44,20 +44,7 @@ def config(run_dir: Path, init: str, **parallel: Any) -> Config:
     )
 
 
-def curve(config: Config) -> list[list[float]]:
-    """Loss, norm of the gradients and margin of each step, and the loss of another batch at the end."""
-    with Trainer(config) as trainer:
-        trainer.initialize()
-        trainer.setup_model_and_optimizer()
-        vocab_size = trainer.args["vocab_size"]
-        steps = []
-        for number in range(STEPS):
-            metrics = trainer.train(batch_of(number, vocab_size))
-            steps.append([float(metrics.loss), float(metrics.grad_norm or 0), float(metrics.extra["margin"])])
-        return [*steps, [trainer.evaluate([batch_of(100, vocab_size)])]]
-
-
-def by_transformers(path: Path) -> list[list[float]]:
+def by_transformers(path: Path) -> Curve:
     """The same in transformers and torch alone."""
     from transformers import AutoModelForCausalLM
 
@@ -75,29 +62,17 @@ def by_transformers(path: Path) -> list[list[float]]:
         margins = BETA * (gained[0::2] - gained[1::2])
         return -torch.nn.functional.logsigmoid(margins).mean(), margins.mean()
 
-    parameters = list(policy.parameters())
-    groups = [
-        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [each for each in parameters if each.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
-    steps = []
-    for number in range(STEPS):
-        loss, margin = dpo(batch_of(number, policy.config.vocab_size))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append([loss.item(), float(norm), margin.item()])
-    with torch.no_grad():
-        return [*steps, [dpo(batch_of(100, policy.config.vocab_size))[0].item()]]
+    return by_torch(policy, dpo, RATE)
 
 
 def test_dpo_is_that_of_torch_and_transformers(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     path = hf_checkpoint("llama-gqa", fill="normal")
 
-    def all_layouts() -> dict[str, list[list[float]]]:
-        return {name: curve(config(tmp_path / name, str(path), **parallel)) for name, parallel in LAYOUTS.items()}
+    def all_layouts() -> dict[str, Curve]:
+        return {
+            name: by_trainer(config(tmp_path / name, str(path), **parallel), ["margin"])
+            for name, parallel in LAYOUTS.items()
+        }
 
     expected = by_transformers(path)
     assert expected[0][0] == pytest.approx(0.693147, abs=1e-5), "nothing is moved yet"

@@ -28,7 +28,7 @@ from train_entry.checkpoints.folder import clean, complete, newest
 from train_entry.config.schema import Config
 
 KILLS, KEEP = 20, 2
-STEPS = 50  # more than so many kills let happen
+STEPS = 30  # more than so many kills let happen
 ARGS = {**SMALL, **SEVERAL_BUCKETS}
 LAYOUT, RANKS = Layout(), 2  # two data-parallel ranks
 CHANGES = ("open", "pwrite", "close", "rename", "mkdir", "unlink", "rmdir")  # functions that change a file system

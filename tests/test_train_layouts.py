@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from train_entry.config.schema import Config
 from train_entry.trainer import Trainer
 
-LENGTH, SAMPLES, STEPS = 64, 8, 10
+LENGTH, SAMPLES, STEPS = 64, 4, 5  # steps of the warmup, and of the decay after it
 LR, MIN_LR, WARMUP, DECAY, WEIGHT_DECAY = 3e-3, 3e-4, 3, 20, 0.1
 MODELS = ("gpt2", "llama-gqa")
 

@@ -306,17 +306,25 @@ def test_norms_are_marked_for_sequence_parallelism() -> None:
         assert [each.sequence_parallel for each in Norm(config, 4).parameters()] == [chosen] * 2  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The curve of layers as they are, on one rank."""
+    [(curve, _)] = run_ranks(1, _curve, tmp_path_factory.mktemp("plain"), {"compile": "none"}, {})
+    assert curve[0] - curve[-1] > 0.1  # it learns, and would not with parameters of the step before
+    return curve
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-def test_compiled_layers_train_as_others(overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_train_as_others(
+    overlap: bool, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a forward pass gathers its parameters as it goes: a graph must not keep its first waiting."""
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a rank would leave its other compilers behind
     if missing := compiler_missing(CPU):
         pytest.skip(missing)
-    [(plain, _)] = run_ranks(1, _curve, tmp_path, {"compile": "none"}, {})
     groups = {"distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 999}
     layout = {**groups, "overlap_param_gather": True} if overlap else {"tp": 2, "sequence_parallel": True}
     recompute = "none" if overlap else "full"
-    assert plain[0] - plain[-1] > 0.1  # it learns, and would not with parameters of the step before
     for curve, breaks in run_ranks(2, _curve, tmp_path, {"compile": "layers", "recompute": recompute}, layout):
         assert curve == pytest.approx(plain, abs=1e-5)
         assert breaks == 0

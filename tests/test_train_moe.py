@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from mcore_convert import verify
 from tests.conftest import HfMaker
+from tests.ranks import run_ranks
 from tests.tensors import hf_tensors
+from train_entry import load_config
+from train_entry.pretrain import pretrain
 
-RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train_entry"]
 FEW_STEPS = [
     "data=mock",
     "training=cpu",
@@ -28,12 +27,8 @@ def test_the_ready_configuration_trains_and_exports(hf_checkpoint: HfMaker, tmp_
     """Dense layers among those with experts, TP 2 and EP 2, the experts not cut."""
     source = hf_checkpoint("qwen3_moe-dense-layers", fill="normal")
     run = tmp_path / "run"
-    words = ["qwen3-moe", f"checkpoint.init={source}", f"run_dir={run}", *FEW_STEPS]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *RANKS, *words], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    config = load_config("qwen3-moe", [f"checkpoint.init={source}", f"run_dir={run}", *FEW_STEPS])
+    run_ranks(2, pretrain, config)
     exported = run / "hf/iter_0000002"
     assert verify(run / "checkpoints", exported).equal
     before, after = hf_tensors(source), hf_tensors(exported)

@@ -11,13 +11,14 @@ import torch
 from mcore_convert.errors import ConfigError, ConvertError
 from tests import pairs
 from tests.conftest import HfMaker
+from tests.curves import Curve, by_torch, by_trainer
 from tests.ranks import run_ranks
-from tests.test_train_layouts import LR, WEIGHT_DECAY, batch_of, config_of
+from tests.test_train_layouts import LR, SAMPLES, batch_of, config_of
 from train_entry.config.schema import Config
 from train_entry.flows import flow_of
 from train_entry.trainer import Trainer
 
-STEPS = 3
+METRICS = ("right", "margin")
 CONSTANT = {"style": "constant", "warmup_steps": 0}
 # What is not as on one rank, of two: data-parallel ranks unless it says otherwise.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -35,53 +36,25 @@ def config(run_dir: Path, flow: str = "Pairs", micro: int = 2, **groups: dict[st
     return config_of(run_dir, training=training, schedule=CONSTANT, **groups)
 
 
-def curve(config: Config) -> list[list[float]]:
-    """Loss, norm of the gradients and metrics of each step, and the loss of another batch at the end."""
-    with Trainer(config) as trainer:
-        trainer.initialize()
-        trainer.setup_model_and_optimizer()
-        vocab_size = trainer.args["vocab_size"]
-        steps = []
-        for number in range(STEPS):
-            metrics = trainer.train(batch_of(number, vocab_size))
-            steps.append([float(metrics.loss), float(metrics.grad_norm or 0), *map(float, metrics.extra.values())])
-        return [*steps, [trainer.evaluate([batch_of(100, vocab_size)])]]
-
-
-def by_transformers(path: Path) -> list[list[float]]:
+def by_transformers(path: Path) -> Curve:
     """Loss and norm of the gradients of each step, and the last loss, in transformers and torch alone."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path).eval()  # no dropout
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [each for each in parameters if each.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    steps = []
-    for number in range(STEPS):
-        loss = pairs.loss_of_pairs(model, batch_of(number, model.config.vocab_size))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append([loss.item(), float(norm)])
-    with torch.no_grad():
-        return [*steps, [pairs.loss_of_pairs(model, batch_of(100, model.config.vocab_size)).item()]]
+    return by_torch(model, lambda batch: [pairs.loss_of_pairs(model, batch)], LR)
 
 
 def test_a_loss_over_pairs_is_the_same_at_every_layout(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     path = hf_checkpoint("llama-gqa", fill="normal")
     init = {"init": str(path), "save": False}
 
-    def all_layouts() -> dict[str, list[list[float]]]:
+    def all_layouts() -> dict[str, Curve]:
         return {
-            name: curve(config(tmp_path / name, parallel=parallel, checkpoint=init))
+            name: by_trainer(config(tmp_path / name, parallel=parallel, checkpoint=init), METRICS)
             for name, parallel in LAYOUTS.items()
         }
 
-    (alone,) = run_ranks(1, curve, config(tmp_path / "alone", micro=8, checkpoint=init))
+    (alone,) = run_ranks(1, by_trainer, config(tmp_path / "alone", micro=SAMPLES, checkpoint=init), METRICS)
     expected = by_transformers(path)
     assert alone[0][0] != pytest.approx(alone[1][0], abs=0.05), "the steps tell layouts apart"
     for ours, theirs in zip(alone, expected, strict=True):
@@ -97,7 +70,7 @@ def test_a_loss_over_pairs_is_the_same_at_every_layout(hf_checkpoint: HfMaker, t
 REFUSED: list[tuple[str, int, dict[str, Any], str | None]] = [
     ("Torn", 1, {"tp": 2}, "one by one"),
     ("Torn", 2, {}, "one by one"),
-    ("Torn", 8, {"tp": 2}, None),
+    ("Torn", SAMPLES, {"tp": 2}, None),
     ("Mean", 2, {"pp": 2}, "one by one"),
     ("PartsOnly", 2, {"cp": 2}, "the parts that context parallelism has"),
     ("PartsOnly", 2, {"tp": 2}, None),

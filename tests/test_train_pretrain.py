@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_convert.errors import ConvertError
 from tests.ranks import run_ranks
-from tests.test_train_layouts import batch_of, config_of
+from tests.test_train_layouts import SAMPLES, batch_of, config_of
 from train_entry import Trainer, load_config
 from train_entry.config.schema import Config
 from train_entry.flows.base import Batch, Loss
@@ -131,7 +131,7 @@ def test_a_flow_of_ones_own(parallel: dict[str, Any], tmp_path: Path) -> None:
     first, last, right = answers[0]
     assert first == pytest.approx(math.log(250), abs=0.3)
     assert last < first - 0.5
-    assert right in [number / 8 for number in range(9)]
+    assert right in [number / SAMPLES for number in range(SAMPLES + 1)]
 
 
 def test_a_batch_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_batch_of_another_size_is_refused(tmp_path: Path) -> None:
             return str(caught.value)
 
     (text,) = run_ranks(1, run)
-    assert "a batch has 8 samples" in text
+    assert f"a batch has {SAMPLES} samples" in text
     assert "`tokens` has 3" in text
 
 

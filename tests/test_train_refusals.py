@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 from collections.abc import Iterator
@@ -14,31 +13,20 @@ import torch
 
 from mcore_convert.errors import ConfigError, LayoutError
 from mcore_convert.megatron.cpu import import_megatron
-from train_entry.arguments import megatron_arguments
+from tests.conftest import HfMaker
+from tests.ready import FROM_CHECKPOINTS, data_of, lacks_a_start, start_of
+from train_entry.arguments import megatron_arguments, origin_of
 from train_entry.config.compose import load_config
 from train_entry.config.estimate import estimate
-from train_entry.config.files import CONFIGS, ready_runs
+from train_entry.config.files import ready_runs
 from train_entry.config.layouts import layout_of, problems_of_model, problems_of_ranks, ranks_of, torchrun
-from train_entry.config.nearest import groups
-from train_entry.config.overrides import read_overrides
 from train_entry.config.refusals import check, check_model, problems_of_schedule
 from train_entry.config.schema import Config
 
-chosen = functools.cache(load_config)
-
 
 def tiny(*overrides: str, source: str = "tiny-gpt2") -> Config:
-    """A ready run with these overrides; what hydra composes is composed once for all tests."""
-    given = read_overrides(overrides, CONFIGS)
-    assert not given.problems
-    composed = chosen(source, tuple(text for text in overrides if text.partition("=")[0] in groups()))
-    changed: dict[str, dict[str, Any]] = {}
-    for key, value in given.values.items():
-        group, _, name = key.rpartition(".")
-        changed.setdefault(group, {})[name] = value
-    if run := changed.pop("", {}):
-        composed = composed.model_copy(update={name: Path(value) for name, value in run.items()})
-    return composed.with_values(**changed)
+    """A ready run with these overrides."""
+    return load_config(source, overrides)
 
 
 def reasons(config: Config, world_size: int | None = None, device: str | None = "cuda") -> tuple[str, ...]:
@@ -53,23 +41,32 @@ def reasons(config: Config, world_size: int | None = None, device: str | None = 
 # what is fine
 
 
-@pytest.mark.parametrize("name", [name for name in ready_runs() if name not in ("finetune", "qwen3-0.6b", "qwen3-moe")])
-def test_ready_runs_are_not_refused(name: str, tmp_path: Path) -> None:
-    for ending in (".bin", ".idx"):
-        (tmp_path / f"a{ending}").touch()
-    data = [] if name.startswith("tiny") else [f"data.paths=[{tmp_path}/a]"]
-    config = load_config(name, [f"run_dir={tmp_path}/run", *data])
+@pytest.mark.parametrize("name", ready_runs())
+def test_ready_runs_are_not_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf_checkpoint: HfMaker
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = start_of(name, tmp_path, hf_checkpoint) if name in FROM_CHECKPOINTS else []
+    config = load_config(name, [f"run_dir={tmp_path}/run", *data_of(name, tmp_path), *start])
     assert reasons(config) == ()
-    check_model(config, megatron_arguments(config, None))
+    origin = origin_of(config)
+    assert (origin is not None) == (name in FROM_CHECKPOINTS)
+    check_model(config, megatron_arguments(config, origin))
 
 
-def test_a_fine_tuning_needs_a_model_and_data(tmp_path: Path) -> None:
-    (told, model) = reasons(load_config("finetune", ["data.tokenizer=gpt2"]))
+@pytest.mark.parametrize("name", FROM_CHECKPOINTS)
+def test_a_fine_tuning_needs_a_model_and_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (told, *model) = reasons(load_config(name, ["data.tokenizer=gpt2"]))
     assert told == "`data.paths` names no data (JSONL files); `data=mock` trains on made-up ones"
+    assert [line.partition(":")[0] for line in model] == ["the model is not described"] * lacks_a_start(name)
+    start = ["checkpoint.init=org/model"] if lacks_a_start(name) else []
+    assert reasons(load_config(name, [*data_of(name, tmp_path), *start])) == ()
+
+
+def test_a_run_without_a_model_names_what_is_missing() -> None:
+    (_, model) = reasons(load_config("finetune", ["data.tokenizer=gpt2"]))
     assert model.startswith("the model is not described: `model.num_layers`, `model.hidden_size`,")
-    (tmp_path / "a.jsonl").touch()
-    given = [f"data.paths=[{tmp_path}/a.jsonl]", "checkpoint.init=org/model"]
-    assert reasons(load_config("finetune", given)) == ()
 
 
 @pytest.mark.parametrize(

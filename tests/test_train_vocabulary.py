@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 from fixtures.tokenizer import make_tokenizer
 from mcore_convert.cli import app
 from mcore_convert.errors import ConfigError, DataError
+from tests.conftest import HfMaker
+from tests.ready import FROM_CHECKPOINTS, NEW_MODELS, ROWS, data_of, start_of
 from train_entry.checked import checked
 from train_entry.config.compose import load_config
-from train_entry.config.files import ready_runs
+from train_entry.config.layouts import ranks_of
 from train_entry.config.schema import Config
 from train_entry.data.prepare import prepare
 
@@ -32,12 +34,26 @@ def config_of(name: str, folder: Path, *words: str) -> Config:
     return load_config(name, [f"run_dir={folder}/run", *data, *words])
 
 
-@pytest.mark.parametrize("name", [name for name in ready_runs() if name not in ("finetune", "qwen3-0.6b", "qwen3-moe")])
+@pytest.mark.parametrize("name", NEW_MODELS)
 def test_ready_runs_take_the_vocabulary_of_the_tokenizer(name: str, folder: Path) -> None:
     config = config_of(name, folder, f"data.tokenizer={folder}/tokenizer", "parallel=single")
     run = checked(config, 1, None)
     assert (run.args["vocab_size"], run.args["padded_vocab_size"]) == (700, 768)
     assert run.vocabulary == f"vocabulary: 700 tokens, of the tokenizer `{folder}/tokenizer`; 768 rows"
+
+
+@pytest.mark.parametrize("name", FROM_CHECKPOINTS)
+def test_ready_runs_keep_the_vocabulary_of_their_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf_checkpoint: HfMaker
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = start_of(name, tmp_path, hf_checkpoint)
+    config = load_config(name, [f"run_dir={tmp_path}/run", *data_of(name, tmp_path), *start])
+    run = checked(config, ranks_of(config.parallel), None)
+    assert run.tokenizer is not None
+    assert (run.tokenizer.vocab_size, run.args["vocab_size"]) == (ROWS, ROWS)
+    rows = 128 * config.parallel.tp * -(-ROWS // (128 * config.parallel.tp))
+    assert run.vocabulary == f"vocabulary: 421 tokens, of the checkpoint; {rows} rows"
 
 
 def test_where_else_a_vocabulary_comes_from(folder: Path) -> None:

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from mcore_convert.errors import ConvertError
-from train_entry.flows.base import REFERENCE, Batch, Flow
+from train_entry.flows.base import REFERENCE, Batch, Flow, count_unit
 
 # What the last stage tells of a microbatch: the sum of token losses, their number, and what else a flow sums up.
 Told = dict[str, Tensor]
 
 
 def forward_step(
-    flow: Flow, prove: Callable[[Tensor, Batch], None] | None, microbatches: Iterator[Batch], model: Any
+    flow: Flow,
+    prove: Callable[[Tensor, Batch], None] | None,
+    in_tokens: bool,
+    microbatches: Iterator[Batch],
+    model: Any,
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """The output of this stage, and what makes the loss of it on the last one.
 
@@ -25,13 +29,14 @@ def forward_step(
 
     Args:
         prove: called with the output of the last stage and the batch, before the loss is computed.
+        in_tokens: whether Megatron has to be told sums and numbers in tokens also where the flow counts samples.
     """
     whole = dict(next(microbatches))
     reference = whole.pop(REFERENCE, None)  # computed here, of this rank's part
     batch = on_this_rank(whole)
     if reference is not None:
         batch[REFERENCE] = reference
-    return flow.forward(model, batch), partial(_loss, flow, prove, batch)
+    return flow.forward(model, batch), partial(_loss, flow, prove, in_tokens, batch)
 
 
 def reference_step(flow: Flow, microbatches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -53,15 +58,21 @@ def on_this_rank(batch: Batch) -> Batch:
 
 
 def _loss(
-    flow: Flow, prove: Callable[[Tensor, Batch], None] | None, batch: Batch, output: Tensor
+    flow: Flow, prove: Callable[[Tensor, Batch], None] | None, in_tokens: bool, batch: Batch, output: Tensor
 ) -> tuple[Tensor, Tensor, Told]:
-    """The sum of losses, to go backward from; their number, which Megatron divides the gradients by; and both."""
+    """The sum of losses, to go backward from; their number, which Megatron divides the gradients by; and both.
+
+    Router losses are multiplied by the tokens of a microbatch before that division (Megatron Core 0.16.1,
+    moe/router.py:466, :498), so the number has to be one of tokens. A factor on both leaves the loss itself as it is.
+    """
     if prove is not None:
         prove(output, batch)
     loss = flow.loss(output, batch)
     count = loss.count.to(torch.int)
     told = {"total": loss.total.detach().float(), "count": count.float(), **loss.metrics}
-    return loss.total, count, {name: value.detach() for name, value in told.items()}
+    unit = count_unit(flow, next(iter(batch.values())).shape[1]) if in_tokens else 1
+    total = loss.total * unit if unit > 1 else loss.total
+    return total, count * unit, {name: value.detach() for name, value in told.items()}
 
 
 def own_forward_step(

@@ -36,6 +36,7 @@ class Schedule:
         """
         self._own, self._reference = own, list(reference)
         self._training, self._flow, self._model, self._device = config.training, flow, list(model), device
+        self._in_tokens = getattr(self._model[0].config, "num_moe_experts", None) is not None
         self._names: list[str] | None = None  # of what the flow reports: the same at each step
         self._proven = False
 
@@ -51,7 +52,8 @@ class Schedule:
         if self._reference:
             microbatches = self._with_reference(microbatches)
         proof = None if self._proven or forward_only or self._own is not None else self._proof(len(microbatches))
-        step = partial(forward_step, self._flow, proof) if self._own is None else partial(own_forward_step, self._own)
+        ours = partial(forward_step, self._flow, proof, self._in_tokens)
+        step = ours if self._own is None else partial(own_forward_step, self._own)
         told = self._run(step, self._model, microbatches, forward_only=forward_only)
         if proof is not None:
             with together():

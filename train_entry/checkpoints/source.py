@@ -13,6 +13,7 @@ from mcore_convert.formats.megatron.run_directory import iterations, resolve
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from mcore_convert.storage.marker import new_id, unfinished, unfinished_ones
+from mcore_convert.storage.paths import absent
 from train_entry.checkpoints import folder
 from train_entry.checkpoints.contents import OURS
 from train_entry.config.schema import Config
@@ -108,7 +109,7 @@ def is_ours(path: Path) -> bool:
 def _of_run(path: Path) -> Source:
     """What a directory holds to go on with, which is a run's, one of checkpoints, or a checkpoint."""
     if not path.exists():
-        raise UnreadableCheckpoint(f"`{path}` does not exist")
+        raise absent(path)
     return Source(_newest_in(path), True)
 
 

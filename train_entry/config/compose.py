@@ -1,36 +1,28 @@
-"""The configuration of a run: hydra composes its groups, the command line overrides values, and pydantic checks them.
+"""The configuration of a run: files select and inherit others, the command line overrides, and pydantic checks.
 
-Relative paths in a configuration are relative to the working directory, and `~` is the home directory.
+A file's `defaults` reads as hydra's does. Relative paths in a configuration are relative to the working directory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from mcore_convert.errors import ConfigError
-from train_entry.config.files import CONFIGS, RunFile, locate, problems_of_defaults, read, syntax_error
-from train_entry.config.overrides import COMMAND_LINE, DEFAULT, FLOW_OPTION, Overrides, read_overrides, unknown
+from mcore_convert.spec.config.mapping import shown
+from mcore_convert.text.names import meant
+from train_entry.config.files import CONFIGS, DEFAULTS, ENDING, OWN, File, choices, locate, names_in, read, ready_runs
+from train_entry.config.nearest import groups, keys, nearest
+from train_entry.config.overrides import COMMAND_LINE, DEFAULT, read_overrides, unknown
 from train_entry.config.problems import problems_of
 from train_entry.config.schema import Config
 
-PATHS = (
-    "run_dir",
-    "data.paths",
-    "data.train_paths",
-    "data.valid_paths",
-    "data.test_paths",
-    "data.tokenizer",
-    "data.cache_dir",
-    "checkpoint.init",
-    "checkpoint.load",
-)
+FLOW = "training.flow"
+NOTHING: tuple[bool, Any, list[Any]] = (False, None, [])
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
@@ -43,22 +35,18 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: names everything that is wrong, with the key that was probably meant, or what is allowed.
     """
-    from omegaconf import OmegaConf
-
-    run = read(locate(source))
-    given = read_overrides(overrides, run.path.parent)
-    problems = [*given.problems, *problems_of_defaults(run)]
-    if len(problems) > len(given.problems):  # what it selects or inherits is not there: its own values can be checked
-        composed = OmegaConf.create(dict(run.values))
-    else:
-        composed = _composed(run.path, given.selections)
-    if "hydra" in run.values:  # it would take it as its own settings, without a word
-        problems.append(unknown("hydra", run.where("hydra")))
-    values = _resolved(composed, given, run, problems)
+    file, given = read(locate(source)), read_overrides(overrides)
+    run = Composition(file.path.parent, given.selections)
+    run.add(file)
+    run.select_rest()
+    for key, value in given.values:
+        run.set(key, value, lambda _: COMMAND_LINE)
+    values = run.resolved()
     try:
-        config = Config.model_validate(_without_home(values))
+        config = Config.model_validate(values)
     except ValidationError as error:
-        problems += _lines(error, given, run)
+        run.problems += dict.fromkeys(f"{line} ({run.places[key]})" for key, line in problems_of(error))
+    problems = [*given.problems, *run.problems]
     if problems:
         raise ConfigError(
             f"{len(problems)} problems in the configuration `{source}`" if len(problems) > 1 else problems[0],
@@ -72,141 +60,186 @@ def as_yaml(config: Config) -> str:
     """The configuration in full, which `load_config` reads back as it is."""
     from omegaconf import OmegaConf
 
-    plain = _map_texts(config.model_dump(mode="json"), _escaped)
-    text: str = OmegaConf.to_yaml(OmegaConf.create(plain))
+    text: str = OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
     return text
 
 
-def _composed(path: Path, selections: Mapping[str, str | None]) -> Any:
-    """What hydra makes of a run's file and of the choices of groups."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from hydra.types import RunMode
+class Composition:
+    """Values by their full dotted keys, as files and words set them one over the other, and what is wrong with them.
 
-    search = f"hydra.searchpath=[{_quoted(f'file://{CONFIGS}')}]"
-    try:
-        with _fresh_hydra(), initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
-            present: set[str] = set()
-            if selections:  # hydra tells a group that is selected already from one that is new
-                loader = GlobalHydra.instance().config_loader()
-                defaults = loader.compute_defaults_list(path.stem, [search], RunMode.RUN).defaults
-                present = {str(default.config_path).rpartition("/")[0] for default in defaults}
-            chosen = []
-            for group, choice in selections.items():
-                if choice is not None:
-                    chosen.append(f"{'' if group in present else '+'}{group}={_quoted(choice)}")
-                elif group in present:
-                    chosen.append(f"~{group}")
-            return compose(path.stem, [search, *chosen])
-    except yaml.MarkedYAMLError as error:
-        raise syntax_error(error, path) from error
-    except HydraException as error:
-        raise ConfigError(f"`{path}` cannot be composed: {str(error).strip().splitlines()[0]}") from error
-
-
-@contextlib.contextmanager
-def _fresh_hydra() -> Iterator[None]:
-    """A scope with global state of its own: the caller may be in the middle of a program that hydra runs."""
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.singleton import Singleton
-    from hydra.version import VersionBase
-
-    before = {kind: Singleton._instances.pop(kind, None) for kind in (GlobalHydra, VersionBase)}
-    try:
-        yield
-    finally:
-        for kind, instance in before.items():
-            Singleton._instances.pop(kind, None)
-            if instance is not None:
-                Singleton._instances[kind] = instance
-
-
-def _resolved(composed: Any, given: Overrides, run: RunFile, problems: list[str]) -> dict[str, Any]:
-    """Plain values: those of the schema, of the composed files and of the command line, one over the other.
-
-    References (`${training.steps}`) see all of them. What cannot be resolved becomes a problem and is left out.
+    `places` says where each was set; `selections` are the choices of groups that come before those of inner files, and
+    where they are written.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    schema = Config().model_dump(mode="json")
-    merged = {**schema}
-    for name, value in OmegaConf.to_container(composed, resolve=False).items():
-        if isinstance(value, dict) and isinstance(merged.get(name), dict):
-            merged[name] = {**merged[name], **value}
-        elif value is not None:  # `training:` without a key is nothing
-            merged[name] = value
-    for key, value in given.values.items():
-        if key.startswith(FLOW_OPTION):
-            flow = merged["training"]["flow"]
-            options = {"class": flow} if isinstance(flow, str) else dict(flow)
-            merged["training"]["flow"] = {**options, key.removeprefix(FLOW_OPTION): value}
-            continue
-        group, _, name = key.rpartition(".")
-        owner, default = (merged[group], schema[group]) if group else (merged, schema)
-        if isinstance(owner, dict):  # else the file has a value where a group should be, a problem of its own
-            owner[name] = default[name] if value is DEFAULT else value
-    tree = OmegaConf.create(merged)
-    values: dict[str, Any] = {}
-    for name, value in merged.items():
-        owner, target = (tree[name], values.setdefault(name, {})) if isinstance(value, dict) else (tree, values)
-        for field in value if isinstance(value, dict) else [name]:
-            key = f"{name}.{field}" if isinstance(value, dict) else name
+    def __init__(self, folder: Path, selections: Mapping[str, Any]) -> None:
+        """Begin a run whose file is in `folder`, with the choices of the command line."""
+        self.folder = folder
+        self.values: dict[str, Any] = {}
+        self.places: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.selections: dict[str, tuple[list[Any], str]] = {
+            group: ([] if name is None else [name], COMMAND_LINE) for group, name in selections.items()
+        }
+        self.selected: set[str] = set()
+
+    def add(self, file: File, group: str | None = None, outer: tuple[Path, ...] = ()) -> None:
+        """Add a run's file, or that of a choice of `group`, with all that it selects and inherits, in that order."""
+        if file.path in outer:
+            self.problems.append(f"`{file.path}` inherits itself")
+            return
+        entries = [(_selection(entry, group), file.where(f"{DEFAULTS}.{n}")) for n, entry in enumerate(file.defaults)]
+        for (overrides, other, names), where in entries:
+            if overrides:
+                self.selections.setdefault(other, (names, where))
+        for (overrides, other, names), where in entries:
+            if names == [OWN]:
+                self._set_values(file, group)
+            elif other == group:
+                for name in names:
+                    self._add_named(group, name, where, (*outer, file.path))
+            elif not overrides:
+                self._select(other, names, where, (*outer, file.path))
+        self.problems += [
+            f"`{entry}` in `{DEFAULTS}` selects nothing ({where})"
+            for entry, (selection, where) in zip(file.defaults, entries, strict=True)
+            if selection == NOTHING and entry is not None
+        ]
+        if OWN not in file.defaults:
+            self._set_values(file, group)
+
+    def select_rest(self) -> None:
+        """Add the choices of the command line for groups of which no file selects one, over all that files say."""
+        for group, (names, where) in self.selections.items():
+            if group in self.selected:
+                continue
+            before = len(self.problems)
+            if where == COMMAND_LINE:
+                self._select(group, names, where, ())
+            elif not self._are_choices(group, names, where) or before:
+                pass  # it may be selected by what is not there
+            else:
+                file = Path(where.rpartition(", line")[0])
+                self.problems.append(
+                    f"`{file}` cannot be composed: In '{file.stem}': Could not override '{group}'. Nothing selects it"
+                )
+
+    def set(self, key: str, value: Any, where: Callable[[str], str]) -> None:
+        """Set a value, those of a group, or an option of a flow; what does not exist becomes a problem."""
+        if key in groups() and isinstance(value, Mapping):
+            for name, inner in value.items():
+                self.set(f"{key}.{name}", inner, where)
+        elif key in groups() and value is not None:  # `training:` without a key is nothing
+            line = "is not a group of keys; a choice of it is selected under `defaults:`, or as"
+            self.problems.append(f"`{key}` = {shown(value)} {line} `{key}=CHOICE` ({where(key)})")
+        elif key.startswith(f"{FLOW}."):  # what options there are, the flow's own model says
+            flow = self.values.get(FLOW, "")
+            options = {"class": flow} if isinstance(flow, str) else flow
+            self.set(FLOW, {**options, key.removeprefix(f"{FLOW}."): value}, where)
+        elif value is DEFAULT:
+            self.values.pop(key, None)
+        elif key in keys():
+            before = self.values.get(key)
+            if isinstance(before, Mapping) and isinstance(value, Mapping):
+                value = {**before, **value}
+            self.values[key], self.places[key] = value, where(key)
+        elif key not in groups():
+            self.problems.append(unknown(key, where(key)))
+
+    def resolved(self) -> dict[str, Any]:
+        """Plain values by group and name, those of the schema where nothing sets them.
+
+        References (`${training.steps}`) see all of them. What cannot be resolved becomes a problem and is left out.
+        """
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        values: dict[str, Any] = Config().model_dump(mode="json")
+        for key, value in self.values.items():
+            owner, name = _place_of(key, values)
+            owner[name] = value
+        references = [key for key, value in self.values.items() if "${" in str(value) or value == "???"]
+        tree = OmegaConf.create(values) if references else None
+        for key in references:
+            (owner, name), (target, _) = _place_of(key, tree), _place_of(key, values)
             try:
-                found = owner[field]
-                target[field] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+                value = owner[name]
+                target[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             except OmegaConfBaseException as error:
-                missing = OmegaConf.is_missing(owner, field)
+                missing = OmegaConf.is_missing(owner, name)
                 reason = "has to be said" if missing else f"cannot be resolved: {str(error).splitlines()[0]}"
-                problems.append(_with_place(f"`{key}` {reason}", key, given, run))
-    return values
+                self.problems.append(f"`{key}` {reason} ({self.places[key]})")
+                del target[name]
+        return values
+
+    def _set_values(self, file: File, group: str | None) -> None:
+        prefix = f"{group}." if group else ""
+        for name, value in file.values.items():
+            if "." in name and not group:
+                self.problems.append(unknown(name, file.where(name)))
+            else:
+                self.set(prefix + name, value, lambda key: file.where(key.removeprefix(prefix)))
+
+    def _select(self, group: str, names: list[Any], where: str, outer: tuple[Path, ...]) -> None:
+        """Add the choices of a group: those of an outer file or of the command line, or else these."""
+        if group in self.selected:
+            self.problems.append(f"`{group}` is selected before: write `override {group}: ...` ({where})")
+            return
+        self.selected.add(group)
+        names, where = self.selections.get(group, (names, where))
+        if self._are_choices(group, names, where):
+            for name in names:
+                self._add_named(group, name, where, outer)
+
+    def _add_named(self, group: str | None, name: Any, where: str, outer: tuple[Path, ...]) -> None:
+        """Add a choice, or a run that is inherited: the one beside the user's file, or ours."""
+        paths = [folder / (group or "") / f"{name}{ENDING}" for folder in (self.folder, CONFIGS)]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            near = nearest(str(name), {*ready_runs(), *names_in(self.folder)} - {outer[-1].stem})
+            self.problems.append(f"there is no run `{name}` to inherit{meant(near)} ({where})")
+            return
+        try:
+            self.add(read(path), group, outer)
+        except ConfigError as error:
+            self.problems.append(error.message)
+
+    def _are_choices(self, group: str, names: list[Any], where: str) -> bool:
+        """Whether a group, and these choices of it, exist; what does not becomes a problem."""
+        known, before = choices(group, self.folder), len(self.problems)
+        if group not in groups():
+            self.problems.append(f"there is no group `{group}`{meant(nearest(group, groups()))} ({where})")
+        for name in names if group in groups() else ():
+            if name not in known:
+                near = nearest(str(name), known)
+                hint = f"did you mean `{group}={near}`? " if near else ""
+                line = f"`{group}` has no choice `{name}`; {hint}it has {', '.join(known)} ({where})"
+                self.problems.append(line)
+        return len(self.problems) == before
 
 
-def _lines(error: ValidationError, given: Overrides, run: RunFile) -> Iterator[str]:
-    for key, line in problems_of(error):
-        yield _with_place(line, key, given, run) if line else unknown(key, _place(key, given, run))
+def _selection(entry: Any, group: str | None) -> tuple[bool, Any, list[Any]]:
+    """Read an entry of a defaults list: whether it overrides, its group (that of the file for others), and names."""
+    if isinstance(entry, str):
+        other, _, name = entry.lstrip("/").rpartition("/")
+        return False, other or group, [name]
+    if not isinstance(entry, Mapping) or len(entry) != 1:
+        return NOTHING
+    ((key, names),) = entry.items()
+    *words, other = str(key).split()
+    names = [each for each in (names if isinstance(names, list) else [names]) if each is not None]
+    return "override" in words, other.lstrip("/").partition("@")[0], names
 
 
-def _with_place(line: str, key: str, given: Overrides, run: RunFile) -> str:
-    place = _place(key, given, run)
-    return f"{line} ({place})" if place else line
+def _place_of(key: str, values: Any) -> tuple[Any, str]:
+    """The mapping that has a key, and its name there."""
+    group, _, name = key.rpartition(".")
+    return (values[group] if group else values), name
 
 
-def _place(key: str, given: Overrides, run: RunFile) -> str:
-    return COMMAND_LINE if key in given.values else run.where(key)
-
-
-def _without_home(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with `~` of paths made the home directory."""
-    changed = {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
-    for key in PATHS:
-        group, _, name = key.rpartition(".")
-        owner = changed.get(group) if group else changed
-        if isinstance(owner, dict) and name in owner:
-            owner[name] = _map_texts(owner[name], _at_home)
-    return changed
-
-
-def _at_home(text: str) -> str:
-    return str(Path(text).expanduser()) if text == "~" or text.startswith("~/") else text
-
-
-def _map_texts(value: Any, change: Any) -> Any:
-    """The same lists and mappings with every text changed."""
+def _escaped(value: Any) -> Any:
+    """The same with texts in which OmegaConf sees no reference: backslashes before `${` doubled, and one added."""
     if isinstance(value, dict):
-        return {key: _map_texts(inner, change) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_texts(inner, change) for inner in value]
-    return change(value) if isinstance(value, str) else value
-
-
-def _escaped(text: str) -> str:
-    """Text in which OmegaConf sees no reference: backslashes before `${` are doubled, and one is added."""
-    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
-
-
-def _quoted(text: str) -> str:
-    """Text as one value of hydra's command line."""
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (r"\'" if found[2] else ""), text)
-    return f"'{escaped}'"
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value) if isinstance(value, str) else value

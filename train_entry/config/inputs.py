@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from mcore_convert.storage.paths import near_miss
+from mcore_convert.text.names import meant
 from train_entry.config.schema import Config, Data
 
 SPLIT = re.compile(r"\d+(\.\d+)?(,\d+(\.\d+)?){0,2}")
@@ -62,9 +64,9 @@ def problems_of_start(config: Config) -> Iterator[str]:
         yield "`checkpoint.init` starts a new run and `checkpoint.load` goes on with one: give one of them"
     if not goes_on(config):
         if checkpoint.init is not None and not Path(checkpoint.init).exists() and _is_path(checkpoint.init):
-            yield f"`checkpoint.init` = {checkpoint.init} does not exist"
+            yield f"`checkpoint.init` = {checkpoint.init} does not exist{meant(near_miss(Path(checkpoint.init)))}"
         if checkpoint.load is not None and not checkpoint.load.exists():
-            yield f"`checkpoint.load` = {checkpoint.load} does not exist"
+            yield f"`checkpoint.load` = {checkpoint.load} does not exist{meant(near_miss(checkpoint.load))}"
     if checkpoint.revision is not None and checkpoint.init is None:
         yield "`checkpoint.revision` is that of a Hub id in `checkpoint.init`, and there is none"
     missing = [f"`model.{name}`" for name in NEEDED if getattr(model, name) is None]
@@ -102,14 +104,15 @@ def _problems_of_split(config: Config) -> Iterator[str]:
 def _problems_of_path(name: str, path: str, data: Data) -> Iterator[str]:
     if data.kind == "sft":
         if not Path(path).exists():
-            yield f"`data.{name}`: `{path}` does not exist"
+            yield f"`data.{name}`: `{path}` does not exist{meant(near_miss(Path(path)))}"
         return
     missing = [f"`{path}{ending}`" for ending in (".bin", ".idx") if not Path(path + ending).is_file()]
     if missing and path.endswith((".bin", ".idx")):
         yield f"`data.{name}`: `{path}` is written without its ending: `{path[:-4]}`"
     elif missing:
         there = "do not exist" if len(missing) > 1 else "does not exist"
-        yield f"`data.{name}`: {' and '.join(missing)} {there}"
+        near = near_miss(Path(f"{path}.idx"))
+        yield f"`data.{name}`: {' and '.join(missing)} {there}{meant(near and near.with_suffix(''))}"
 
 
 def _problems_of_run_dir(path: Path) -> Iterator[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.text.names import meant
 from train_entry.config.nearest import nearest
 
 
@@ -51,6 +52,5 @@ def named(key: str, text: str, *, kind: type = object, what: str = "class") -> A
         near = nearest(
             name, [each for each, value in vars(owner).items() if isinstance(value, kind) and callable(value)]
         )
-        meant = f"; did you mean `{near}`?" if near else ""
-        raise ConfigError(f"`{key}` = `{text}`: `{module_name}` has no {what} `{name}`{meant}")
+        raise ConfigError(f"`{key}` = `{text}`: `{module_name}` has no {what} `{name}`{meant(near)}")
     return found

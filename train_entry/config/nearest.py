@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
 
-from train_entry.config.schema import Config, Group
+from train_entry.config.schema import Config
 
 LIKE = 0.6  # of difflib: names that share less are not what was meant
 
@@ -80,19 +82,26 @@ MEGATRON: Mapping[str, str] = {
 }
 
 
-def groups() -> list[str]:
-    """The names of the groups of a configuration."""
-    return [name for name in Config.model_fields if isinstance(getattr(Config(), name), Group)]
+@cache
+def fields() -> dict[str, dict[str, Any]]:
+    """Every key by its full dotted name, with its JSON schema: what it may have."""
+    whole = Config.model_json_schema()
+    schemas: dict[str, dict[str, Any]] = {}
+    for name, field in whole["properties"].items():
+        group = whole["$defs"].get(field.get("$ref", "").rpartition("/")[2])
+        schemas |= {f"{name}.{key}": each for key, each in group["properties"].items()} if group else {name: field}
+    return schemas
 
 
 def keys() -> list[str]:
     """Every key with its full dotted name."""
-    found = []
-    for name in Config.model_fields:
-        default = getattr(Config(), name)
-        is_group = isinstance(default, Group)
-        found += [f"{name}.{field}" for field in type(default).model_fields] if is_group else [name]
-    return found
+    return list(fields())
+
+
+@cache
+def groups() -> list[str]:
+    """The names of the groups of a configuration."""
+    return [name for name in Config.model_fields if name not in fields()]
 
 
 def nearest_key(wrong: str) -> str | None:

@@ -2,103 +2,58 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from mcore_convert.spec.config.mapping import shown
-from train_entry.config.nearest import nearest
-from train_entry.config.schema import Config
+from mcore_convert.text.names import meant
+from train_entry.config.nearest import fields, groups, nearest
 
-# A type in words: of one value, and of several.
-WORDS: dict[Any, tuple[str, str]] = {
-    bool: ("true or false", "true or false"),
-    int: ("a whole number", "whole numbers"),
-    float: ("a number", "numbers"),
-    str: ("text", "text"),
-    Path: ("a path", "paths"),
+# A type or format of JSON schema in words: of one value, and of several.
+WORDS = {
+    "boolean": ("true or false", "true or false"),
+    "integer": ("a whole number", "whole numbers"),
+    "number": ("a number", "numbers"),
+    "string": ("text", "text"),
+    "path": ("a path", "paths"),
 }
-# A bound in words, by its attribute in pydantic's metadata.
-BOUNDS = {"ge": "from", "gt": "above", "le": "up to", "lt": "below"}
+BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "up to", "exclusiveMaximum": "below"}
 
 
 def problems_of(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """The full dotted key of each bad value, and the line that says what it is and what it may be.
-
-    A key that does not exist has an empty line.
-    """
+    """The full dotted key of each bad value, and the line that says what it is and what it may be."""
     for each in error.errors(include_url=False, include_context=False):
-        location, value = each["loc"], each["input"]
-        names = [str(part) for part in location if isinstance(part, str)]
-        key = ".".join(names)
-        if each["type"] == "extra_forbidden":
-            yield key, ""
-            continue
-        spelled = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
-        yield (
-            key,
-            f"`{spelled}` = {shown(value)} is not {_allowed(names, inside=spelled != key)}" + _meant(names, value),
-        )
+        depth = 2 if each["loc"][0] in groups() else 1  # what follows is an index, or a type of a union
+        key, indices = ".".join(map(str, each["loc"][:depth])), [n for n in each["loc"][depth:] if isinstance(n, int)]
+        field, value = fields()[key], each["input"]
+        known = [word for part in parts(field) for word in part.get("enum", ())]
+        near = nearest(value, known) if isinstance(value, str) else None
+        spelled = key + "".join(f"[{index}]" for index in indices)
+        yield key, f"`{spelled}` = {shown(value)} is not {_in_words(field['items'] if indices else field)}{meant(near)}"
 
 
-def describe(field: FieldInfo) -> str:
-    """What a field may have: `a whole number from 1, or null`."""
-    return _in_words(field.annotation, tuple(field.metadata), many=False)
+def parts(field: dict[str, Any]) -> list[dict[str, Any]]:
+    """The JSON schemas of which one has to hold, that of null aside."""
+    return [part for part in field.get("anyOf", [field]) if part.get("type") != "null"]
 
 
-def _allowed(names: list[str], *, inside: bool) -> str:
-    """What the field of these names may have; `inside`: an element of its list."""
-    if len(names) == 1 and names[0] in Config.model_fields and names[0] != "run_dir":
-        return f"a group of keys; a choice of it is selected under `defaults:`, or as `{names[0]}=CHOICE`"
-    field = _field(names)
-    if not inside:
-        return describe(field)
-    return _in_words(next(part for part in get_args(field.annotation) if part is not Ellipsis), (), many=False)
-
-
-def _meant(names: list[str], value: Any) -> str:
-    """The nearest one of a few words."""
-    if len(names) != 2 or not isinstance(value, str):
-        return ""
-    known = [each for part in _parts(_field(names).annotation) for each in get_args(part) if isinstance(each, str)]
-    near = nearest(value, known)
-    return f"; did you mean `{near}`?" if near else ""
-
-
-def _field(names: list[str]) -> FieldInfo:
-    model = type(getattr(Config(), names[0])) if len(names) > 1 else Config
-    found: FieldInfo = model.model_fields[names[-1]]
-    return found
-
-
-def _parts(annotation: Any) -> list[Any]:
-    """The types of a union, or the type itself; without None."""
-    union = get_origin(annotation) in (Union, types.UnionType)
-    return [part for part in get_args(annotation) if part is not types.NoneType] if union else [annotation]
-
-
-def _in_words(annotation: Any, metadata: tuple[Any, ...], *, many: bool) -> str:
-    if get_origin(annotation) is Annotated:
-        inner, *more = get_args(annotation)
-        return _in_words(inner, (*metadata, *more), many=many)
-    parts = _parts(annotation)
-    if parts != [annotation]:
-        null = ", or null" if types.NoneType in get_args(annotation) else ""
-        return " or ".join(_in_words(part, metadata, many=many) for part in parts) + null
-    if get_origin(annotation) is dict:
+def _in_words(field: dict[str, Any], *, many: bool = False) -> str:
+    if "anyOf" in field:
+        null = ", or null" if parts(field) != field["anyOf"] else ""
+        return " or ".join(_in_words(part, many=many) for part in parts(field)) + null
+    if "enum" in field:
+        return f"one of {', '.join(field['enum'])}"
+    if field["type"] == "object":
         return "{class: module:Class, OPTION: VALUE}"
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(map(str, get_args(annotation)))}"
-    if get_origin(annotation) is tuple:
-        return f"a list of {_in_words(get_args(annotation)[0], (), many=True)}: write [a, b]"
+    if field["type"] == "array":
+        return f"a list of {_in_words(field['items'], many=True)}: write [a, b]"
     bounds = [
-        f"from {bound + 1}" if annotation is int and name == "gt" else f"{word} {bound:g}"
-        for each in metadata
+        f"from {field[name] + 1}"
+        if (field["type"], name) == ("integer", "exclusiveMinimum")
+        else f"{word} {field[name]:g}"
         for name, word in BOUNDS.items()
-        if (bound := getattr(each, name, None)) is not None
+        if name in field
     ]
-    return " ".join([WORDS[annotation][many], *([" and ".join(bounds)] if bounds else [])])
+    return " ".join([WORDS[field.get("format", field["type"])][many], *([" and ".join(bounds)] if bounds else [])])

@@ -24,7 +24,7 @@ def check(config: Config, world_size: int, device: str | None) -> None:
         ConfigError: every reason at once, each with what to do.
     """
     model = {name: value for name, value in config.model.model_dump().items() if value is not None}
-    if not has_start(config):  # else the checkpoint says, and `check_model` looks at it
+    if config.model.num_layers and not has_start(config):  # else `check_model` does it, once the checkpoint is read
         model.setdefault("num_experts", None)
     _refuse(
         [

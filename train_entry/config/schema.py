@@ -9,10 +9,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 Precision = Literal["fp32", "bf16", "fp16"]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+def at_home(value: Any) -> Any:
+    """Replace a `~` at the beginning of a path by the home directory."""
+    is_there = isinstance(value, str) and (value == "~" or value.startswith("~/"))
+    return str(Path(value).expanduser()) if is_there else value
+
+
+Location = Annotated[Path, BeforeValidator(at_home)]
+Named = Annotated[str, BeforeValidator(at_home)]  # a path, or what is no path: a Hub id, a prefix of files
 
 
 class Group(BaseModel):
@@ -116,14 +135,16 @@ class Data(Group):
 
     kind: Literal["mock", "indexed", "sft"] = "mock"
     dataset: str = Field("", description="`module:Class` of your own, in the place of a kind")
-    paths: tuple[str, ...] = Field((), description="path prefixes of indexed data, or JSONL files")
+    paths: tuple[Named, ...] = Field((), description="path prefixes of indexed data, or JSONL files")
     weights: tuple[PositiveFloat, ...] = Field((), description="of each path in the blend; by size unless given")
     split: str = Field("969,30,1", description="shares of train, valid and test")
-    train_paths: tuple[str, ...] = Field((), description="instead of `paths` and `split`")
-    valid_paths: tuple[str, ...] = ()
-    test_paths: tuple[str, ...] = ()
-    tokenizer: str | None = Field(None, description="HF tokenizer: directory or Hub id; that of the start unless given")
-    cache_dir: Path | None = Field(None, description="of shuffled indices; in the run directory unless given")
+    train_paths: tuple[Named, ...] = Field((), description="instead of `paths` and `split`")
+    valid_paths: tuple[Named, ...] = ()
+    test_paths: tuple[Named, ...] = ()
+    tokenizer: Named | None = Field(
+        None, description="HF tokenizer: directory or Hub id; that of the start unless given"
+    )
+    cache_dir: Location | None = Field(None, description="of shuffled indices; in the run directory unless given")
     reset_position_ids: bool = Field(False, description="positions count from 0 after each end of document")
     eod_mask_loss: bool = Field(False, description="no loss on the end of a document")
     packed: bool = Field(True, description="sft: several examples in a sequence, that do not see each other")
@@ -133,10 +154,10 @@ class Data(Group):
 class Checkpoint(Group):
     """Where training starts from, and what it leaves. Checkpoints are `torch_dist`, at any layout."""
 
-    init: str | None = Field(None, description="weights to start from: HF directory, Hub id or Megatron checkpoint")
+    init: Named | None = Field(None, description="weights to start from: HF directory, Hub id or Megatron checkpoint")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub id")
     ignore_keys: tuple[str, ...] = Field((), description="unknown keys of a config.json that change nothing")
-    load: Path | None = Field(None, description="run to go on from, with its optimizer; the own one unless given")
+    load: Location | None = Field(None, description="run to go on from, with its optimizer; the own one unless given")
     resume: bool = Field(True, description="go on from the newest whole checkpoint of the run directory")
     save: bool = True
     save_interval: PositiveInt | None = Field(None, description="steps between checkpoints; at the end only if None")
@@ -188,7 +209,7 @@ class Training(Group):
 class Config(Group):
     """A run: one choice of each group."""
 
-    run_dir: Path = Path("runs/default")
+    run_dir: Location = Path("runs/default")
     model: Model = Model()
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from mcore_convert.errors import DataError
+from mcore_convert.storage.paths import near_miss
+from mcore_convert.text.names import meant
 from train_entry.data.chunks import Chunk, JsonLines, Plain, Rows
 
 Kind = Literal["jsonl", "text", "parquet", "datasets"]
@@ -68,7 +70,9 @@ def source_of(name: str, reading: Reading) -> Source:
             hint="name its files, as *.jsonl",
         )
     if not path.is_file():
-        raise DataError(f"`{name}` does not exist", hint=f"a data set of the Hub is written as {HUB}NAME")
+        raise DataError(
+            f"`{name}` does not exist{meant(near_miss(path))}", hint=f"a data set of the Hub is written as {HUB}NAME"
+        )
     suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
     return Source(name, reading.kind or SUFFIXES.get(suffix, "text"), path.stat().st_size)
 

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.text.names import meant
 from train_entry.config.named import named
 from train_entry.config.nearest import nearest
 from train_entry.config.schema import Config
@@ -62,8 +63,7 @@ def _options_of(flow: Any, text: str, options: dict[str, Any]) -> list[Any]:
     problems = []
     for name in options:
         if name not in known:
-            near = nearest(name, known)
-            problems.append(f"there is no `training.flow.{name}`" + (f"; did you mean `{near}`?" if near else ""))
+            problems.append(f"there is no `training.flow.{name}`{meant(nearest(name, known))}")
     if model is None and not problems:
         return []
     try:

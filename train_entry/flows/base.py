@@ -5,6 +5,8 @@ derive from anything. Attributes may say more of it:
 
 `rows_per_sample`: how many adjacent rows of a batch belong together, as the chosen and the rejected answer of a pair; 1
 unless given. They are never torn apart, by microbatches, data-parallel ranks or readers.
+`counts_samples`: True where `Loss.count` is of samples, False where it is of tokens; with several rows to a sample it
+is True unless given. Balancing losses of experts are weighed by it.
 `reference`: True puts the output of `forward` with a frozen model, of the weights in `checkpoint.init`, into the batch
 as `reference`, for `loss`.
 `Options`: a pydantic model of what the configuration may say of it, as `training.flow.beta=0.1`; the flow is then made
@@ -82,6 +84,12 @@ def rows_per_sample(flow: Flow) -> int:
     """How many adjacent rows of a batch belong together in a flow."""
     rows: int = getattr(flow, "rows_per_sample", 1)
     return rows
+
+
+def count_unit(flow: Flow, length: int) -> int:
+    """How many tokens of `length` on this rank one of a flow's count stands for: all of a sample, or itself."""
+    rows = rows_per_sample(flow)
+    return rows * length if getattr(flow, "counts_samples", rows > 1) else 1
 
 
 def needs_reference(flow: Flow) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 from mcore_convert.checkpoints.download import local_path
 from mcore_convert.checkpoints.identify import identify, in_one_family, open_checkpoint
 from mcore_convert.comparison.equality import Verification, compare
+from mcore_convert.comparison.integrity import Integrity, check_integrity
 from mcore_convert.conversion.execute import execute, expected_memory
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
-from mcore_convert.conversion.target import COMMAND_FILE, Target
+from mcore_convert.conversion.target import COMMAND_FILE, Target, reading_of
 from mcore_convert.errors import ConvertError
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.registry import default_target, options_for, target_named, targets
@@ -105,6 +106,8 @@ def convert(
     tokenizer: str | None = None,
     max_shard_size: int | None = None,
     revision: str | None = None,
+    strict: bool = False,
+    checksums: bool = True,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -134,6 +137,8 @@ def convert(
         tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
         max_shard_size: largest safetensors file, in bytes; 5 GB unless given.
         revision: branch, tag or commit of a Hub id.
+        strict: refuse NaN and infinities, which are a note otherwise.
+        checksums: put them into the manifest. Without them values are not looked at, and `strict` cannot be asked for.
         overwrite: replace a destination that exists.
         dry_run: plan and prove, write nothing.
         progress: called with the bytes copied so far and their total, by one thread at a time. Where it has a method
@@ -174,6 +179,8 @@ def convert(
         _refuse_idle("a Hugging Face target", {**idle, **_changed(layout)})
     if source_side is Side.HUGGING_FACE:
         _refuse_idle("a Hugging Face source", {"hf_config": hf_config, "vocab_size": vocab_size, "arg": given or None})
+    if strict and not checksums:
+        raise ConvertError("--strict looks at values while checksums are taken", hint="leave out --no-checksums")
     if Path(source).exists():
         _refuse_idle("a directory", {"revision": revision})
     target = Target(
@@ -186,11 +193,15 @@ def convert(
         allow_drift=allow_drift,
         options=own,
         release=None if for_megatron is None else releases.parse(for_megatron),
+        reading=reading_of(
+            family=family, hf_config=hf_config, ignore_keys=ignore_keys, vocab_size=vocab_size, given=given
+        ),
     )
     with phase(progress, "planning"):
         plan = plan_conversion(model, target)
     if not dry_run:
-        execute(plan, overwrite=overwrite, progress=progress)
+        notes = execute(plan, overwrite=overwrite, progress=progress, strict=strict, checksums=checksums)
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     return Conversion(plan, dry_run)
 
 
@@ -255,6 +266,19 @@ def verify(
     return dataclasses.replace(found, logits=report)
 
 
+@file_errors()
+def verify_files(path: PathLike, *, progress: Progress | None = None) -> Integrity:
+    """Check a checkpoint that this package wrote against the manifest beside it, every byte.
+
+    Args:
+        path: the directory, or that of a run, whose newest checkpoint is taken.
+
+    Raises:
+        UnreadableCheckpoint: there is no manifest, or it or a file cannot be read.
+    """
+    return check_integrity(Path(path), progress)
+
+
 def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:
     """Refuse options that would change nothing: a user who gives one expects something of it."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
@@ -271,4 +295,4 @@ def _path(path: PathLike | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-__all__ = ["Conversion", "convert", "diff", "inspect", "reshard", "verify"]
+__all__ = ["Conversion", "convert", "diff", "inspect", "reshard", "verify", "verify_files"]

@@ -61,6 +61,7 @@ def command(
     arg: options.Given = None,
     max_shard_size: options.MaxShardSize = None,
     allow_drift: options.AllowDrift = False,
+    strict: options.Strict = False,
     metadata: Annotated[
         list[str] | None,
         typer.Option(
@@ -122,6 +123,7 @@ def command(
         "given": options.arguments(arg),
         "max_shard_size": max_shard_size,
         "allow_drift": allow_drift,
+        "strict": strict,
         "metadata": options.arguments(metadata),
     }
     to_hub = {"private": private, "branch": branch, "tag": tag, "commit_message": commit_message}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Target:
     to load it; that which wrote the source where it can be told, else the newest.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
     `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
-    None stands for what was not given.
+    None stands for what was not given. `reading` is what a user has said of the source, for the manifest.
     """
 
     path: Path
@@ -56,6 +56,42 @@ class Target:
     dtype: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     release: Release | None = None
+    reading: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What a user has asked for in plain values: all that is not as it is unless given."""
+        every = {
+            "to": self.format,
+            **{name: value for name, value in vars(self.layout).items() if value != getattr(Layout(), name)},
+            "iteration": self.iteration,
+            "tokenizer": self.tokenizer,
+            "no_optimizer": not self.optimizer or None,
+            "allow_drift": self.allow_drift or None,
+            "dtype": self.dtype,
+            "for_megatron": None if self.release is None else releases.spelled(self.release),
+            **self.options,
+            **self.reading,
+        }
+        return {name: value for name, value in every.items() if value is not None}
+
+
+def reading_of(
+    *,
+    family: str | None,
+    hf_config: Path | str | None,
+    ignore_keys: Sequence[str],
+    vocab_size: int | None,
+    given: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What a user has said of a source, in plain values without the path of a machine; None for what was not said."""
+    return {
+        "family": family,
+        "hf_config": None if hf_config is None else Path(hf_config).name,
+        "ignore_key": [*ignore_keys] or None,
+        "vocab_size": vocab_size,
+        "arg": dict(given) if given else None,
+    }
 
 
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_convert.checkpoints.checksums import check_sums
 from mcore_convert.checkpoints.identify import Model, identify
@@ -16,7 +16,7 @@ from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.conversion.execute import execute
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
-from mcore_convert.conversion.target import Target
+from mcore_convert.conversion.target import Target, reading_of
 from mcore_convert.errors import ConfigError, ConvertError, UnwritableTarget
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.files import safetensors
@@ -52,6 +52,7 @@ class Options:
     given: Mapping[str, Any] | None = None
     max_shard_size: int | None = None
     allow_drift: bool = False
+    strict: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -63,6 +64,7 @@ class Prepared:
     tensors: tuple[HfTensor, ...]
     card: Card
     tokenizer: Tokenizer | None
+    strict: bool = False
 
     @property
     def path(self) -> Path:
@@ -123,6 +125,13 @@ def prepare(
         tokenizer=tokenizer.place if tokenizer else None,
         allow_drift=options.allow_drift,
         dtype=options.dtype,
+        reading=reading_of(
+            family=options.family,
+            hf_config=options.hf_config,
+            ignore_keys=options.ignore_keys,
+            vocab_size=options.vocab_size,
+            given=options.given,
+        ),
     )
     plan = plan_conversion(model, target)
     config = _complete(plan, model, tokenizer, run, replace=options.tokenizer is not None)
@@ -143,11 +152,18 @@ def prepare(
         metadata=options.metadata,
     )
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
-    return Prepared(plan, tuple(hf_tensors(model.family, model.dims, sources)), card, tokenizer)
+    return Prepared(plan, tuple(hf_tensors(model.family, model.dims, sources)), card, tokenizer, options.strict)
 
 
-def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | None = None) -> str:
-    """Write an export, prove every bit of it, and return the checksum of its source.
+class Written(NamedTuple):
+    """The checksum of the weights as the source stores them, and what a user should know of the values."""
+
+    checksum: str
+    notes: tuple[str, ...]
+
+
+def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | None = None) -> Written:
+    """Write an export, and prove every bit of it.
 
     The directory appears when it is complete and proven, or not at all.
 
@@ -170,8 +186,8 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
 
     check_sums(plan.source)
     copied = None if progress is None else Part(progress, 0, total)
-    execute(plan, overwrite=overwrite, progress=copied, conclude=proven)
-    return found[0]
+    notes = execute(plan, overwrite=overwrite, progress=copied, conclude=proven, strict=prepared.strict)
+    return Written(found[0], notes)
 
 
 def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def export(
     given: Mapping[str, Any] | None = None,
     max_shard_size: int | None = None,
     allow_drift: bool = False,
+    strict: bool = False,
     metadata: Mapping[str, Any] | None = None,
     push_to_hub: str | None = None,
     private: bool = False,
@@ -103,7 +104,7 @@ def export(
         tokenizer: a directory or a name on the Hub; that of the original model or of the run unless given.
         with_tokenizer: false exports the model without one.
         dtype: `float32`, `float16` or `bfloat16`, to which weights are rounded to nearest; as stored unless given.
-        family, hf_config, ignore_keys, vocab_size, given, max_shard_size, allow_drift: as for `convert`.
+        family, hf_config, ignore_keys, vocab_size, given, max_shard_size, allow_drift, strict: as for `convert`.
         metadata: fields of the model card (`license`, `datasets`), over those that are found.
         push_to_hub: a repository on the Hub that it goes to.
         private, branch, tag, commit_message: as for `push`.
@@ -126,6 +127,7 @@ def export(
         given=given,
         max_shard_size=max_shard_size,
         allow_drift=allow_drift,
+        strict=strict,
         metadata=metadata or {},
     )
     target = None
@@ -192,7 +194,8 @@ def _run(
     path = prepared.path if kept else None
     if dry_run:
         return Export(prepared.plan, prepared.tokenizer, path, prepared.files, None, None, True)
-    checksum = write(prepared, overwrite=overwrite, progress=progress)
+    checksum, notes = write(prepared, overwrite=overwrite, progress=progress)
+    plan = replace(prepared.plan, notes=(*prepared.plan.notes, *notes))
     files = {name: file.stat().st_size for name, file in _files_in(prepared.path).items()}
     sent = None
     if target is not None:
@@ -203,7 +206,7 @@ def _run(
                 hint = f"the export is in `{path}`: go on with `mcore-convert push {path} {target.repo}`"
                 raise HubError(error.message, items=error.items, hint=f"{error.hint}; {hint}") from error
             raise
-    return Export(prepared.plan, prepared.tokenizer, path, files, checksum, sent, False)
+    return Export(plan, prepared.tokenizer, path, files, checksum, sent, False)
 
 
 def _files_in(folder: Path) -> dict[str, Path]:

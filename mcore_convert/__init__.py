@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 from mcore_convert.version import VERSION
 
 if TYPE_CHECKING:
-    from mcore_convert.api import Conversion, convert, diff, inspect, reshard, verify
+    from mcore_convert.api import Conversion, convert, diff, inspect, reshard, verify, verify_files
     from mcore_convert.comparison.distance import Comparison
     from mcore_convert.comparison.equality import Verification
+    from mcore_convert.comparison.integrity import Integrity
     from mcore_convert.errors import ConvertError
     from mcore_convert.inspection.describe import Inspection
     from mcore_convert.publishing.publish import Export, export, push
@@ -22,6 +23,7 @@ __all__ = [
     "ConvertError",
     "Export",
     "Inspection",
+    "Integrity",
     "Swept",
     "Upload",
     "Verification",
@@ -35,6 +37,7 @@ __all__ = [
     "push",
     "reshard",
     "verify",
+    "verify_files",
 ]
 
 _HOMES = {
@@ -43,6 +46,7 @@ _HOMES = {
     "ConvertError": "errors",
     "Export": "publishing.publish",
     "Inspection": "inspection.describe",
+    "Integrity": "comparison.integrity",
     "Swept": "publishing.sweep",
     "Upload": "publishing.upload",
     "Verification": "comparison.equality",
@@ -56,6 +60,7 @@ _HOMES = {
     "push": "publishing.publish",
     "reshard": "api",
     "verify": "api",
+    "verify_files": "api",
 }
 
 

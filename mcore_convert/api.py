@@ -11,10 +11,11 @@ from typing import Any, Unpack
 from mcore_convert.checkpoints.download import local_path
 from mcore_convert.checkpoints.identify import Model, identify, in_one_family, model_of, open_checkpoint
 from mcore_convert.comparison.equality import Verification, compare
+from mcore_convert.comparison.integrity import Integrity, check_integrity
 from mcore_convert.conversion.execute import execute, expected_memory
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
-from mcore_convert.conversion.target import COMMAND_FILE, Target
+from mcore_convert.conversion.target import COMMAND_FILE, Target, reading_of
 from mcore_convert.errors import ConvertError
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.registry import default_target, options_for, target_named, targets
@@ -156,6 +157,9 @@ def _convert(model: Model, final: Path, options: ConvertOptions) -> Conversion:
     if from_hf:
         idle = {name: options.get(name) for name in ("hf_config", "vocab_size")}
         _refuse_idle("a Hugging Face source", {**idle, "arg": options.get("given") or None})
+    strict, checksums = options.get("strict", False), options.get("checksums", True)
+    if strict and not checksums:
+        raise ConvertError("--strict looks at values while checksums are taken", hint="leave out --no-checksums")
     target = Target(
         final,
         chosen.name,
@@ -166,11 +170,15 @@ def _convert(model: Model, final: Path, options: ConvertOptions) -> Conversion:
         allow_drift=options.get("allow_drift", False),
         options=own,
         release=None if for_megatron is None else releases.parse(for_megatron),
+        reading=reading_of(options),
     )
     with phase(progress, "planning"):
         plan = plan_conversion(model, target)
     if not dry_run:
-        execute(plan, overwrite=options.get("overwrite", False), progress=progress)
+        notes = execute(
+            plan, overwrite=options.get("overwrite", False), progress=progress, strict=strict, checksums=checksums
+        )
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     return Conversion(plan, dry_run)
 
 
@@ -208,6 +216,19 @@ def verify(
     return dataclasses.replace(found, logits=report)
 
 
+@file_errors()
+def verify_files(path: PathLike, *, progress: Progress | None = None) -> Integrity:
+    """Check a checkpoint that this package wrote against the manifest beside it, every byte.
+
+    Args:
+        path: the directory, or that of a run, whose newest checkpoint is taken.
+
+    Raises:
+        UnreadableCheckpoint: there is no manifest, or it or a file cannot be read.
+    """
+    return check_integrity(Path(path), progress)
+
+
 def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:
     """Refuse options that would change nothing: a user who gives one expects something of it."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
@@ -220,4 +241,4 @@ def _changed(layout: Layout) -> dict[str, Any]:
     return {name: value for name, value in vars(layout).items() if value != getattr(Layout(), name)}
 
 
-__all__ = ["Conversion", "convert", "diff", "inspect", "reshard", "verify"]
+__all__ = ["Conversion", "convert", "diff", "inspect", "reshard", "verify", "verify_files"]

@@ -63,10 +63,12 @@ class SourceOptions(FamilyOptions, total=False):
 
     given: Megatron arguments that an old checkpoint does not store.
     allow_drift: take the first rank's copy of a weight that ranks of an old run hold with small differences.
+    strict: refuse NaN and infinities, which are a note otherwise.
     """
 
     given: Mapping[str, Any] | None
     allow_drift: bool
+    strict: bool
 
 
 class RunOptions(TypedDict, total=False):
@@ -98,6 +100,8 @@ class ConvertOptions(LayoutOptions, SourceOptions, RunOptions, total=False):
     tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
     max_shard_size: largest safetensors file, in bytes; 5 GB unless given.
     revision: branch, tag or commit of a Hub id.
+    checksums: put them into the manifest; true unless given. Without them values are not looked at, and `strict` cannot
+        be asked for.
     """
 
     to: str | None
@@ -108,6 +112,7 @@ class ConvertOptions(LayoutOptions, SourceOptions, RunOptions, total=False):
     tokenizer: str | None
     max_shard_size: int | None
     revision: str | None
+    checksums: bool
 
 
 class ModelFolderOptions(SourceOptions, total=False):

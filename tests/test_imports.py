@@ -240,9 +240,9 @@ def test_a_configuration_loads_neither_torch_nor_transformers_nor_megatron() -> 
 
 
 def test_the_public_names() -> None:
-    kinds = ["Comparison", "Conversion", "ConvertError", "Export", "Inspection", "Swept", "Upload", "Verification"]
+    kinds = ["Comparison", "Conversion", "ConvertError", "Export", "Inspection", "Integrity", "Swept"]
     functions = ["convert", "diff", "export", "export_all", "inspect", "iter_hf_weights", "load_hf_model", "push"]
-    names = [*kinds, *functions, "reshard", "verify"]
+    names = [*kinds, "Upload", "Verification", *functions, "reshard", "verify", "verify_files"]
     assert mcore_convert.__all__ == names
     assert dir(mcore_convert) == sorted([*names, "__version__"])
     for name in names:

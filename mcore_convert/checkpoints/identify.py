@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from mcore_convert.checkpoints import families
 from mcore_convert.checkpoints.families import Choice
+from mcore_convert.checkpoints.manifest import check_manifest
 from mcore_convert.checkpoints.runs import find_run
 from mcore_convert.errors import ConfigError, UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint
@@ -119,7 +120,9 @@ def _opened(path: Path, given: Mapping[str, Any] | None) -> Checkpoint:
     path = directory_of(path)
     kind = format_of(path)
     if kind is not None:
-        return kind.open(path, given or {})
+        opened = kind.open(path, given or {})
+        check_manifest(opened)
+        return opened
     if not path.is_dir():
         hint = "name the directory that holds the checkpoint"
         raise UnreadableCheckpoint(f"`{path}` is not a directory, and no file of a checkpoint", hint=hint)

@@ -250,6 +250,14 @@ Overwrite = Annotated[
 PushToHub = Annotated[
     str | None, typer.Option(metavar="REPO", rich_help_panel=HUB, help="Repository on the Hub to send it to")
 ]
+Strict = Annotated[
+    bool, typer.Option("--strict", rich_help_panel=TARGET, help="Refuse NaN and infinities, which are a note otherwise")
+]
+NoChecksums = Annotated[
+    bool,
+    typer.Option("--no-checksums", rich_help_panel=TARGET, help="Leave checksums out of the manifest"),
+]
+
 Private = Annotated[bool, typer.Option("--private", rich_help_panel=HUB, help="Make a new repository private")]
 Branch = Annotated[
     str, typer.Option(metavar="NAME", rich_help_panel=HUB, help="Branch of the repository; created if missing")

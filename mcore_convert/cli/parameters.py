@@ -51,6 +51,8 @@ PARAMETERS: dict[str, Parameter] = {
     "with_tokenizer": Parameter("no_tokenizer", options.NoTokenizer, False, operator.not_),
     "dtype": Parameter("dtype", options.ToDtype, None, lambda chosen: chosen and chosen.value),
     "max_shard_size": Parameter("max_shard_size", options.MaxShardSize),
+    "strict": Parameter("strict", options.Strict, False),
+    "checksums": Parameter("no_checksums", options.NoChecksums, False, operator.not_),
     "metadata": Parameter("metadata", options.Metadata, None, options.arguments),
     "overwrite": Parameter("overwrite", options.Overwrite, False),
     "push_to_hub": Parameter("push_to_hub", options.PushToHub),

@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from mcore_convert.cli import options
-from mcore_convert.cli.parameters import taking
+from mcore_convert.cli.parameters import PARAMETERS, taking
 from mcore_convert.cli.text import in_bytes, progress, say, show, table
 from mcore_convert.errors import MAX_ITEMS
 from mcore_convert.options import ModelOptions
 
 if TYPE_CHECKING:
     from mcore_convert.comparison.equality import Verification
+    from mcore_convert.comparison.integrity import Integrity
 
 
 @taking(ModelOptions)
 def command(
     a: Annotated[str, typer.Argument(help="A checkpoint, in any format")],
-    b: Annotated[str, typer.Argument(help="Another one, in any format")],
+    b: Annotated[
+        str | None, typer.Argument(help="Another one, in any format; without it A is checked against its manifest")
+    ] = None,
     *,
     logits: Annotated[
         bool, typer.Option("--logits", help="Also run both in fp32 on the CPU and compare the logits")
@@ -38,14 +41,29 @@ def command(
     log_level: options.LogLevel = None,
     **given: Unpack[ModelOptions],
 ) -> None:
-    """Compare two checkpoints bit for bit, as global tensors.
+    """Compare two checkpoints bit for bit, as global tensors, or the files of one with its manifest.
 
     Exit code 0: equal; 1: different; 2: they cannot be compared.
 
     Example: mcore-convert verify ./Llama-3.2-1B ./out --logits
     """
-    from mcore_convert.api import verify
+    from mcore_convert.api import verify, verify_files
 
+    if b is None:
+        idle = {"logits": logits, "tolerance": tolerance, **given}
+        words = [PARAMETERS[name].name if name in PARAMETERS else name for name, value in idle.items() if value]
+        if words:
+            flags = " and ".join(f"--{word.replace('_', '-')}" for word in words)
+            raise typer.BadParameter("they are for two checkpoints", param_hint=flags)
+        with progress(quiet=quiet) as update:
+            intact = verify_files(a, progress=update)
+        if json:
+            show(jsonlib.dumps(integrity_as_dict(intact), indent=2))
+        elif not quiet:
+            report_integrity(intact)
+        if not intact.intact:
+            raise typer.Exit(1)
+        return
     with progress(quiet=quiet) as update:
         found = verify(a, b, logits=logits, tolerance=tolerance, progress=update, **given)
     if json:
@@ -100,3 +118,31 @@ def report(found: Verification) -> None:
             f"({logits.num_tokens} tokens, largest logit {logits.largest_logit:.3g}, fp32)"
         )
     show("equal" if found.equal else "different")
+
+
+def integrity_as_dict(found: Integrity) -> dict[str, object]:
+    """Plain values, for JSON."""
+    facts = {name: value for name, value in vars(found).items() if name not in ("path", "damages")}
+    return {
+        "intact": found.intact,
+        "path": str(found.path),
+        **facts,
+        "damages": [vars(damage) for damage in found.damages],
+    }
+
+
+def report_integrity(found: Integrity) -> None:
+    """What a check against the manifest has found, in a few lines."""
+    what = f"{found.num_files} files, {found.num_tensors} tensors"
+    show(f"{found.path}  {what}, {in_bytes(found.nbytes)} read, written by mcore-convert {found.version}")
+    if not found.has_checksums:
+        say("note: the manifest has no checksums (--no-checksums): only sizes were compared")
+    if found.unlisted:
+        more = f" and {len(found.unlisted) - MAX_ITEMS} more" if len(found.unlisted) > MAX_ITEMS else ""
+        say(f"note: not in the manifest: {', '.join(found.unlisted[:MAX_ITEMS])}{more}")
+    wrong = [*found.absent, *map(str, found.damages)]
+    for line in wrong[:MAX_ITEMS]:
+        show(f"  {line}")
+    if len(wrong) > MAX_ITEMS:
+        show(f"  ... and {len(wrong) - MAX_ITEMS} more")
+    show("intact" if found.intact else "different")

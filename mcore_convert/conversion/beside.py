@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mcore_convert.conversion.plan import Copy
+from mcore_convert.storage.digests import Feed, hand_on
 from mcore_convert.storage.elements import KERNEL_RUN, Files, cast, copy_view
 from mcore_convert.storage.gather import LIMIT, scratch
 from mcore_convert.storage.views import View
@@ -40,14 +41,14 @@ def _in_short_runs(view: View) -> bool:
     return max(view.strides) == view.strides[0] and view.shape[-1] * view.itemsize < KERNEL_RUN
 
 
-def copy_together(files: Files, group: Sequence[Copy]) -> Iterator[int]:
-    """Run the copies of a group; yields the bytes read after each block.
+def copy_together(files: Files, group: Sequence[Copy], feed: Feed | None = None) -> Iterator[int]:
+    """Run the copies of a group; yields the bytes read after each block. `feed` as for `copy_view`.
 
     Raises:
         OverflowError: as `cast`.
     """
     if len(group) == 1:
-        yield from copy_view(files, group[0].source, group[0].target)
+        yield from copy_view(files, group[0].source, group[0].target, feed)
         return
     first = group[0].source
     targets = [files.target(copy.target) for copy in group]
@@ -63,5 +64,6 @@ def copy_together(files: Files, group: Sequence[Copy]) -> Iterator[int]:
             shape = (count, *source.shape[1:])
             part = np.ndarray(shape, f"u{source.itemsize}", rows.data, source.offset - first.offset, source.strides)
             array[start : start + count] = cast(part, source.dtype, target.dtype)
+            hand_on(feed, target.block((slice(start, start + count),)), array[start : start + count])
             done += part.nbytes
         yield done

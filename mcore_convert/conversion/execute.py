@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mcore_convert.checkpoints.checks import prove
-from mcore_convert.conversion.beside import copy_together, together
+from mcore_convert.conversion.beside import copy_together
 from mcore_convert.conversion.plan import Plan
+from mcore_convert.conversion.recording import Recording
 from mcore_convert.conversion.reopening import check_reopened
-from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableTarget
+from mcore_convert.errors import MAX_ITEMS, ConvertError, UnreadableCheckpoint, UnwritableTarget, counted
 from mcore_convert.storage.destination import check_free, claimed, partial_path
 from mcore_convert.storage.disk import Stamp, copy_file, reserve, stamped, sync, write_new
 from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress
@@ -40,16 +41,23 @@ def execute(
     overwrite: bool = False,
     progress: Progress | None = None,
     conclude: Callable[[Path], Mapping[Path, bytes]] | None = None,
-) -> None:
-    """Write what a plan says. The destination appears at the end, whole, or not at all.
+    strict: bool = False,
+    checksums: bool = True,
+) -> tuple[str, ...]:
+    """Write what a plan says, with its manifest, and return what a user should know of the values.
+
+    The destination appears at the end, whole, or not at all.
 
     Args:
         overwrite: replace a destination that exists; it stays until the new one is complete.
         progress: called with the bytes copied so far and their total, by one thread at a time.
         conclude: called with the partial directory when all tensors are in it; returns further small files, by the
             paths that they will have. What it raises leaves nothing behind.
+        strict: refuse NaN and infinities.
+        checksums: put them into the manifest. Without them values are not looked at, and the kernel copies.
 
     Raises:
+        ConvertError: with `strict`, numbers that are none; a number that a cast would make infinite.
         UnwritableTarget: the destination exists, is being written by another process, or there is no room.
         UnreadableCheckpoint: a check on the source's data failed, or its files changed.
     """
@@ -66,13 +74,32 @@ def execute(
     with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite) as claim:
         with phase(progress, "copying", plan.nbytes), Files() as files:
             _reserve(plan, partial)
-            _fill(plan, files, Meter(plan.nbytes, progress))
+            recording = Recording(plan, partial, checksums=checksums)
+            _fill(plan, files, Meter(plan.nbytes, progress), recording)
+        notes = _not_finite(recording, strict=strict)
         further = conclude(partial) if conclude else {}
         with phase(progress, "finishing"):
-            _finish(plan, partial, further)
+            _finish(plan, partial, further, recording)
             check_reopened(plan, partial)
             _check_unchanged(stamps)
             claim.publish()
+    return notes
+
+
+def _not_finite(recording: Recording, *, strict: bool) -> tuple[str, ...]:
+    """A note of the tensors that hold NaN or infinities, all in one.
+
+    Raises:
+        ConvertError: with `strict`, in the place of the note.
+    """
+    lines = recording.not_finite()
+    if not lines:
+        return ()
+    message = counted(len(lines), "tensor holds", "tensors hold") + " numbers that are not finite"
+    if strict:
+        raise ConvertError(message, items=lines, hint="leave out --strict to copy them as they are")
+    more = [f"and {len(lines) - MAX_ITEMS} more"] if len(lines) > MAX_ITEMS else []
+    return (f"{message}: {'; '.join([*lines[:MAX_ITEMS], *more])}",)
 
 
 @contextlib.contextmanager
@@ -126,11 +153,11 @@ def _here(path: Path, final: Path, partial: Path) -> Path:
     return partial / path.relative_to(final)
 
 
-def _fill(plan: Plan, files: Files, meter: Meter) -> None:
+def _fill(plan: Plan, files: Files, meter: Meter, recording: Recording) -> None:
     """Run every copy. The threads draw from one queue, so that its length costs no memory."""
-    final, partial = plan.reservation.path, partial_path(plan.reservation.path)
-    copies = ((move.item, group) for move in plan.moves for group in together(move.copies))
+    copies = ((move.item, groups) for move in plan.moves for groups in recording.in_order(move.copies))
     drawing, stop = threading.Lock(), threading.Event()
+    feed = recording.feed if recording.checksums else None
 
     def work() -> None:
         while not stop.is_set():
@@ -138,13 +165,15 @@ def _fill(plan: Plan, files: Files, meter: Meter) -> None:
                 drawn = next(copies, None)
             if drawn is None:
                 return
-            item, group = drawn
-            here = [c._replace(target=c.target._replace(path=_here(c.target.path, final, partial))) for c in group]
+            item, groups = drawn
             try:
-                for done in copy_together(files, here):
-                    meter.add(done)
-                    if stop.is_set():
-                        return
+                for group in groups:
+                    here = [c._replace(target=c.target._replace(path=recording.here(c.target.path))) for c in group]
+                    for done in copy_together(files, here, feed):
+                        meter.add(done)
+                        if stop.is_set():
+                            return
+                    recording.done(here, files)
             except OverflowError as error:
                 stop.set()
                 raise ConvertError(f"`{item}` has {error}", hint=BEYOND_HINT) from error
@@ -158,10 +187,11 @@ def _fill(plan: Plan, files: Files, meter: Meter) -> None:
                 worker.result()
         finally:
             stop.set()
+    recording.complete(files)
 
 
-def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes]) -> None:
-    """The small files, in their order, then everything to the disk."""
+def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes], recording: Recording) -> None:
+    """The small files, in their order, and the manifest of all, then everything to the disk."""
     reservation = plan.reservation
     texts = {**reservation.texts, **further}
     for target, source in reservation.carried.items():
@@ -173,5 +203,6 @@ def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes]) -> None:
         here = _here(path, reservation.path, partial)
         here.parent.mkdir(parents=True, exist_ok=True)
         write_new(here, content)
+    recording.write_manifest()
     for file in (*sorted(partial.rglob("*")), partial):
         sync(file)

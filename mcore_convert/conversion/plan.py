@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcore_convert.checkpoints.checks import Check
 from mcore_convert.checkpoints.weights import Sources, without_padding
@@ -46,6 +46,7 @@ class Plan:
 
     `sources` are the weights as they lie in the source, with what must hold in their data. `num_parameters` leaves out
     padding, and counts a tied head once. `stamps` tell whether a source file has changed.
+    `options` are what the user has asked for, as the manifest keeps it.
     """
 
     family: Family
@@ -58,6 +59,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     num_parameters: int = 0
     stamps: Mapping[Path, Stamp] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def checks(self) -> tuple[Check, ...]:

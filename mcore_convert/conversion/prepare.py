@@ -37,7 +37,7 @@ def plan_conversion(model: Model, target: Target) -> Plan:
     copies = sum(len(move.copies) for move in plan.moves)
     num_files = len(plan.reservation.sizes)
     logger.info("planned %d copies of %s into %d files", copies, in_bytes(plan.nbytes), num_files)
-    return replace(plan, stamps=stamped(plan.source_files))
+    return replace(plan, stamps=stamped(plan.source_files), options=target.asked)
 
 
 def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:

@@ -22,6 +22,7 @@ from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservati
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
 from mcore_convert.formats.registry import options_for, target_named
+from mcore_convert.options import SourceOptions
 from mcore_convert.spec import releases
 from mcore_convert.spec.config import arguments, bridge
 from mcore_convert.spec.config.command_line import caveats, command_line
@@ -43,7 +44,7 @@ class Target:
     to load it; that which wrote the source where it can be told, else the newest.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
     `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
-    None stands for what was not given.
+    None stands for what was not given. `reading` is what a user has said of the source, for the manifest.
     """
 
     path: Path
@@ -56,6 +57,36 @@ class Target:
     dtype: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     release: Release | None = None
+    reading: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What a user has asked for in plain values: all that is not as it is unless given."""
+        every = {
+            "to": self.format,
+            **{name: value for name, value in vars(self.layout).items() if value != getattr(Layout(), name)},
+            "iteration": self.iteration,
+            "tokenizer": self.tokenizer,
+            "no_optimizer": not self.optimizer or None,
+            "allow_drift": self.allow_drift or None,
+            "dtype": self.dtype,
+            "for_megatron": None if self.release is None else releases.spelled(self.release),
+            **self.options,
+            **self.reading,
+        }
+        return {name: value for name, value in every.items() if value is not None}
+
+
+def reading_of(options: SourceOptions) -> dict[str, Any]:
+    """What a user has said of a source, in plain values without the path of a machine; None for what was not said."""
+    hf_config = options.get("hf_config")
+    return {
+        "family": options.get("family"),
+        "hf_config": None if hf_config is None else Path(hf_config).name,
+        "ignore_key": [*options.get("ignore_keys", ())] or None,
+        "vocab_size": options.get("vocab_size"),
+        "arg": dict(options.get("given") or {}) or None,
+    }
 
 
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:

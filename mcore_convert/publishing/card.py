@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.checkpoints.identify import Model
+from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.checkpoints.runs import History, Run
 from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.spec.config.arguments import normalise
@@ -189,6 +190,7 @@ def _provenance(card: Card) -> Iterator[tuple[str, str]]:
         if card.run
         else f"`{checkpoint.path.resolve().name}`"
     )
+    yield "manifest", f"`{MANIFEST}`, which `mcore-convert verify .` checks the files against"
     yield "source", f"{name}, in the format `{checkpoint.format}`"
     layout = _layout(card)
     if layout:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_convert.checkpoints.checksums import check_sums
 from mcore_convert.checkpoints.identify import Model, identify, model_of
@@ -15,7 +15,7 @@ from mcore_convert.checkpoints.runs import PICTURE, History, Run, find_run, hist
 from mcore_convert.conversion.execute import execute
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
-from mcore_convert.conversion.target import Target
+from mcore_convert.conversion.target import Target, reading_of
 from mcore_convert.errors import ConfigError, ConvertError, UnwritableTarget
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.files import safetensors
@@ -42,6 +42,7 @@ class Prepared:
     tensors: tuple[HfTensor, ...]
     card: Card
     tokenizer: Tokenizer | None
+    strict: bool = False
 
     @property
     def path(self) -> Path:
@@ -105,6 +106,7 @@ def prepare(
         tokenizer=tokenizer.place if tokenizer else None,
         allow_drift=options.get("allow_drift", False),
         dtype=dtype,
+        reading=reading_of(options),
     )
     plan = plan_conversion(model, target)
     config = _complete(plan, model, tokenizer, run, replace=options.get("tokenizer") is not None)
@@ -124,11 +126,19 @@ def prepare(
         metadata=metadata,
     )
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
-    return Prepared(plan, tuple(hf_tensors(model.family, model.dims, plan.sources)), card, tokenizer)
+    strict = options.get("strict", False)
+    return Prepared(plan, tuple(hf_tensors(model.family, model.dims, plan.sources)), card, tokenizer, strict)
 
 
-def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | None = None) -> str:
-    """Write an export, prove every bit of it, and return the checksum of its source.
+class Written(NamedTuple):
+    """The checksum of the weights as the source stores them, and what a user should know of the values."""
+
+    checksum: str
+    notes: tuple[str, ...]
+
+
+def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | None = None) -> Written:
+    """Write an export, and prove every bit of it.
 
     The directory appears when it is complete and proven, or not at all.
 
@@ -151,8 +161,8 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
 
     check_sums(plan.source)
     copied = None if progress is None else Part(progress, 0, total)
-    execute(plan, overwrite=overwrite, progress=copied, conclude=proven)
-    return found[0]
+    notes = execute(plan, overwrite=overwrite, progress=copied, conclude=proven, strict=prepared.strict)
+    return Written(found[0], notes)
 
 
 def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -158,7 +158,8 @@ def _run(
     path = prepared.path if kept else None
     if dry_run:
         return Export(prepared.plan, prepared.tokenizer, path, prepared.files, None, None, True)
-    checksum = write(prepared, overwrite=overwrite, progress=progress)
+    checksum, notes = write(prepared, overwrite=overwrite, progress=progress)
+    plan = replace(prepared.plan, notes=(*prepared.plan.notes, *notes))
     files = {name: file.stat().st_size for name, file in _files_in(prepared.path).items()}
     sent = None
     if target is not None:
@@ -169,7 +170,7 @@ def _run(
                 hint = f"the export is in `{path}`: go on with `mcore-convert push {path} {target.repo}`"
                 raise HubError(error.message, items=error.items, hint=f"{error.hint}; {hint}") from error
             raise
-    return Export(prepared.plan, prepared.tokenizer, path, files, checksum, sent, False)
+    return Export(plan, prepared.tokenizer, path, files, checksum, sent, False)
 
 
 def _files_in(folder: Path) -> dict[str, Path]:

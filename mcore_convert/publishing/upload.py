@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_convert.checkpoints.hub_errors import LOGIN, hub_errors, is_passing
+from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.errors import HubError, UnreadableCheckpoint
 from mcore_convert.formats.files.model_folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
 from mcore_convert.storage.elements import Progress
@@ -212,7 +213,7 @@ def _compared(
     kept = {name for name, path in local.items() if name in remote and _is_same(path, remote[name])}
     sizes = {name: path.stat().st_size for name, path in local.items()}
     has_tokenizer = any(_matches(name, TOKENIZER_FILES) for name in local)
-    stale = (*TOKENIZER_FILES, GENERATION_CONFIG) if has_tokenizer else (GENERATION_CONFIG,)
+    stale = (*(TOKENIZER_FILES if has_tokenizer else ()), GENERATION_CONFIG, MANIFEST)
     removed = [name for name in remote if name not in local and (WEIGHTS.fullmatch(name) or _matches(name, stale))]
     return Upload(
         repo=repo,

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mcore_convert.storage.deferral import Deferral
@@ -117,6 +117,29 @@ def copy_range(reading: int, source: Path, start: int, writing: int, at: int, co
         start, at, count = start + done, at + done, count - done
 
 
+def stream_range(
+    reading: int,
+    source: Path,
+    start: int,
+    writing: int,
+    at: int,
+    buffer: memoryview,
+    count: int,
+    feed: Callable[[int, memoryview], None],
+) -> None:
+    """Copy bytes from one file to another through `buffer`, and hand them on with their place in the target.
+
+    Raises:
+        Shrunk: the source ends before.
+        OSError: not all of it can be copied.
+    """
+    for done in range(0, count, len(buffer)):
+        with buffer[: count - done] as part:
+            read_at(reading, part, start + done, source)
+            feed(at + done, part)
+            write_at(writing, part, at + done)
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a whole file to a new one, and return when it is on the disk.
 
@@ -146,9 +169,21 @@ def write_new(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file exists, or not all of it can be written.
     """
+    write_parts(path, (content,))
+
+
+def write_parts(path: Path, parts: Iterable[bytes]) -> None:
+    """Make a new file of parts, one behind the other, and return when they are on the disk.
+
+    Raises:
+        OSError: as `write_new`.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        write_at(fd, content, 0)
+        at = 0
+        for part in parts:
+            write_at(fd, part, at)
+            at += len(part)
         os.fsync(fd)
     finally:
         os.close(fd)

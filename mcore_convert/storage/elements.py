@@ -14,6 +14,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from numpy.typing import NDArray
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.spec.shard import Shape
-from mcore_convert.storage.disk import Shrunk, copy_range, read_at
-from mcore_convert.storage.gather import gathered
+from mcore_convert.storage.digests import STEP, Feed, hand_on
+from mcore_convert.storage.disk import Shrunk, copy_range, read_at, stream_range
+from mcore_convert.storage.gather import gathered, scratch
 from mcore_convert.storage.sources import open_fd
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, View
 
@@ -136,14 +138,17 @@ def _open(path: Path, flags: int) -> int:
     return open_fd(path) if flags == os.O_RDONLY else os.open(path, flags)
 
 
-def copy_view(files: Files, source: View, target: View) -> Iterator[int]:
+def copy_view(files: Files, source: View, target: View, feed: Feed | None = None) -> Iterator[int]:
     """Copy one view to another of equal shape, cast to its dtype; yields the bytes read after each block.
+
+    Args:
+        feed: takes what was written. With one, bytes that lie together go through memory, and not through the kernel.
 
     Raises:
         OverflowError: as `cast`.
     """
     if source.dtype != target.dtype:
-        yield from _cast_view(files, source, target)
+        yield from _cast_view(files, source, target, feed)
         return
     shape, source_strides, target_strides = _joined(source, target)
     run = shape[-1] * source.itemsize
@@ -152,30 +157,40 @@ def copy_view(files: Files, source: View, target: View) -> Iterator[int]:
         for row in range(shape[0] if len(shape) == 2 else 1):
             lead = row if len(shape) == 2 else 0
             start = source.offset + lead * source_strides[0]
-            yield from _copy_run(files, source.path, start, target.path, target.offset + lead * target_strides[0], run)
+            at = target.offset + lead * target_strides[0]
+            yield from _copy_run(files, source.path, start, target.path, at, run, feed)
         return
     to_array = files.target(target)
     # a block of columns has short runs, all the shorter the fewer they are
     limit = CAST_BLOCK if source.strides[-1] == source.itemsize else BLOCK
     for block in blocks_of(source.shape, source.itemsize, limit):
-        yield int(files.read(source.block(block), to_array[block]).nbytes)
+        written = files.read(source.block(block), to_array[block])
+        hand_on(feed, target.block(block), written)
+        yield int(written.nbytes)
 
 
-def _cast_view(files: Files, source: View, target: View) -> Iterator[int]:
+def _cast_view(files: Files, source: View, target: View, feed: Feed | None) -> Iterator[int]:
     to_array = files.target(target)
     for block in blocks_of(source.shape, source.itemsize, CAST_BLOCK):
         part = files.read(source.block(block))
         to_array[block] = cast(part, source.dtype, target.dtype)
+        hand_on(feed, target.block(block), to_array[block])
         yield int(part.nbytes)
 
 
-def _copy_run(files: Files, source: Path, start: int, target: Path, at: int, count: int) -> Iterator[int]:
+def _copy_run(
+    files: Files, source: Path, start: int, target: Path, at: int, count: int, feed: Feed | None
+) -> Iterator[int]:
     """Copy bytes that lie together."""
     reading, writing = files.fd(source), files.fd(target, write=True)
     for done in range(0, count, BLOCK):
         step = min(count - done, BLOCK)
         with _as_unreadable():
-            copy_range(reading, source, start + done, writing, at + done, step)
+            if feed is None:
+                copy_range(reading, source, start + done, writing, at + done, step)
+            else:
+                buffer = scratch(STEP).data
+                stream_range(reading, source, start + done, writing, at + done, buffer, step, partial(feed, target))
         yield step
 
 

@@ -27,6 +27,7 @@ class Limit(Enum):
     """What a file may hold at most, in bytes, for each kind that is read whole."""
 
     JSON = "a JSON file", 64 * 2**20  # the index of a model of 10**12 parameters has 20 MB
+    MANIFEST = "a manifest", 256 * 2**20  # a few hundred bytes for each tensor
     TOKENIZER = "a tokenizer's file", 256 * 2**20  # the largest in use have 40 MB
     CARD = "a model card", 2**20
     SETTINGS = "a configuration", 2**20  # YAML, which takes seconds for a megabyte

@@ -1,0 +1,253 @@
+"""The manifest of a checkpoint, `mcore_convert.json`: what was written where, from what, with checksums.
+
+It lies in the checkpoint's own directory, beside `.metadata` or `config.json`, and covers what is in that directory. It
+is a function of the source, the options and the version: it has no time and no path of a machine. One line each for a
+file and a tensor; the last line has the checksum of all lines before. `docs/manifest.md` describes its fields.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint, fold
+from mcore_convert.formats.base import Checkpoint
+from mcore_convert.formats.files.model_folder import CARD
+from mcore_convert.storage.digests import ALGORITHM, BLOCK, checksum_of, sealed
+from mcore_convert.storage.disk import write_parts
+from mcore_convert.storage.sources import Limit, content_of
+from mcore_convert.storage.views import TensorMeta, View, is_inside, open_error
+from mcore_convert.version import VERSION
+
+MANIFEST = "mcore_convert.json"
+LARGEST = 256 * 2**20  # bytes: that of a model of 10**12 parameters with its optimizer has a fifth
+FORMAT = 1  # of the manifest itself
+CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"}\n')
+CHANGED_HINT = f"if the change is meant, remove `{MANIFEST}`; else copy or convert the checkpoint again"
+UNCOVERED = (CARD, MANIFEST)  # a model card is there to be edited
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes `start` to `end` of a file, which hold a box of a tensor; `sums` are the checksums of its blocks."""
+
+    tensor: str
+    file: str
+    start: int
+    end: int
+    sums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file: its size, and the checksum of what is in no tensor; None where none was taken."""
+
+    size: int
+    rest: str | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says. `headers` are the tensors that a reader of the format finds, by its names."""
+
+    path: Path
+    version: str
+    files: Mapping[str, File]
+    headers: Mapping[str, TensorMeta]
+    parts: tuple[Part, ...]
+    num_tensors: int
+    block: int
+    checksum: str
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether checksums were taken when it was written."""
+        return all(file.rest is not None for file in self.files.values())
+
+    @cached_property
+    def runs(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """Where in each file tensors lie, from the first byte to behind the last, in order."""
+        runs: dict[str, set[tuple[int, int]]] = {}
+        for part in self.parts:
+            if part.start < part.end:
+                runs.setdefault(part.file, set()).add((part.start, part.end))
+        return {name: sorted(each) for name, each in runs.items()}
+
+    @property
+    def folder(self) -> Path:
+        """The directory that it covers."""
+        return self.path.parent
+
+
+def manifest_lines(
+    facts: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
+    headers: Mapping[str, TensorMeta],
+    tensors: Iterable[tuple[str, Mapping[str, Any]]],
+) -> Iterator[bytes]:
+    """The content of a manifest, line by line."""
+
+    def pairs(entries: Iterable[tuple[str, Any]]) -> Iterator[str]:
+        before = "\n"
+        for name, value in entries:
+            yield f"{before}{json.dumps(name)}: {json.dumps(value)}"
+            before = ",\n"
+
+    named = {"mcore_convert": VERSION, "manifest": FORMAT, **facts, "checksums": {"kind": ALGORITHM, "block": BLOCK}}
+    yield ("{" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in named.items())).encode()
+    sections = {
+        "files": files.items(),
+        "headers": ((name, [meta.dtype, list(meta.shape)]) for name, meta in headers.items()),
+        "tensors": tensors,
+    }
+    for section, entries in sections.items():
+        yield f',\n"{section}": {{'.encode()
+        for text in pairs(entries):
+            yield text.encode()
+        yield b"\n}"
+    yield b",\n"
+
+
+def write_manifest(path: Path, lines: Iterable[bytes]) -> None:
+    """Write a manifest, and return when it is on the disk.
+
+    Raises:
+        OSError: the file exists, or not all of it can be written.
+    """
+    write_parts(path, sealed(lines, _last_line))
+
+
+def _last_line(checksum: str) -> bytes:
+    """What ends a manifest: the checksum of all bytes before."""
+    return f'"checksum": "{checksum}"}}\n'.encode()
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """Read a manifest; None where there is none, or one of another program or of a later version.
+
+    Raises:
+        UnreadableCheckpoint: it is damaged, or no regular file.
+    """
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise open_error(path, error) from error
+    if not stat.S_ISREG(state.st_mode) or state.st_size > LARGEST:
+        raise UnreadableCheckpoint(f"`{path}` is no file of at most {LARGEST:,} bytes", hint=CHANGED_HINT)
+    try:
+        text = content_of(path, Limit.MANIFEST)
+    except OSError as error:
+        raise open_error(path, error) from error
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path) from error
+    if not isinstance(content, dict) or "manifest" not in content:
+        return None
+    if type(content["manifest"]) is int and content["manifest"] != FORMAT:
+        return None
+    start = text.rfind(b'"checksum": "')
+    found = CHECKSUM.fullmatch(text, start)
+    if content["manifest"] != FORMAT or found is None or checksum_of(memoryview(text)[:start]) != found[1].decode():
+        raise _damaged(path)
+    try:
+        return _parsed(path, content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path) -> UnreadableCheckpoint:
+    return UnreadableCheckpoint(
+        f"`{path}` is damaged, so it cannot say whether the checkpoint is",
+        hint=f"copy it again, or remove it to read the checkpoint without a `{MANIFEST}`",
+    )
+
+
+def _parsed(path: Path, content: Mapping[str, Any]) -> Manifest:
+    files = {name: File(int(entry["size"]), entry.get("rest")) for name, entry in content["files"].items()}
+    if not all(map(is_inside, files)):
+        raise ValueError("a file lies outside")
+    block = int(content["checksums"]["block"])
+    if block < 1:
+        raise ValueError("blocks without bytes")
+    parts = []
+    for name, entry in content["tensors"].items():
+        for part in entry["parts"]:
+            start, end = map(int, part["bytes"])
+            if not 0 <= start <= end <= files[part["file"]].size:
+                raise ValueError("a tensor lies outside of its file")
+            sums = tuple(map(str, part.get("sums", ())))
+            if sums and len(sums) != -(-(end - start) // block):
+                raise ValueError("a tensor has another number of blocks")
+            parts.append(Part(name, part["file"], start, end, sums))
+    headers = {
+        name: TensorMeta(tuple(map(int, shape)), str(dtype))
+        for name, (dtype, shape) in (content["headers"] or _own_headers(content["tensors"])).items()
+    }
+    version = str(content["mcore_convert"])
+    return Manifest(path, version, files, headers, tuple(parts), len(content["tensors"]), block, content["checksum"])
+
+
+def _own_headers(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The headers where a reader finds the tensors by their own names."""
+    return {name: (entry["dtype"], entry["shape"]) for name, entry in tensors.items()}
+
+
+def check_manifest(checkpoint: Checkpoint) -> None:
+    """Prove that an open checkpoint is what its manifest says, where it has one, from sizes and headers.
+
+    Files that hold no tensor may be edited, and are not looked at here.
+
+    Raises:
+        UnreadableCheckpoint: it is not, or the manifest is damaged.
+    """
+    path = checkpoint.path / MANIFEST
+    manifest = read_manifest(path) if checkpoint.path.is_dir() else None
+    if manifest is None:
+        return
+    problems = [*sizes_that_differ(manifest, {part.file for part in manifest.parts})]
+    headers = checkpoint.tensors
+    for name in {**manifest.headers, **headers}:
+        if name not in headers:
+            problems.append(f"{name}: not there")
+        elif name not in manifest.headers:
+            problems.append(f"{name}: not in the manifest")
+        elif manifest.headers[name] != headers[name]:
+            was, now = manifest.headers[name], headers[name]
+            problems.append(f"{name}: {now.dtype} {list(now.shape)}, and not {was.dtype} {list(was.shape)}")
+    if not problems:
+        problems += _elsewhere(manifest, checkpoint.whole_views)
+    if problems:
+        raise UnreadableCheckpoint(
+            f"`{checkpoint.path}` is not what its manifest says: it was changed after it was written",
+            items=fold(problems),
+            hint=CHANGED_HINT,
+        )
+
+
+def sizes_that_differ(manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
+    """The files that are not there, or have another size than the manifest says, a line each."""
+    for name in sorted(names):
+        try:
+            size = (manifest.folder / name).stat().st_size
+        except FileNotFoundError:
+            yield f"{name}: not there"
+            continue
+        if size != manifest.files[name].size:
+            yield f"{name}: {size:,} bytes, and not {manifest.files[name].size:,}"
+
+
+def _elsewhere(manifest: Manifest, views: Mapping[str, View]) -> Iterator[str]:
+    """The tensors that lie in another place of a file than they were written to."""
+    for part in manifest.parts:
+        view = views.get(part.tensor)
+        if view is not None and view.nbytes and (view.path, view.offset) != (manifest.folder / part.file, part.start):
+            yield f"{part.tensor}: at byte {view.offset:,} of {view.path.name}, and not {part.start:,} of {part.file}"

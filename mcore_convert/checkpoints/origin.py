@@ -1,0 +1,50 @@
+"""What a checkpoint is called wherever it lies, and what tells it from others: facts for a manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.checkpoints.manifest import MANIFEST, read_manifest
+from mcore_convert.formats.base import Checkpoint
+from mcore_convert.formats.megatron.run_directory import RELEASE, iteration_of
+from mcore_convert.storage.digests import checksum_of_runs
+from mcore_convert.storage.sources import open_fd
+
+ENDS = 64 * 2**10  # bytes at either end of a file that tell it from another of its size
+
+
+def source_facts(checkpoint: Checkpoint, files: Iterable[Path]) -> dict[str, Any]:
+    """The name and the format of a source, and of each file that is copied from its size and a checksum of its ends.
+
+    Where the source has a manifest itself, its checksum says all of it.
+    """
+    root = checkpoint.path
+    facts: dict[str, Any] = {"name": name_of(root), "format": checkpoint.format}
+    manifest = read_manifest(root / MANIFEST) if root.is_dir() else None
+    if manifest is not None:
+        facts["manifest"] = manifest.checksum
+    named = {str(path.relative_to(root)) if path.is_relative_to(root) else path.name: path for path in files}
+    facts["files"] = {name: _ends_of(named[name]) for name in sorted(named)}
+    return facts
+
+
+def name_of(path: Path) -> str:
+    """The name of a checkpoint without the path to it: of an iteration with its run, of the Hub's with its commit."""
+    full = path.absolute()
+    name, above = full.name, full.parent.name
+    if above == "snapshots" and full.parent.parent.name.startswith("models--"):
+        return "/".join(full.parent.parent.name.split("--")[1:]) + f"@{name}"
+    return f"{above}/{name}" if name == RELEASE or iteration_of(full) is not None else name
+
+
+def _ends_of(path: Path) -> dict[str, Any]:
+    fd = open_fd(path)
+    try:
+        size = os.fstat(fd).st_size
+        runs = [(0, size)] if size <= 2 * ENDS else [(0, ENDS), (size - ENDS, size)]
+        return {"size": size, "ends": checksum_of_runs(fd, path, runs)}
+    finally:
+        os.close(fd)

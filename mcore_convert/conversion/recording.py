@@ -1,0 +1,243 @@
+"""What a conversion writes, recorded while it is written: checksums, sources, and numbers that are none."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mcore_convert.checkpoints.manifest import MANIFEST, UNCOVERED, manifest_lines, write_manifest
+from mcore_convert.checkpoints.origin import source_facts
+from mcore_convert.conversion.beside import together
+from mcore_convert.conversion.plan import Copy, Plan
+from mcore_convert.errors import counted
+from mcore_convert.formats.base import Findings
+from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.storage.digests import Region, checksum_of_runs, gaps_between
+from mcore_convert.storage.elements import Files
+from mcore_convert.storage.marker import MARKER
+from mcore_convert.storage.sources import open_file
+from mcore_convert.storage.views import View
+
+MAX_NAME = chr(0x10FFFF)  # behind any name
+
+
+class Stored(NamedTuple):
+    """A box of a tensor where it is written. `again`: a copy of what is stored elsewhere, too."""
+
+    name: str
+    sources: tuple[str, ...]
+    dtype: str
+    shape: Shape
+    box: Box
+    view: View
+    again: bool = False
+
+
+def stored_tensors(plan: Plan) -> Iterator[Stored]:
+    """Every tensor that a plan writes, by its own name where it lies in one piece, else by its weight's."""
+    target, dims = plan.target, plan.dims
+    if target.whole_views:
+        made_of = _made_of(plan)
+        for name, view in target.whole_views.items():
+            yield Stored(name, tuple(sorted(made_of[name])), view.dtype, view.shape, Box.whole(view.shape), view)
+        return
+    for item in (move.item for move in plan.moves):
+        findings = Findings()
+        plan.source.locate(item, dims, findings)
+        names = tuple(sorted(findings.used))
+        shape = dims.padded_shape(item.weight.shape, vocab=item.weight.vocab)
+        slots = ((slot, False) for slot in target.locate(item, dims, Findings()))
+        replicas = ((slot, True) for slot, _ in target.replicas(item, dims))
+        for slot, again in chain(slots, replicas):
+            yield Stored(str(item), names, slot.view.dtype, shape, slot.box, slot.view, again)
+
+
+def _made_of(plan: Plan) -> dict[str, set[str]]:
+    """The tensors of the source that each tensor is copied from, which lies in one piece itself."""
+    here, there = _Places(plan.target.whole_views), _Places(plan.source.whole_views)
+    made_of: dict[str, set[str]] = defaultdict(set)
+    for move in plan.moves:
+        findings = Findings()
+        if not plan.source.whole_views:
+            plan.source.locate(move.item, plan.dims, findings)
+        for copy in move.copies:
+            made_of[here.name_at(copy.target)] |= findings.used or {there.name_at(copy.source)}
+    return made_of
+
+
+class _Places:
+    """The names of tensors by where they lie."""
+
+    def __init__(self, views: Mapping[str, View]) -> None:
+        self._names = sorted((view.path, view.offset, name) for name, view in views.items() if view.nbytes)
+
+    def name_at(self, view: View) -> str:
+        """The tensor that a view is of; of those at one place the last by name."""
+        return self._names[bisect.bisect(self._names, (view.path, view.offset, MAX_NAME)) - 1][2]
+
+
+class Recording:
+    """The regions of the files that a plan writes below `partial`, and the copies that are still to fill them.
+
+    Without `checksums` there is no region, nothing is read or counted, and bytes are copied by the kernel.
+    """
+
+    def __init__(self, plan: Plan, partial: Path, *, checksums: bool = True) -> None:
+        self._plan, self._partial, self.checksums = plan, partial, checksums
+        self._regions: dict[Path, list[Region]] = defaultdict(list)
+        self._starts: dict[Path, list[int]] = {}
+        self._lock = threading.Lock()
+        if not checksums:
+            return
+        final = plan.reservation.path
+        spans = sorted(
+            (stored.view.path, stored.view.offset, stored.view.end, stored.dtype)
+            for stored in stored_tensors(plan)
+            if stored.view.nbytes
+        )
+        for path, start, end, dtype in spans:
+            regions = self._regions[self.here(path)]
+            if regions and start < regions[-1].end:  # tensors of one place, as tied ones, or those that lie in between
+                regions[-1].end = max(regions[-1].end, end)
+                regions[-1].dtype = dtype if dtype == regions[-1].dtype else None
+            else:
+                regions.append(Region(self.here(path), start, end, dtype))
+        self._starts = {path: [region.start for region in regions] for path, regions in self._regions.items()}
+        assert all(path.is_relative_to(final) for path, *_ in spans)
+        for copy in (copy for move in plan.moves for copy in move.copies):
+            region = self._at(self.here(copy.target.path), copy.target.offset)
+            if region is not None:
+                region.pending += 1
+
+    def here(self, path: Path) -> Path:
+        """Where a file of the destination is while it is written."""
+        return self._partial / path.relative_to(self._plan.reservation.path)
+
+    def _at(self, path: Path, offset: int) -> Region | None:
+        """The region that has a byte of a file."""
+        starts = self._starts.get(path, [])
+        number = bisect.bisect_right(starts, offset) - 1
+        region = self._regions[path][number] if number >= 0 else None
+        return region if region is not None and offset < region.end else None
+
+    def feed(self, path: Path, at: int, part: memoryview) -> None:
+        """Take bytes that were written."""
+        region = self._at(path, at)
+        if region is not None:
+            region.add(at, part)
+
+    def in_order(self, copies: Sequence[Copy]) -> list[list[list[Copy]]]:
+        """The copies of a weight in groups for `copy_together`, those that fill one region in one list, in its order.
+
+        One thread that runs them all writes the region from its start to its end.
+        """
+        parts: dict[Region, list[list[Copy]]] = {}
+        alone: list[list[list[Copy]]] = []
+        for group in together(copies):
+            places = ((self.here(copy.target.path), copy.target.offset) for copy in group)
+            touched = {region for place in places if (region := self._at(*place)) is not None}
+            if not touched:
+                alone.append([group])
+                continue
+            before = {id(parts[region]): parts[region] for region in touched if region in parts}
+            merged = next(iter(before.values()), [])
+            for other in [part for part in before.values() if part is not merged]:
+                merged += other
+                parts.update((region, merged) for region, part in parts.items() if part is other)
+            merged.append(group)
+            parts.update(dict.fromkeys(touched, merged))
+        distinct = [*{id(part): part for part in parts.values()}.values()]
+        for part in distinct:
+            part.sort(key=lambda group: (group[0].target.path, group[0].target.offset))
+        return [*alone, *distinct]
+
+    def done(self, copies: Iterable[Copy], files: Files) -> None:
+        """Note that copies, by their places below `partial`, are complete; what is full is finished."""
+        full = []
+        with self._lock:
+            for copy in copies:
+                region = self._at(copy.target.path, copy.target.offset)
+                if region is not None:
+                    region.pending -= 1
+                    if not region.pending:
+                        full.append(region)
+        for region in full:
+            region.finish(files.fd(region.path, write=True))
+
+    def complete(self, files: Files) -> None:
+        """Finish what no copy has filled, as rows that are padding alone."""
+        for region in chain.from_iterable(self._regions.values()):
+            region.finish(files.fd(region.path, write=True))
+
+    def not_finite(self) -> list[str]:
+        """The tensors that have NaN or infinities, a line each with their counts."""
+        counts: dict[str, list[int]] = {}
+        if any(region.nan or region.infinite for region in chain.from_iterable(self._regions.values())):
+            seen: set[Region] = set()
+            for stored in stored_tensors(self._plan):
+                region = self._at(self.here(stored.view.path), stored.view.offset) if stored.view.nbytes else None
+                if region is None or stored.again or region in seen or not (region.nan or region.infinite):
+                    continue
+                seen.add(region)
+                count = counts.setdefault(stored.name, [0, 0])
+                count[0], count[1] = count[0] + region.nan, count[1] + region.infinite
+        lines = []
+        for name, (nan, infinite) in counts.items():
+            words = [f"{nan:,} NaN"] * bool(nan) + [counted(infinite, "infinity", "infinities")] * bool(infinite)
+            lines.append(f"{name}: {' and '.join(words)}")
+        return lines
+
+    def write_manifest(self) -> None:
+        """Write the manifest of all that is in the checkpoint's directory, when the rest is there."""
+        plan = self._plan
+        folder = self.here(plan.target.path)
+        files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        listed = {name: self._file(path) for name, path in files.items() if name not in (*UNCOVERED, MARKER)}
+        facts = {
+            "source": source_facts(plan.source, plan.source_files),
+            "format": plan.target.format,
+            "family": plan.family.name,
+            "options": dict(plan.options),
+        }
+        headers = {} if plan.target.whole_views else plan.target.tensors  # which go by the names of tensors
+        write_manifest(folder / MANIFEST, manifest_lines(facts, listed, headers, self._tensors(folder)))
+
+    def _file(self, path: Path) -> dict[str, Any]:
+        """The size of a file, and the checksum of what is in none of its regions."""
+        size = path.stat().st_size
+        if not self.checksums:
+            return {"size": size}
+        with open_file(path) as file:
+            gaps = gaps_between(((region.start, region.end) for region in self._regions.get(path, ())), size)
+            return {"size": size, "rest": checksum_of_runs(file.fileno(), path, gaps)}
+
+    def _tensors(self, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The entry of each tensor; parts of one name follow one another."""
+        entry: dict[str, Any] = {}
+        name = None
+        for stored in stored_tensors(self._plan):
+            if stored.name != name:
+                if name is not None:
+                    yield name, entry
+                name = stored.name
+                entry = {"dtype": stored.dtype, "shape": list(stored.shape), "from": list(stored.sources), "parts": []}
+            entry["parts"].append(self._part(stored, folder))
+        if name is not None:
+            yield name, entry
+
+    def _part(self, stored: Stored, folder: Path) -> dict[str, Any]:
+        path, view = self.here(stored.view.path), stored.view
+        region = self._at(path, view.offset) if view.nbytes else None
+        end = view.end if view.nbytes else view.offset
+        bounds = [view.offset, end] if region is None else [region.start, region.end]
+        part: dict[str, Any] = {"file": str(path.relative_to(folder)), "bytes": bounds}
+        if stored.box != Box.whole(stored.shape):
+            part |= {"at": list(stored.box.offsets), "shape": list(stored.box.sizes)}
+        if region is not None:
+            part["sums"] = region.sums
+        return part

@@ -59,13 +59,10 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contents:
-    """The tensors of a checkpoint. `model` is None where no family knows it, and `error` says why."""
+class Contents(Opened):
+    """An open checkpoint with its tensors."""
 
-    checkpoint: Checkpoint
-    model: Model | None
-    tensors: tuple[Tensor, ...]
-    error: ConfigError | None = None
+    tensors: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -92,12 +89,12 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     states = checkpoint.states if optimizer else (PARAM,)
     found = find_weights(family, model.dims, checkpoint, states, allow_drift=True).slots
     tensors = tuple(_tensor(item, slots, model, family) for item, slots in found.items() if slots)
-    return Contents(checkpoint, model, tensors)
+    return Contents(checkpoint, model, tensors=tensors)
 
 
 def stored_contents(checkpoint: Checkpoint) -> Contents:
     """The tensors that lie in one piece, as they are stored, of whatever model they are."""
-    return Contents(checkpoint, None, tuple(_stored(checkpoint)))
+    return Contents(checkpoint, None, tensors=tuple(_stored(checkpoint)))
 
 
 def family_of(model: Model) -> Family:

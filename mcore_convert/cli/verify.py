@@ -47,56 +47,56 @@ def command(
     from mcore_convert.api import verify
 
     with progress(quiet=quiet) as update:
-        found = verify(a, b, logits=logits, tolerance=tolerance, progress=update, **given)
+        result = verify(a, b, logits=logits, tolerance=tolerance, progress=update, **given)
     if json:
-        show(jsonlib.dumps(as_dict(found), indent=2))
+        show(jsonlib.dumps(as_dict(result), indent=2))
     elif not quiet:
-        report(found)
-    if not found.equal:
+        report(result)
+    if not result.equal:
         raise typer.Exit(1)
 
 
-def as_dict(found: Verification) -> dict[str, object]:
+def as_dict(result: Verification) -> dict[str, object]:
     """Plain values, for JSON."""
     return {
-        "equal": found.equal,
-        "family": found.family,
-        "num_weights": found.num_weights,
-        "nbytes": found.nbytes,
-        "config_differences": list(found.config_differences),
-        "differences": [vars(difference) for difference in found.differences],
-        "logits": None if found.logits is None else {**vars(found.logits), "within": found.logits.within},
-        "notes": list(found.notes),
+        "equal": result.equal,
+        "family": result.family,
+        "num_weights": result.num_weights,
+        "nbytes": result.nbytes,
+        "config_differences": list(result.config_differences),
+        "differences": [vars(difference) for difference in result.differences],
+        "logits": None if result.logits is None else {**vars(result.logits), "within": result.logits.within},
+        "notes": list(result.notes),
     }
 
 
-def report(found: Verification) -> None:
+def report(result: Verification) -> None:
     """The result in a few lines, and a table of the weights that differ."""
-    for note in found.notes:
+    for note in result.notes:
         say(f"note: {note}")
-    same = found.num_weights - len(found.differences)
-    show(f"weights  {same} of {found.num_weights} bit-equal, {in_bytes(found.nbytes)} compared")
-    if found.differences:
+    same = result.num_weights - len(result.differences)
+    show(f"weights  {same} of {result.num_weights} bit-equal, {in_bytes(result.nbytes)} compared")
+    if result.differences:
         rows = [("weight", "elements", "largest difference", "dtype")]
-        for difference in found.differences[:MAX_ITEMS]:
+        for difference in result.differences[:MAX_ITEMS]:
             mine, theirs = difference.dtypes
             dtype = mine if mine == theirs else f"{mine} and {theirs}"
             rows.append((difference.name, str(difference.num_elements), f"{difference.largest:.3g}", dtype))
         for line in table(rows, right=(1, 2)):
             show(f"  {line}")
-        if len(found.differences) > MAX_ITEMS:
-            show(f"  ... and {len(found.differences) - MAX_ITEMS} more")
-    if found.config_differences:
+        if len(result.differences) > MAX_ITEMS:
+            show(f"  ... and {len(result.differences) - MAX_ITEMS} more")
+    if result.config_differences:
         show("config   different")
-        for line in found.config_differences:
+        for line in result.config_differences:
             show(f"  {line}")
     else:
         show("config   means the same")
-    if found.logits is not None:
-        logits = found.logits
+    if result.logits is not None:
+        logits = result.logits
         verdict = "within" if logits.within else "beyond"
         show(
             f"logits   differ by at most {logits.difference:.2g}, {verdict} the tolerance of {logits.tolerance:.2g} "
             f"({logits.num_tokens} tokens, largest logit {logits.largest_logit:.3g}, fp32)"
         )
-    show("equal" if found.equal else "different")
+    show("equal" if result.equal else "different")

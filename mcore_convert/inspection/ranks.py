@@ -1,4 +1,4 @@
-"""What each rank of a layout holds: layers, the share of their weights, and bytes."""
+"""The part of each rank of a layout: its layers, its share of their weights, and its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds what of a model: the tensors of a model chunk on a rank, and the chunk and the ranks of a tensor.
+"""The ranks that hold each tensor of a model, and the tensors that a rank holds of a model chunk.
 
 From Megatron Core 0.16: `transformer/transformer_block.py` (the layers of a stage), `models/gpt/gpt_model.py` (the
 embedding on the first stage, the rest on the last, where a tied embedding has a copy) and

@@ -1,4 +1,4 @@
-"""Where Megatron's buffers of parameters and gradients put each parameter of a model, for every rank of a layout.
+"""The places of parameters in Megatron's buffers of parameters and gradients, for every rank of a layout.
 
 Follows Megatron Core 0.15 to 0.19: `param_and_grad_buffer.py` (`_ParamAndGradBuffer`), `distributed_data_parallel.py`
 (a buffer for each dtype, experts apart where they are spread over ranks) and `optimizer/__init__.py`

@@ -207,13 +207,13 @@ def verify(
     paths = [local_path(str(source)) for source in (a, b)]
     with phase(progress, "opening"):
         first, second = in_one_family(*(identify(path, **options) for path in paths))
-    found = compare(first, second, progress=progress)
+    result = compare(first, second, progress=progress)
     if not logits:
-        return found
+        return result
     from mcore_convert.comparison.logits import TOLERANCE, compare_logits
 
     report = compare_logits(first, second, tolerance=TOLERANCE if tolerance is None else tolerance, progress=progress)
-    return dataclasses.replace(found, logits=report)
+    return dataclasses.replace(result, logits=report)
 
 
 @file_errors()

@@ -1,1 +1,1 @@
-"""What a checkpoint is: its model, its family, its run, its tensors."""
+"""The model, the family, the run and the tensors of a checkpoint."""

@@ -1,4 +1,4 @@
-"""What must hold in the data of a checkpoint, and proving it block by block."""
+"""Conditions on the data of a checkpoint, proven block by block."""
 
 from __future__ import annotations
 

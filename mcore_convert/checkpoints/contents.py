@@ -59,13 +59,10 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contents:
-    """The tensors of a checkpoint. `model` is None where no family knows it, and `error` says why."""
+class Contents(Opened):
+    """An open checkpoint with its tensors."""
 
-    checkpoint: Checkpoint
-    model: Model | None
-    tensors: tuple[Tensor, ...]
-    error: ConfigError | None = None
+    tensors: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -90,14 +87,14 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     checkpoint.check_whole()
     family = family_of(model)
     states = checkpoint.states if optimizer else (PARAM,)
-    found = find_weights(family, model.dims, checkpoint, states, allow_drift=True).slots
-    tensors = tuple(_tensor(item, slots, model, family) for item, slots in found.items() if slots)
-    return Contents(checkpoint, model, tensors)
+    located = find_weights(family, model.dims, checkpoint, states, allow_drift=True).slots
+    tensors = tuple(_tensor(item, slots, model, family) for item, slots in located.items() if slots)
+    return Contents(checkpoint, model, tensors=tensors)
 
 
 def stored_contents(checkpoint: Checkpoint) -> Contents:
     """The tensors that lie in one piece, as they are stored, of whatever model they are."""
-    return Contents(checkpoint, None, tuple(_stored(checkpoint)))
+    return Contents(checkpoint, None, tensors=tuple(_stored(checkpoint)))
 
 
 def family_of(model: Model) -> Family:
@@ -113,28 +110,28 @@ def _tensor(item: Item, slots: list[Slot], model: Model, family: Family) -> Tens
 
 def _stored(checkpoint: Checkpoint) -> list[Tensor]:
     """The tensors of a directory under their own names, layer by layer."""
-    found = []
+    stored = []
     for name, view in checkpoint.whole_views.items():
         weight, expert = _without_number(EXPERT, name, "{expert}")
         weight, layer = _without_number(LAYER, weight, "{layer}")
-        found.append(Tensor(weight, Index(layer, expert), PARAM, view.shape, (Slot(view, Box.whole(view.shape)),)))
-    order = {weight: number for number, weight in enumerate(dict.fromkeys(tensor.weight for tensor in found))}
-    layers = min((order[tensor.weight] for tensor in found if tensor.at.layer is not None), default=0)
+        stored.append(Tensor(weight, Index(layer, expert), PARAM, view.shape, (Slot(view, Box.whole(view.shape)),)))
+    order = {weight: number for number, weight in enumerate(dict.fromkeys(tensor.weight for tensor in stored))}
+    layers = min((order[tensor.weight] for tensor in stored if tensor.at.layer is not None), default=0)
 
     def place(tensor: Tensor) -> tuple[int, int, int, int]:
         """Files are sorted by name, where layer 10 comes before layer 2."""
         at, number = tensor.at, order[tensor.weight]
         return (number if at.layer is None else layers, at.layer or 0, number, at.expert or 0)
 
-    return sorted(found, key=place)
+    return sorted(stored, key=place)
 
 
 def _without_number(pattern: re.Pattern[str], name: str, placeholder: str) -> tuple[str, int | None]:
     """A name with a placeholder for the number that the pattern finds, and that number."""
-    found = pattern.search(name)
-    if found is None:
+    matched = pattern.search(name)
+    if matched is None:
         return name, None
-    return name[: found.start(1)] + placeholder + name[found.end(1) :], int(found[1])
+    return name[: matched.start(1)] + placeholder + name[matched.end(1) :], int(matched[1])
 
 
 def paired(a: Contents, b: Contents) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""What the Hub and the way to it can refuse, in words that say what to do."""
+"""Refusals of the Hub and of the way to it, in words that say what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: its format, its family, its sizes and its configuration."""
+"""Identification of a checkpoint: its format, its family, its sizes and its configuration."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def _identify_megatron(
     rows = checkpoint.embedding_rows
     if rows is None:
         raise UnreadableCheckpoint(f"`{checkpoint.path}` has no `{gpt.EMBEDDING}`")
-    said = vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
+    stated = vocab = vocab_size or args.get("vocab_size") or (config or {}).get("vocab_size")
     if vocab is None:
         vocab = rows
         notes.append(
@@ -270,7 +270,7 @@ def _identify_megatron(
         config,
         tuple(notes),
         refusal,
-        vocab_is_said=said is not None,
+        vocab_is_said=stated is not None,
         choice=choice,
         ignored=ignored,
     )

@@ -65,8 +65,8 @@ class Run:
     def iterations(self) -> dict[int, Path]:
         """The checkpoints that are complete, by their iteration: none after the one that the tracker names."""
         latest = self.latest()
-        found = {number: path for path in iterations(self.checkpoints) if (number := iteration_of(path)) is not None}
-        return {number: found[number] for number in sorted(found) if latest is None or number <= latest}
+        paths = {number: path for path in iterations(self.checkpoints) if (number := iteration_of(path)) is not None}
+        return {number: paths[number] for number in sorted(paths) if latest is None or number <= latest}
 
     def loss_at(self, iteration: int) -> Mapping[str, float]:
         """The last loss of a step (`train`) and of each evaluation up to an iteration; empty where none is known.
@@ -159,8 +159,8 @@ def _data(config: Mapping[str, Any], args: Mapping[str, Any]) -> Iterator[tuple[
     elif config.get("kind") == "mock":
         paths, weights = ["mock data"], [None]
     else:
-        said = args.get("train_data_path") or args.get("data_path")
-        words = [str(word) for word in said] if isinstance(said, list | tuple) else []
+        given = args.get("train_data_path") or args.get("data_path")
+        words = [str(word) for word in given] if isinstance(given, list | tuple) else []
         if len(words) > 1 and len(words) % 2 == 0 and all(map(_is_number, words[::2])):  # WEIGHT PATH WEIGHT PATH
             paths, weights = words[1::2], [float(word) for word in words[::2]]
         else:
@@ -179,5 +179,5 @@ def _count(args: Mapping[str, Any], name: str) -> int | None:
 
 
 def _dict(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}

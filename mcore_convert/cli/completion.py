@@ -1,4 +1,4 @@
-"""What the shell completes beyond options and choices: families, and the words of a run's configuration."""
+"""Shell completion beyond options and choices: families, and the words of a run's configuration."""
 
 from __future__ import annotations
 

@@ -44,43 +44,45 @@ def command(
     from mcore_convert.api import diff
 
     with progress(quiet=quiet) as update:
-        found = diff(a, b, optimizer=optimizer, html=html, progress=update, **given)
+        result = diff(a, b, optimizer=optimizer, html=html, progress=update, **given)
     if json:
-        show(jsonlib.dumps(found.as_dict(), indent=2))
+        show(jsonlib.dumps(result.as_dict(), indent=2))
     elif not quiet:
-        report(found, top)
+        report(result, top)
     if html is not None and not quiet:
         say(f"page written to {html}")
-    if not found.equal:
+    if not result.equal:
         raise typer.Exit(1)
 
 
-def report(found: Comparison, top: int) -> None:
+def report(result: Comparison, top: int) -> None:
     """The result in a few lines, then a line for each weight."""
-    for note in found.notes:
+    for note in result.notes:
         say(f"note: {note}")
-    changed = f"{found.num_changed} of {len(found.changes)} changed, {in_bytes(found.nbytes)} read"
-    facts = [("a", _about(found.a)), ("b", _about(found.b)), ("weights", changed)]
-    if found.num_changed:
-        facts.append(("elements", f"{in_percent(found.share)} changed, |b - a| is {in_digits(found.relative)} of |a|"))
+    changed = f"{result.num_changed} of {len(result.changes)} changed, {in_bytes(result.nbytes)} read"
+    facts = [("a", _about(result.a)), ("b", _about(result.b)), ("weights", changed)]
+    if result.num_changed:
+        facts.append(
+            ("elements", f"{in_percent(result.share)} changed, |b - a| is {in_digits(result.relative)} of |a|")
+        )
     for line in table(facts):
         show(line)
-    for name, only in (("a", found.only_in_a), ("b", found.only_in_b)):
+    for name, only in (("a", result.only_in_a), ("b", result.only_in_b)):
         if only:
             show(f"only in {name}")
             for line in fold(only):
                 show(f"  {line}")
-    if found.config_differences:
+    if result.config_differences:
         show("config")
-        for line in found.config_differences:
+        for line in result.config_differences:
             show(f"  {line}")
-    if found.num_changed:
+    if result.num_changed:
         show()
-        for line in table(changes_by_weight(found), right=(1, 2, 3)):
+        for line in table(changes_by_weight(result), right=(1, 2, 3)):
             show(line)
-    if top and found.num_changed:
+    if top and result.num_changed:
         show()
-        for line in table(most_changed(found, top), right=(1, 2, 3, 4)):
+        for line in table(most_changed(result, top), right=(1, 2, 3, 4)):
             show(line)
 
 
@@ -89,11 +91,11 @@ def _about(side: Compared) -> str:
     return f"{side.path}  {', '.join(filter(None, parts))}"
 
 
-def changes_by_weight(found: Comparison) -> list[tuple[str, ...]]:
+def changes_by_weight(result: Comparison) -> list[tuple[str, ...]]:
     """A line for each weight, its layers folded, in the order of the forward pass."""
     from mcore_convert.comparison.change import total_relative
 
-    bad = any(sum(change.num_bad) for change in found.changes)
+    bad = any(sum(change.num_bad) for change in result.changes)
 
     def line(members: list[Change]) -> tuple[str, ...]:
         bad_a, bad_b = (sum(counts) for counts in zip(*(c.num_bad for c in members), strict=True))
@@ -109,15 +111,15 @@ def changes_by_weight(found: Comparison) -> list[tuple[str, ...]]:
         )
 
     columns = ("changed", "relative", "largest", "at", *(["NaN, inf"] if bad else []), "relative by layer")
-    return [("weight", *columns), *with_headings(folded(found.changes), line)]
+    return [("weight", *columns), *with_headings(folded(result.changes), line)]
 
 
-def most_changed(found: Comparison, count: int) -> list[tuple[str, ...]]:
+def most_changed(result: Comparison, count: int) -> list[tuple[str, ...]]:
     """A line for each of the tensors that changed most."""
     from mcore_convert.comparison.change import in_words
 
     head = ("most changed", "changed", "relative", "cosine", "largest", "at", "from", "to")
-    return [head, *((change.name, *in_words(change).values()) for change in found.most_changed(count))]
+    return [head, *((change.name, *in_words(change).values()) for change in result.most_changed(count))]
 
 
 def _place(change: Change) -> str:

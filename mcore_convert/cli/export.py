@@ -131,14 +131,14 @@ def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, *
     counts = dict.fromkeys(("exported", "there", "refused"), 0)
     try:
         with keyboard_interrupts(), progress(quiet=quiet) as update:
-            for told in export_all(source, destination, progress=update, **wishes):
-                counts[told.state] += 1
+            for swept in export_all(source, destination, progress=update, **wishes):
+                counts[swept.state] += 1
                 if json:
-                    show(jsonlib.dumps(told.as_dict()))
+                    show(jsonlib.dumps(swept.as_dict()))
                 elif not quiet:
-                    show(line_of(told))
-                if told.error is not None:
-                    say(f"error: iteration {told.iteration}: {told.error}")
+                    show(line_of(swept))
+                if swept.error is not None:
+                    say(f"error: iteration {swept.iteration}: {swept.error}")
                 sys.stdout.flush()
     except Interrupted as stop:
         stop.remains = f"{counts['exported']} exported; the same command goes on with the others"
@@ -151,13 +151,13 @@ def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, *
         raise typer.Exit(1)
 
 
-def line_of(told: Swept) -> str:
+def line_of(swept: Swept) -> str:
     """One iteration: `iter_0000100  exported  run/hf/iter_0000100  911 kB`."""
-    words = [f"iter_{told.iteration:07d}", told.state.ljust(len("exported"))]
-    if told.path is not None:
-        words.append(str(told.path))
-        if told.export is not None:
-            words.append(in_bytes(sum(told.export.files.values())))
-    if told.upload is not None:
-        words += [told.upload.url, f"{in_bytes(sum(told.upload.sent.values()))} sent"]
+    words = [f"iter_{swept.iteration:07d}", swept.state.ljust(len("exported"))]
+    if swept.path is not None:
+        words.append(str(swept.path))
+        if swept.export is not None:
+            words.append(in_bytes(sum(swept.export.files.values())))
+    if swept.upload is not None:
+        words += [swept.upload.url, f"{in_bytes(sum(swept.upload.sent.values()))} sent"]
     return "  ".join(words).rstrip()

@@ -1,4 +1,4 @@
-"""What a command that cannot go on leaves: lines on stderr, with `--json` an object on stdout, and an exit code."""
+"""The end of a command that cannot go on: lines on stderr, with `--json` an object on stdout, and an exit code."""
 
 from __future__ import annotations
 

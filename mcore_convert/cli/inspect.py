@@ -61,7 +61,7 @@ def command(
     sizes = {name: size for name, size in layout.items() if size is not None}
     planned = Layout(**part_of(LayoutOptions, sizes)) if sizes else None
     with progress(quiet=quiet) as update:
-        found = inspect(
+        result = inspect(
             path,
             stats=stats,
             optimizer=optimizer,
@@ -71,9 +71,9 @@ def command(
             progress=update,
         )
     if json:
-        show(jsonlib.dumps(found.as_dict(), indent=2, default=str))
+        show(jsonlib.dumps(result.as_dict(), indent=2, default=str))
     elif not quiet:
-        report(found)
+        report(result)
     if html is not None and not quiet:
         say(f"page written to {html}")
 
@@ -112,61 +112,61 @@ def span(indices: range) -> str:
     return f"{indices[0]}-{indices[-1]}" if len(indices) > 1 else str(indices[0])
 
 
-def report(found: Inspection) -> None:
+def report(result: Inspection) -> None:
     """The facts, then the weights."""
-    layout = " ".join(f"{name}={size}" for name, size in (found.layout or {}).items())
-    vocab = str(found.vocab_size)
-    if found.padded_vocab_size != found.vocab_size:
-        vocab += f", padded to {found.padded_vocab_size}"
+    layout = " ".join(f"{name}={size}" for name, size in (result.layout or {}).items())
+    vocab = str(result.vocab_size)
+    if result.padded_vocab_size != result.vocab_size:
+        vocab += f", padded to {result.padded_vocab_size}"
     facts = [
-        ("path", found.path),
-        ("format", found.format + (f" ({found.dialect} keys)" if found.dialect else "")),
-        ("written by", found.written_by),
-        ("family", found.family or "unknown"),
-        ("iteration", found.iteration),
+        ("path", result.path),
+        ("format", result.format + (f" ({result.dialect} keys)" if result.dialect else "")),
+        ("written by", result.written_by),
+        ("family", result.family or "unknown"),
+        ("iteration", result.iteration),
         ("layout", layout),
-        ("parameters", in_parameters(found.num_parameters)),
-        ("dtype", ", ".join(found.dtypes)),
-        ("weights", f"{in_bytes(found.nbytes)} in {found.num_files} file{'s' * (found.num_files != 1)}"),
-        ("embeddings", None if found.tied is None else "tied" if found.tied else "untied"),
-        ("vocabulary", None if found.vocab_size is None else vocab),
-        ("optimizer", f"{found.optimizer} ({found.optimizer_keys} keys)" if found.optimizer else "none"),
+        ("parameters", in_parameters(result.num_parameters)),
+        ("dtype", ", ".join(result.dtypes)),
+        ("weights", f"{in_bytes(result.nbytes)} in {result.num_files} file{'s' * (result.num_files != 1)}"),
+        ("embeddings", None if result.tied is None else "tied" if result.tied else "untied"),
+        ("vocabulary", None if result.vocab_size is None else vocab),
+        ("optimizer", f"{result.optimizer} ({result.optimizer_keys} keys)" if result.optimizer else "none"),
     ]
     for line in table([(name, str(value)) for name, value in facts if value not in (None, "")]):
         show(line)
-    for line in grid(found.ranks):
+    for line in grid(result.ranks):
         show(line)
-    if found.planned:
+    if result.planned:
         show()
         show("planned")
-        for line in grid(found.planned, least=1)[1:]:
+        for line in grid(result.planned, least=1)[1:]:
             show(line)
     show()
-    if found.statistics:
-        report_statistics(found)
+    if result.statistics:
+        report_statistics(result)
     else:
-        report_weights(found)
-    for note in found.notes:
+        report_weights(result)
+    for note in result.notes:
         say(f"note: {note}")
-    for line in found.refusals:
+    for line in result.refusals:
         say(f"note: {line}")
 
 
-def report_weights(found: Inspection) -> None:
+def report_weights(result: Inspection) -> None:
     """A line for each weight, as it is stored."""
     rows = [("weight", "shape", "dtype", "count", "bytes")]
-    for weight in found.weights:
+    for weight in result.weights:
         shape = "x".join(map(str, weight.shape))
         rows.append((weight.name, shape, weight.dtype, str(weight.count), in_bytes(weight.nbytes)))
     for line in table(rows, right=(3, 4)):
         show(line)
 
 
-def report_statistics(found: Inspection) -> None:
+def report_statistics(result: Inspection) -> None:
     """A line for the values of each weight, then what stands out."""
     from mcore_convert.inspection.statistics import total_rms
 
-    bad = any(weight.num_nan or weight.num_inf for weight in found.statistics)
+    bad = any(weight.num_nan or weight.num_inf for weight in result.statistics)
 
     def line(members: list[WeightStatistics]) -> tuple[str, ...]:
         zeros, numel = sum(w.zeros for w in members), sum(w.numel for w in members)
@@ -181,14 +181,14 @@ def report_statistics(found: Inspection) -> None:
         )
 
     head = ("weight", "shape", "rms", "largest", "zeros", *(["NaN, inf"] if bad else []), "rms by layer")
-    for text in table([head, *with_headings(folded(found.statistics), line)], right=(3, 4, 5) if bad else (3, 4)):
+    for text in table([head, *with_headings(folded(result.statistics), line)], right=(3, 4, 5) if bad else (3, 4)):
         show(text)
     show()
-    if not found.outliers:
+    if not result.outliers:
         show("nothing stands out")
         return
     show("what stands out")
-    for outlier in found.outliers[:MAX_ITEMS]:
+    for outlier in result.outliers[:MAX_ITEMS]:
         show(f"  {outlier.text}")
-    if len(found.outliers) > MAX_ITEMS:
-        show(f"  ... and {len(found.outliers) - MAX_ITEMS} more")
+    if len(result.outliers) > MAX_ITEMS:
+        show(f"  ... and {len(result.outliers) - MAX_ITEMS} more")

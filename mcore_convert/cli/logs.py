@@ -1,4 +1,4 @@
-"""What `-v` and `--log-level` ask for: the library's log, on stderr."""
+"""The library's log on stderr, as `-v` and `--log-level` ask for it."""
 
 from __future__ import annotations
 

@@ -32,25 +32,25 @@ class Dtype(StrEnum):
 
 def size(text: str) -> int:
     """A number of bytes from `5GB`, `500MB`, `2GiB` or a plain number."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].upper() not in SIZES or not float(found[1]):
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if matched is None or matched[2].upper() not in SIZES or not float(matched[1]):
         raise typer.BadParameter(f"`{text}` is not a size; write 5GB, 500MB or 2GiB")
-    return int(float(found[1]) * SIZES[found[2].upper()])
+    return int(float(matched[1]) * SIZES[matched[2].upper()])
 
 
 def arguments(texts: list[str] | None) -> dict[str, Any]:
     """Megatron arguments from `NAME=VALUE`; a value is read as JSON where it is JSON."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals:
             raise typer.BadParameter(f"`{text}` is not NAME=VALUE", param_hint="--arg")
         name = name.strip().removeprefix("--").replace("-", "_")
         try:
-            found[name] = json.loads(value)
+            values[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def page_name(path: Path | None) -> Path | None:

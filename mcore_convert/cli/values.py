@@ -32,12 +32,12 @@ def _split(members: Sequence[OfWeight]) -> tuple[str, str]:
     first = members[0]
     name = first.weight.replace("{expert}", _span([m.expert for m in members]))
     name = name if first.state == PARAM else f"{name} ({first.state})"
-    before, found, after = name.partition("{layer}.")
-    return (before + _span([m.layer for m in members]), after) if found else ("", name)
+    before, placeholder, after = name.partition("{layer}.")
+    return (before + _span([m.layer for m in members]), after) if placeholder else ("", name)
 
 
-def _span(found: Iterable[int | None]) -> str:
-    numbers = sorted({number for number in found if number is not None})
+def _span(values: Iterable[int | None]) -> str:
+    numbers = sorted({number for number in values if number is not None})
     if not numbers:
         return ""
     return str(numbers[0]) if len(numbers) == 1 else f"{{{numbers[0]}...{numbers[-1]}}}"

@@ -65,84 +65,84 @@ def command(
             raise typer.Exit(1)
         return
     with progress(quiet=quiet) as update:
-        found = verify(a, b, logits=logits, tolerance=tolerance, progress=update, **given)
+        result = verify(a, b, logits=logits, tolerance=tolerance, progress=update, **given)
     if json:
-        show(jsonlib.dumps(as_dict(found), indent=2))
+        show(jsonlib.dumps(as_dict(result), indent=2))
     elif not quiet:
-        report(found)
-    if not found.equal:
+        report(result)
+    if not result.equal:
         raise typer.Exit(1)
 
 
-def as_dict(found: Verification) -> dict[str, object]:
+def as_dict(result: Verification) -> dict[str, object]:
     """Plain values, for JSON."""
     return {
-        "equal": found.equal,
-        "family": found.family,
-        "num_weights": found.num_weights,
-        "nbytes": found.nbytes,
-        "config_differences": list(found.config_differences),
-        "differences": [vars(difference) for difference in found.differences],
-        "logits": None if found.logits is None else {**vars(found.logits), "within": found.logits.within},
-        "notes": list(found.notes),
+        "equal": result.equal,
+        "family": result.family,
+        "num_weights": result.num_weights,
+        "nbytes": result.nbytes,
+        "config_differences": list(result.config_differences),
+        "differences": [vars(difference) for difference in result.differences],
+        "logits": None if result.logits is None else {**vars(result.logits), "within": result.logits.within},
+        "notes": list(result.notes),
     }
 
 
-def report(found: Verification) -> None:
+def report(result: Verification) -> None:
     """The result in a few lines, and a table of the weights that differ."""
-    for note in found.notes:
+    for note in result.notes:
         say(f"note: {note}")
-    same = found.num_weights - len(found.differences)
-    show(f"weights  {same} of {found.num_weights} bit-equal, {in_bytes(found.nbytes)} compared")
-    if found.differences:
+    same = result.num_weights - len(result.differences)
+    show(f"weights  {same} of {result.num_weights} bit-equal, {in_bytes(result.nbytes)} compared")
+    if result.differences:
         rows = [("weight", "elements", "largest difference", "dtype")]
-        for difference in found.differences[:MAX_ITEMS]:
+        for difference in result.differences[:MAX_ITEMS]:
             mine, theirs = difference.dtypes
             dtype = mine if mine == theirs else f"{mine} and {theirs}"
             rows.append((difference.name, str(difference.num_elements), f"{difference.largest:.3g}", dtype))
         for line in table(rows, right=(1, 2)):
             show(f"  {line}")
-        if len(found.differences) > MAX_ITEMS:
-            show(f"  ... and {len(found.differences) - MAX_ITEMS} more")
-    if found.config_differences:
+        if len(result.differences) > MAX_ITEMS:
+            show(f"  ... and {len(result.differences) - MAX_ITEMS} more")
+    if result.config_differences:
         show("config   different")
-        for line in found.config_differences:
+        for line in result.config_differences:
             show(f"  {line}")
     else:
         show("config   means the same")
-    if found.logits is not None:
-        logits = found.logits
+    if result.logits is not None:
+        logits = result.logits
         verdict = "within" if logits.within else "beyond"
         show(
             f"logits   differ by at most {logits.difference:.2g}, {verdict} the tolerance of {logits.tolerance:.2g} "
             f"({logits.num_tokens} tokens, largest logit {logits.largest_logit:.3g}, fp32)"
         )
-    show("equal" if found.equal else "different")
+    show("equal" if result.equal else "different")
 
 
-def integrity_as_dict(found: Integrity) -> dict[str, object]:
+def integrity_as_dict(result: Integrity) -> dict[str, object]:
     """Plain values, for JSON."""
-    facts = {name: value for name, value in vars(found).items() if name not in ("path", "damages")}
+    facts = {name: value for name, value in vars(result).items() if name not in ("path", "damages")}
     return {
-        "intact": found.intact,
-        "path": str(found.path),
+        "intact": result.intact,
+        "path": str(result.path),
         **facts,
-        "damages": [vars(damage) for damage in found.damages],
+        "damages": [vars(damage) for damage in result.damages],
     }
 
 
-def report_integrity(found: Integrity) -> None:
-    """What a check against the manifest has found, in a few lines."""
-    what = f"{found.num_files} files, {found.num_tensors} tensors"
-    show(f"{found.path}  {what}, {in_bytes(found.nbytes)} read, written by mcore-convert {found.version}")
-    if not found.has_checksums:
+def report_integrity(result: Integrity) -> None:
+    """What a check against the manifest has result, in a few lines."""
+    what = f"{result.num_files} files, {result.num_tensors} tensors"
+    show(f"{result.path}  {what}, {in_bytes(result.nbytes)} read, written by mcore-convert {result.version}")
+    if not result.has_checksums:
         say("note: the manifest has no checksums (--no-checksums): only sizes were compared")
-    if found.unlisted:
-        more = f" and {len(found.unlisted) - MAX_ITEMS} more" if len(found.unlisted) > MAX_ITEMS else ""
-        say(f"note: not in the manifest: {', '.join(found.unlisted[:MAX_ITEMS])}{more}")
-    wrong = [*found.absent, *map(str, found.damages)]
+    if result.unlisted:
+        more = f" and {len(result.unlisted) - MAX_ITEMS} more" if len(result.unlisted) > MAX_ITEMS else ""
+        say(f"note: not in the manifest: {', '.join(result.unlisted[:MAX_ITEMS])}{more}")
+    wrong = [*result.absent, *map(str, result.damages)]
     for line in wrong[:MAX_ITEMS]:
         show(f"  {line}")
     if len(wrong) > MAX_ITEMS:
         show(f"  ... and {len(wrong) - MAX_ITEMS} more")
-    show("intact" if found.intact else "different")
+    show("intact" if result.intact else "different")

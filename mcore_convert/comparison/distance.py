@@ -1,4 +1,4 @@
-"""How far two checkpoints are apart, weight by weight, in any two formats and layouts. Each is read once, in blocks."""
+"""The distance of two checkpoints, weight by weight, in any two formats and layouts. Each is read once, in blocks."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class LogitsReport:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a comparison found."""
+    """The result of a comparison."""
 
     family: str
     num_weights: int
@@ -140,10 +140,10 @@ def config_differences(a: Model, b: Model) -> list[str]:
 def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
     """The weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
     model.checkpoint.check_whole()
-    found = find_weights(family, model.dims, model.checkpoint, states)
+    sources = find_weights(family, model.dims, model.checkpoint, states)
     check_sums(model.checkpoint)
-    prove(check for check in found.checks if check.other is not None)
-    return found
+    prove(check for check in sources.checks if check.other is not None)
+    return sources
 
 
 def _difference(item: Item, mine: list[Slot], theirs: list[Slot], gap: Gap) -> Difference | None:

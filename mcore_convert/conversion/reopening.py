@@ -1,4 +1,4 @@
-"""What was written, as a reader finds it: opened anew from its own headers, before it gets its name."""
+"""The proof of a target before it gets its name: opened anew from its own headers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How a format names and cuts a global tensor, and how its files are read and written. Knows no family."""
+"""Formats: names and cuts of global tensors, and the files that hold them. Knows no family."""

@@ -1,4 +1,4 @@
-"""What a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers, whatever the size."""
+"""The description of a directory: format, family, sizes, layout, weights, optimizer state. Reads headers only."""
 
 from __future__ import annotations
 

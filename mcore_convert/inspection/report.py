@@ -55,23 +55,23 @@ def inspect(
         check_place(Path(html))
     with phase(progress, "opening"):
         opened = open_any(Path(path), ignore_keys=ignore_keys)
-        found = inspection_of(opened)
+        result = inspection_of(opened)
         if planned is not None:
-            found = replace(found, planned=planned_ranks(opened, planned))
+            result = replace(result, planned=planned_ranks(opened, planned))
     if stats or (stats is None and html is not None):
         try:
             contents, notes = _to_measure(opened, optimizer)
             weights = measure(contents, progress=progress)
-            found = replace(found, statistics=weights, outliers=tuple(find_outliers(weights)))
+            result = replace(result, statistics=weights, outliers=tuple(find_outliers(weights)))
         except ConvertError as error:
             if stats:
                 raise
             notes = [f"no statistics: {error.message}"]
-        found = replace(found, notes=(*found.notes, *notes))
+        result = replace(result, notes=(*result.notes, *notes))
     if html is not None:
         with phase(progress, "writing the page"):
-            write_page(Path(html), inspection_page(found, opened, planned))
-    return found
+            write_page(Path(html), inspection_page(result, opened, planned))
+    return result
 
 
 def _to_measure(opened: Opened, optimizer: bool) -> tuple[Contents, list[str]]:
@@ -116,11 +116,11 @@ def diff(
     if first.model is not None and second.model is not None:
         models = in_one_family(first.model, second.model)
         first, second = replace(first, model=models[0]), replace(second, model=models[1])
-    found = compare_contents(*_to_compare(first, second, optimizer), progress=progress)
+    result = compare_contents(*_to_compare(first, second, optimizer), progress=progress)
     if html is not None:
         with phase(progress, "writing the page"):
-            write_page(Path(html), comparison_page(found))
-    return found
+            write_page(Path(html), comparison_page(result))
+    return result
 
 
 def _to_compare(a: Opened, b: Opened, optimizer: bool) -> tuple[Contents, Contents]:

@@ -1,4 +1,4 @@
-"""What the values of a checkpoint are like, weight by weight: norm, largest value, zeros, NaN. Read once, in blocks."""
+"""Statistics of weights: norm, largest value, zeros, NaN. Each weight is read once, in blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What running Megatron Core without CUDA needs: a few entry points that raise there, replaced while in scope.
+"""Megatron Core without CUDA: the few entry points that raise there, replaced while in scope.
 
 Everything replaced here raises on a machine without CUDA, so nothing that worked before works differently. With CUDA
 the functions do nothing. Found by running megatron-core 0.16.1; each entry names the place that calls it.

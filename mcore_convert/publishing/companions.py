@@ -1,4 +1,4 @@
-"""What a model takes along beside its weights: a tokenizer that fits it, and how text is generated with it."""
+"""Companions of a model's weights: a tokenizer that fits it, and the settings of generation."""
 
 from __future__ import annotations
 

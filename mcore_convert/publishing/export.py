@@ -149,20 +149,20 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
     written = plan.target
     nbytes = sum(tensor.meta.nbytes for tensor in prepared.tensors)
     total = plan.nbytes + nbytes
-    found: list[str] = []
+    checksums: list[str] = []
 
     def proven(partial: Path) -> Mapping[Path, bytes]:
         files = dict.fromkeys(partial / view.path.name for view in written.whole_views.values())
         views = {name: view for file in files for name, view in safetensors.read(file).items()}
-        told = None if progress is None else Part(progress, plan.nbytes, total)
+        reading = None if progress is None else Part(progress, plan.nbytes, total)
         with phase(progress, "reading again", nbytes):
-            found.append(read_back(prepared.tensors, views, Meter(nbytes, told)))
-        return {prepared.path / CARD: render(prepared.card, found[0])}
+            checksums.append(read_back(prepared.tensors, views, Meter(nbytes, reading)))
+        return {prepared.path / CARD: render(prepared.card, checksums[0])}
 
     check_sums(plan.source)
     copied = None if progress is None else Part(progress, 0, total)
     notes = execute(plan, overwrite=overwrite, progress=copied, conclude=proven, strict=prepared.strict)
-    return Written(found[0], notes)
+    return Written(checksums[0], notes)
 
 
 def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path:

@@ -38,11 +38,11 @@ class HfTensor:
     def read(self, files: Files, box: Box | None = None) -> Bytes:
         """The elements of a box, or all, as unsigned integers of their size, in row-major order."""
         wanted = box or Box.whole(self.meta.shape)
-        found = cut(list(self.parts), wanted)
-        if len(found) == 1 and found[0].box == wanted:
-            return np.ascontiguousarray(files.read(found[0].view))
+        parts = cut(list(self.parts), wanted)
+        if len(parts) == 1 and parts[0].box == wanted:
+            return np.ascontiguousarray(files.read(parts[0].view))
         whole: Bytes = np.zeros(wanted.sizes, f"u{self.itemsize}")
-        for part in found:
+        for part in parts:
             at = part.box.relative_to(wanted.offsets)
             place = tuple(slice(start, start + size) for start, size in zip(at.offsets, at.sizes, strict=True))
             whole[place] = files.read(part.view)

@@ -1,4 +1,4 @@
-"""What was written, read again: proven to be the source's weights bit for bit, and the checksum of these.
+"""The proof of written tensors, read again: the source's weights bit for bit, and the checksum of these.
 
 The checksum is the SHA-256 of a text with a line `NAME DTYPE SHAPE SHA256` for each tensor, sorted, where SHA256 is
 that of the tensor's elements in row-major order, under its Hugging Face name and as the source stores it. So it is the

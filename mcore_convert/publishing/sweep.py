@@ -78,9 +78,9 @@ def export_all(
     bars: bool = False,
     **options: Unpack[ModelFolderOptions],
 ) -> Iterator[Swept]:
-    """Export every iteration of a run that is not exported yet, in their order; tells of each when it is done.
+    """Export every iteration of a run that is not exported yet, in their order, and yield each when it is done.
 
-    An iteration whose checkpoint cannot be exported is told as `refused`, and the others go on.
+    An iteration whose checkpoint cannot be exported comes as `refused`, and the others go on.
 
     Args:
         run: the directory of a training run, or the one that has its `iter_*`.
@@ -109,24 +109,24 @@ def export_all(
     done: dict[int, State] = {}
     while True:
         with file_errors():
-            found = find_run(path)
-            if found is None and not watch:
+            training = find_run(path)
+            if training is None and not watch:
                 raise UnreadableCheckpoint(
                     f"`{path}` is no training run", hint="its checkpoints are called iter_*, in it or in `checkpoints`"
                 )
-            waiting = _waiting(found, done, until)
-        if found is not None and folder is None and target is None:
-            folder = found.path / "hf"
+            waiting = _waiting(training, done, until)
+        if training is not None and folder is None and target is None:
+            folder = training.path / "hf"
         sweep = _Sweep(folder, target, options, bars, progress)
         for iteration, checkpoint in waiting.items():
-            told = _one(sweep, iteration, checkpoint, watch=watch)
-            if told is None:  # removed by the run, or to be tried again
+            swept = _one(sweep, iteration, checkpoint, watch=watch)
+            if swept is None:  # removed by the run, or to be tried again
                 continue
-            done[iteration] = told.state
-            yield told
+            done[iteration] = swept.state
+            yield swept
         if not watch:
             return
-        last = until if until is not None else _last_of(found)
+        last = until if until is not None else _last_of(training)
         left = [iteration for iteration, checkpoint in waiting.items() if iteration not in done and checkpoint.exists()]
         if last is not None and max(done, default=-1) >= last and not left:
             return
@@ -136,8 +136,8 @@ def export_all(
 
 def _waiting(run: Run | None, done: dict[int, State], until: int | None) -> dict[int, Path]:
     """The iterations that are there and have not been looked at."""
-    found = {} if run is None else run.iterations()
-    return {n: path for n, path in found.items() if n not in done and (until is None or n <= until)}
+    there = {} if run is None else run.iterations()
+    return {n: path for n, path in there.items() if n not in done and (until is None or n <= until)}
 
 
 def _last_of(run: Run | None) -> int | None:
@@ -152,7 +152,7 @@ def _last_of(run: Run | None) -> int | None:
 
 
 def _one(sweep: _Sweep, iteration: int, checkpoint: Path, *, watch: bool) -> Swept | None:
-    """See to one iteration; None where it is not to be told of."""
+    """Export one iteration; None if skipped."""
     final = None if sweep.folder is None else sweep.folder / checkpoint.name
     try:
         return _export_one(sweep, iteration, checkpoint, final)

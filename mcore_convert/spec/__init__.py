@@ -1,4 +1,4 @@
-"""What a conversion is: names, packs, shards, layouts, sizes and families. Data and algebra; reads no file."""
+"""Conversions as data: names, packs, shards, layouts, sizes and families, with their algebra. Reads no file."""
 
 from mcore_convert.spec import vary
 from mcore_convert.spec.config.mapping import ConfigMapping

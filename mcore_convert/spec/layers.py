@@ -1,4 +1,4 @@
-"""Which parts each decoder layer has, from Megatron's arguments: layers need not be alike.
+"""The parts of each decoder layer, from Megatron's arguments: layers need not be alike.
 
 A row of a table may belong to one part, and exists in the layers that have it. A kind of layer that is yet to come
 (a Mamba mixer, latent attention) is a part of its own, and says here where it stands.

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: tensor, pipeline, virtual pipeline and expert parallelism.
+"""Layouts of a model over ranks: tensor, pipeline, virtual pipeline and expert parallelism.
 
 The stage sizes are those of Megatron Core 0.16 (`get_num_layers_to_build`, `PipelineParallelLayerLayout`); where a
 stage begins follows from them, since layers are dealt out in the order (virtual stage, pipeline rank).

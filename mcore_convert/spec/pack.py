@@ -1,4 +1,4 @@
-"""How the Hugging Face tensors of a weight lie in its one global tensor.
+"""Packs: the places of a weight's Hugging Face tensors in its one global tensor.
 
 A `Pack` is a list of pieces, each a box of a Hugging Face tensor and the box of the global tensor that holds the same
 elements. It is plain data: it is inverted by reading it the other way round, cut by intersecting boxes, and it can

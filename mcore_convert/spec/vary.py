@@ -1,4 +1,4 @@
-"""How a family is made from the tables of another one: by exchange, not by inheritance."""
+"""Families made from the tables of others: by exchange, not by inheritance."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where bytes lie and how they move."""
+"""Places of bytes, and moving them."""

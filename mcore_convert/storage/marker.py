@@ -1,4 +1,4 @@
-"""What marks unfinished work on the disk as this tool's own. Nothing that lacks such a mark is ever cleared or renamed.
+"""The mark of this tool's own unfinished work on the disk. Nothing that lacks it is ever cleared or renamed.
 
 A directory that is being written holds a file MARKER with an id. What cannot hold one, a file or what a directory has
 replaced, has the id in its name, and the lock beside it says which id that is.

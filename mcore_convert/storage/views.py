@@ -1,4 +1,4 @@
-"""Where a tensor's bytes lie: in which file, from which byte, with which shape and strides. No bytes are read here.
+"""Views: the file, the first byte, the shape and the strides of a tensor. No bytes are read here.
 
 Everything that moves is in the end a pair of views of equal shape; `elements` copies or compares such pairs and knows
 nothing else.

@@ -1,1 +1,1 @@
-"""What is written for people: quantities, names grouped by weight and layer, steps of a scale."""
+"""Text for people: quantities, names grouped by weight and layer, steps of a scale."""

@@ -1,4 +1,4 @@
-"""What is said of single tensors, gathered by weight and by layer."""
+"""Tensors gathered by weight and by layer, for lines and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pickle may ask for before it is read, and what it may have built afterwards.
+"""Limits of a pickle: on what it may ask for before it is read, and on what it has built afterwards.
 
 Python's own reader takes the memory that a pickle names (a string's length, an entry of its memo), and recurses as
 deep as what it has built. So the opcodes are walked over first, without building anything, and what was built is

@@ -1,4 +1,4 @@
-"""What the restricted reader builds in place of the classes and functions that checkpoints name: nothing that acts."""
+"""Stand-ins for the classes and functions that checkpoints name: records that do nothing."""
 
 from __future__ import annotations
 

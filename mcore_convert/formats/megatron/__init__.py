@@ -1,1 +1,1 @@
-"""What Megatron's formats share: names of modules and flat buffers."""
+"""Names of modules and flat buffers, which Megatron's formats share."""

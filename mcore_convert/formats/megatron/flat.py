@@ -6,7 +6,7 @@ Parameters are laid out in the reverse of the order in which the modules registe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_convert.spec.shard import Box, Shape, Shard
@@ -55,9 +55,15 @@ def starts_of(sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts[::-1], end
 
 
-def slots_of_local(view: View, local: Local) -> list[Slot]:
-    """The slots of a local tensor that lies in one view of its own shape."""
-    return [Slot(view.narrow(inside), outside) for inside, outside in local.boxes]
+def slots_in_global(slots: Iterable[Slot], local: Local) -> Iterator[Slot]:
+    """Yield slots of a local tensor as slots of the global tensor that it is a part of."""
+    for view, box in slots:
+        for inside, outside in local.boxes:
+            common = inside.intersect(box)
+            if common is not None:
+                moved = common.relative_to(inside.offsets)
+                there = Box(tuple(a + b for a, b in zip(moved.offsets, outside.offsets, strict=True)), moved.sizes)
+                yield Slot(view.narrow(common.relative_to(box.offsets)), there)
 
 
 def slots_of_flat(pieces: Sequence[tuple[int, View]], start: int, local: Local) -> list[Slot]:
@@ -66,18 +72,13 @@ def slots_of_flat(pieces: Sequence[tuple[int, View]], start: int, local: Local) 
     Args:
         pieces: the buffer in one-dimensional views, each with its offset in the buffer; a boundary may cut a row.
     """
-    slots = []
+    slots: list[Slot] = []
     for offset, view in pieces:
         low, high = max(offset, start), min(offset + view.shape[0], start + local.numel)
         for box, first in boxes_of_range(local.shape, low - start, high - start) if low < high else ():
             at = view.offset + (start + first - offset) * view.itemsize
             part = View(view.path, at, box.sizes, contiguous_strides(box.sizes, DTYPE_SIZES[view.dtype]), view.dtype)
-            for inside, outside in local.boxes:
-                common = inside.intersect(box)
-                if common is not None:
-                    moved = common.relative_to(inside.offsets)
-                    there = Box(tuple(a + b for a, b in zip(moved.offsets, outside.offsets, strict=True)), moved.sizes)
-                    slots.append(Slot(part.narrow(common.relative_to(box.offsets)), there))
+            slots += slots_in_global([Slot(part, box)], local)
     return slots
 
 

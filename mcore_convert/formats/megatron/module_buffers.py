@@ -1,4 +1,4 @@
-"""Where Megatron's buffers of parameters and gradients put each parameter of a model, for every rank of a layout.
+"""The places of parameters in Megatron's buffers of parameters and gradients, for every rank of a layout.
 
 Follows Megatron Core 0.15 to 0.19: `param_and_grad_buffer.py` (`_ParamAndGradBuffer`), `distributed_data_parallel.py`
 (a buffer for each dtype, experts apart where they are spread over ranks) and `optimizer/__init__.py`
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from mcore_convert.formats.megatron.flat import ALIGNMENT, Local, local_of
@@ -17,8 +17,9 @@ from mcore_convert.formats.megatron.modules import GROUPED, IMPLEMENTATIONS, LOC
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.gpt import EMBEDDING
+from mcore_convert.spec.holding import Holding, is_of_expert
 from mcore_convert.spec.layout import Layout, Rank, Stage
-from mcore_convert.spec.names import Index, placeholders_of, spell
+from mcore_convert.spec.names import Index, spell
 
 Place = tuple[int, int, int, int]  # which optimizer of a chain, data-parallel group, buffer, bucket
 DtypeOf = Callable[[Weight, Index], str | None]
@@ -97,10 +98,10 @@ class Run:
         """Whether experts have buffers and an optimizer of their own, as where they are spread over ranks."""
         return bool(self.dims.num_experts) and self.layout.ep > 1
 
-    @property
-    def shares_embedding(self) -> bool:
-        """Whether the last stage has a copy of the word embedding."""
-        return self.dims.tied and self.layout.pp > 1
+    @cached_property
+    def holding(self) -> Holding:
+        """Which rank holds what."""
+        return Holding(self.layout, self.stages)
 
 
 def orders_of(run: Run) -> list[Order]:
@@ -198,48 +199,11 @@ def _in_buckets(
 
 def _parameters(run: Run, order: Order, stage: Stage, rank: Rank, is_expert: bool) -> Iterator[Parameter]:
     """What an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
-    for weight, at in _indices(run, order, stage, rank):
-        if run.has_expert_optimizer and is_expert != _is_expert(weight):
+    rows = in_module_order(run.rows, order.implementation)
+    shares = run.holding.shares_embedding(run.dims)
+    for weight, at, _, _ in run.holding.held_on(rows, run.dims, stage, rank.ep, grouped=order.experts == GROUPED):
+        if run.has_expert_optimizer and is_expert != is_of_expert(weight):
             continue
-        tp = run.etp if _is_expert(weight) else run.layout.tp
+        tp = run.etp if is_of_expert(weight) else run.layout.tp
         local = local_of(weight.shard, run.dims.shape(weight.shape), tp, rank.tp)
-        yield Parameter(weight, at, local, run.shares_embedding and weight.mcore == EMBEDDING)
-
-
-def _indices(run: Run, order: Order, stage: Stage, rank: Rank) -> Iterator[tuple[Weight, Index]]:
-    """Every weight of a model chunk; the last one has a tied embedding too, as its output layer."""
-    chunks = list(run.stages)
-    is_first, is_last = stage == chunks[0], stage == chunks[-1]
-    for per_layer, block in groupby(in_module_order(run.rows, order.implementation), lambda weight: weight.per_layer):
-        rows = list(block)
-        for layer in run.stages[stage] if per_layer else ():
-            held = [weight for weight in rows if weight.in_layer(layer, run.dims)]
-            for is_expert, part in groupby(held, _is_expert):
-                if is_expert:
-                    yield from _experts(run, order, layer, rank, list(part))
-                else:
-                    yield from ((weight, Index(layer)) for weight in part)
-        for weight in () if per_layer else rows:
-            if is_first if _is_embedding(weight) else is_last:
-                yield weight, Index()
-    if run.shares_embedding and is_last:
-        yield from ((weight, Index()) for weight in run.rows if weight.mcore == EMBEDDING)
-
-
-def _experts(run: Run, order: Order, layer: int, rank: Rank, rows: list[Weight]) -> Iterator[tuple[Weight, Index]]:
-    """The experts of a layer: one after the other, or grouped by the linear layer that holds them all."""
-    experts = run.layout.experts(run.dims.num_experts or 0, rank.ep)
-    modules = [rows]
-    if order.experts == GROUPED:
-        modules = [list(part) for _, part in groupby(rows, lambda weight: (weight.mcore or "").rpartition(".")[0])]
-    for module in modules:
-        for expert in experts:
-            yield from ((weight, Index(layer, expert)) for weight in module)
-
-
-def _is_expert(weight: Weight) -> bool:
-    return "expert" in placeholders_of(weight.mcore or "")
-
-
-def _is_embedding(weight: Weight) -> bool:
-    return (weight.mcore or "").startswith("embedding.")
+        yield Parameter(weight, at, local, shares and weight.mcore == EMBEDDING)

@@ -1,4 +1,4 @@
-"""What Megatron Core's modules call a weight, and the order in which they register parameters.
+"""Names of weights in Megatron Core's modules, and the order in which modules register parameters.
 
 `torch_dist` has one name for a weight. The `torch` format has the module's own, which depends on the layer spec that
 the run was built from, and the flat buffers of a distributed optimizer follow the modules' order.

@@ -1,4 +1,4 @@
-"""What a user may choose for a target in one of Megatron's formats."""
+"""The options of a target in one of Megatron's formats."""
 
 from __future__ import annotations
 

@@ -11,17 +11,18 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
-from mcore_convert.formats.megatron.flat import local_of
+from mcore_convert.formats.megatron.flat import local_of, slots_in_global
 from mcore_convert.formats.megatron.modules import name_in_module
 from mcore_convert.formats.megatron.run_directory import carried_in
 from mcore_convert.formats.mp_rank import optimizer as mp_rank_optimizer
 from mcore_convert.formats.mp_rank.optimizer import Proof
-from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile, slots_in_global
+from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
+from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
-from mcore_convert.spec.names import MASTER, PARAM, Index, spell
+from mcore_convert.spec.names import MASTER, PARAM, spell
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
@@ -125,12 +126,8 @@ class MpRankCheckpoint(Checkpoint):
         return self.files[Rank()]
 
     @cached_property
-    def _stage_of(self) -> dict[int, tuple[Stage, int]]:
-        return {layer: (stage, at) for stage, layers in self.layers.items() for at, layer in enumerate(layers)}
-
-    @cached_property
-    def _last(self) -> Stage:
-        return max(self.layers)
+    def _holding(self) -> Holding:
+        return Holding(self.layout, self.layers)
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """The boxes of one global tensor; what other ranks hold again counts as used, and is given by `replicas`."""
@@ -175,8 +172,8 @@ class MpRankCheckpoint(Checkpoint):
         """Where further copies are: on other tensor or expert ranks, and a tied embedding's on the last stage."""
         stage, ep, name = self._position(item, dims)
         ends = [(stage, name)]
-        if item.weight.mcore == EMBEDDING and dims.tied and self._last.pp != stage.pp:
-            ends.append((self._last, OUTPUT))
+        if item.weight.mcore == EMBEDDING and self._holding.shares_embedding(dims):
+            ends.append((self._holding.last, OUTPUT))
         every = [Place(rank, end.vpp, end_name) for end, end_name in ends for rank in self._ranks(end, ep)]
         first = set(self._places(item, dims))
         return [place for place in every if place not in first]
@@ -194,17 +191,9 @@ class MpRankCheckpoint(Checkpoint):
 
     def _position(self, item: Item, dims: Dims) -> tuple[Stage, int | None, str]:
         """The stage of a weight, its expert rank where it has one, and its name in the modules there."""
-        template, layer, expert = item.weight.mcore, item.at.layer, item.at.expert
-        assert template is not None
-        ep = None
-        if expert is not None:
-            experts = (dims.num_experts or 0) // self.layout.ep
-            ep, expert = expert // experts, expert % experts
-        if layer is not None:
-            stage, layer = self._stage_of[layer]
-        else:
-            stage = Stage(0, 0) if template.startswith("embedding.") else self._last
-        return stage, ep, spell(name_in_module(template, self.implementation, self.experts), Index(layer, expert))
+        assert item.weight.mcore is not None
+        stage, ep, local = self._holding.home_of(item.weight, item.at, dims)
+        return stage, ep, spell(name_in_module(item.weight.mcore, self.implementation, self.experts), local)
 
     def _key(self, place: Place) -> str:
         file = self.files[place.rank]
@@ -239,4 +228,4 @@ class MpRankCheckpoint(Checkpoint):
             elif state != MASTER or view.dtype != "float32":  # a parameter in fp32 is its own master copy
                 findings.missing.append(f"{key} ({state})")
                 return []
-        return slots_in_global(found.arrange(view), local)
+        return list(slots_in_global(found.arrange(view), local))

@@ -1,4 +1,4 @@
-"""Which rank files a layout has, and which layout a set of rank files has: from the run's arguments and the layers.
+"""The rank files of a layout, and the layout of rank files: from the run's arguments and the layers.
 
 The name of a rank's directory is `mp_rank_TT[_PPP][_EEE]` (Megatron-LM, `get_checkpoint_name`): an index is left out
 where its size is 1, so that names alone do not tell expert from pipeline ranks.

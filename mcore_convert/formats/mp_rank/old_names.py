@@ -1,4 +1,4 @@
-"""What Megatron-LM's model classes before Core call a weight, and Core's local spec the same one.
+"""Names of weights in Megatron-LM's model classes before Core, with those of Core's local spec.
 
 The classes were written from the first release (2020) to Core 0.17 (`--use-legacy-models`), under names that changed.
 """

@@ -13,7 +13,6 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.formats.megatron.flat import Local
 from mcore_convert.formats.mp_rank import old_classes
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
@@ -195,16 +194,3 @@ def num_layers_of(chunk: Chunk, where: str) -> int:
     if numbers != set(range(len(numbers))):
         raise UnreadableCheckpoint(f"{where} holds the layers {sorted(numbers)}, which leave numbers out")
     return len(numbers)
-
-
-def slots_in_global(slots: list[Slot], local: Local) -> list[Slot]:
-    """Slots of a local tensor as slots of the global tensor that it is a part of."""
-    found = []
-    for view, box in slots:
-        for inside, outside in local.boxes:
-            common = inside.intersect(box)
-            if common is not None:
-                moved = common.relative_to(inside.offsets)
-                there = Box(tuple(a + b for a, b in zip(moved.offsets, outside.offsets, strict=True)), moved.sizes)
-                found.append(Slot(view.narrow(common.relative_to(box.offsets)), there))
-    return found

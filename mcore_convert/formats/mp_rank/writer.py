@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from mcore_convert.formats.files.torch_tree import Hole, reserve_tree
 from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.flat import local_of
 from mcore_convert.formats.megatron.modules import (
-    EXPERT,
     EXTRA_STATE,
     FINAL_NORM,
+    GROUPED,
     SEQUENTIAL,
     TRANSFORMER_ENGINE,
     in_module_order,
@@ -30,7 +30,8 @@ from mcore_convert.formats.mp_rank.parameters import bucket_size_of
 from mcore_convert.formats.mp_rank.rank_file import DISTRIBUTED_FILE, MODEL_FILE, Chunk, LocalTensor, RankFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
-from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
+from mcore_convert.spec.gpt import OUTPUT
+from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, Index, spell
 from mcore_convert.spec.releases import Release
@@ -69,13 +70,13 @@ class _Model:
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
                 state[f"{module}._extra_state"] = shared if module == FINAL_NORM else extra
-        if stage == self._last:
+        if stage == self._holding.last:
             state["output_layer._extra_state"] = None
         return state
 
-    @property
-    def _last(self) -> Stage:
-        return Stage(self.layout.num_virtual_stages - 1, self.layout.pp - 1)
+    @cached_property
+    def _holding(self) -> Holding:
+        return Holding(self.layout, self.layout.stages(self.dims.num_layers))
 
     def _has_extra_state(self, module: str) -> bool:
         """Every linear layer has one, and with Transformer Engine every norm that is a module of its own.
@@ -91,44 +92,11 @@ class _Model:
 
     def _entries(self, stage: Stage, ep: int) -> Iterator[tuple[str, Weight, Index]]:
         """The tensors of a chunk as its modules register them."""
-        for per_layer, group in itertools.groupby(self.rows, key=lambda weight: weight.per_layer):
-            rows = list(group)
-            if per_layer:
-                for local, layer in enumerate(self.layout.stages(self.dims.num_layers)[stage]):
-                    held = [weight for weight in rows if weight.in_layer(layer, self.dims)]
-                    yield from self._layer(held, local, layer, ep)
-                continue
-            for weight in rows:
-                assert weight.mcore is not None
-                is_first = weight.mcore.startswith("embedding.")
-                if stage == (Stage(0, 0) if is_first else self._last):
-                    yield weight.mcore, weight, Index()
-                if weight.mcore == EMBEDDING:
-                    embedding = weight
-        if stage == self._last and self.dims.tied and stage.pp > 0:
-            yield OUTPUT, embedding, Index()
-
-    def _layer(self, rows: list[Weight], local: int, layer: int, ep: int) -> Iterator[tuple[str, Weight, Index]]:
-        """The tensors of a layer. Experts follow one another, in each linear layer where those are grouped."""
-
-        def module(weight: Weight) -> str:
-            assert weight.mcore is not None
-            if EXPERT not in weight.mcore:
-                return weight.mcore
-            return EXPERT if self.experts == SEQUENTIAL else weight.mcore.rpartition(".")[0]
-
-        for name, group in itertools.groupby(rows, key=module):
-            members = list(group)
-            if EXPERT not in name:
-                yield from ((self._name(weight, Index(local)), weight, Index(layer)) for weight in members)
-                continue
-            for number, expert in enumerate(self.layout.experts(self.dims.num_experts or 0, ep)):
-                for weight in members:
-                    yield self._name(weight, Index(local, number)), weight, Index(layer, expert)
-
-    def _name(self, weight: Weight, at: Index) -> str:
-        assert weight.mcore is not None
-        return spell(name_in_module(weight.mcore, self.implementation, self.experts), at)
+        for held in self._holding.held_on(self.rows, self.dims, stage, ep, grouped=self.experts == GROUPED):
+            assert held.weight.mcore is not None
+            template = OUTPUT if held.is_copy else held.weight.mcore
+            name = spell(name_in_module(template, self.implementation, self.experts), held.local)
+            yield name, held.weight, held.at
 
 
 def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:

@@ -1,4 +1,4 @@
-"""How `torch_dist` names a tensor of the model, or a state of one that an optimizer keeps under the same name.
+"""Keys of `torch_dist`: of the model's tensors, and of states that an optimizer keeps under the same names.
 
 A placeholder of a weight's name is either spelled into the key or becomes a leading axis of its tensor. That is the
 whole difference between the three dialects (Megatron Core, `transformer_block.py`, `sharded_state_dict`):

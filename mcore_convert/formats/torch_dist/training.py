@@ -1,4 +1,4 @@
-"""What `torch_dist` holds of an optimizer beside its tensors: parameter groups, steps, loss scale, scheduler.
+"""The optimizer's state in `torch_dist` beside tensors: parameter groups, steps, loss scale, scheduler.
 
 Optimizers whose form can be resharded have it in the common state; one that is bound to its layout has an object for
 each data-parallel group (Megatron Core 0.8 to 0.19, `optimizer.py` and `distrib_optimizer.py`, `sharded_state_dict`).

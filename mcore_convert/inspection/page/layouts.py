@@ -1,4 +1,4 @@
-"""What a page needs to draw layouts: how each weight is cut, which layers each stage has, and what there is to choose.
+"""The data of a page that draws layouts: cuts of each weight, layers of each stage, and what there is to choose.
 
 The three are independent: tensor parallelism decides the boxes of a weight, the pipeline the layers of a stage, and
 expert parallelism the experts. So the page has each of them once and combines them.

@@ -1,4 +1,4 @@
-"""What does not change the function: keys of `config.json` without effect, and the neutral values of arguments.
+"""Fields without effect on the function: keys of `config.json`, and the neutral values of arguments.
 
 `NEUTRAL` was made by reading the arguments and `TransformerConfig` of Megatron-LM 0.8, 0.12, 0.16.1, 0.19 and main
 (August 2026) one by one. Arguments of dropout, initialisation, fusion, precision, parallelism, data and training are

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fixtures.tokenizer import make_tokenizer
 from tests.conftest import HfMaker
 from train_entry.config.compose import load_config
 from train_entry.config.files import ready_runs
 from train_entry.config.inputs import problems_of_start
+from train_entry.data.prepare import prepare
 
 ROWS = 421  # in the vocabulary of each stand-in, and tokens of its tokenizer
+
+
+def prepared(folder: Path, vocab_size: int) -> Path:
+    """Make a tokenizer of this size, and data with it; return the folder, with `tokenizer` and `text_text_document`."""
+    make_tokenizer(folder / "tokenizer", vocab_size)
+    (folder / "text.txt").write_text("A duck went to the pond.\n" * 200)
+    prepare([str(folder / "text.txt")], str(folder / "text"), tokenizer=str(folder / "tokenizer"), workers=1)
+    return folder
 
 
 def takes_a_checkpoint(name: str) -> bool:

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from fixtures.tokenizer import make_tokenizer
 from mcore_convert.errors import ConvertError
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks
+from tests.ready import prepared
 from train_entry.config.compose import load_config
-from train_entry.data.prepare import prepare
 from train_entry.initialize import OtherRankError
 from train_entry.pretrain import pretrain
 
@@ -25,11 +24,7 @@ WORDS = ("training.steps=2", "logging.tensorboard=false", "logging.plot=false", 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer of 512 tokens and prepared data."""
-    folder = tmp_path_factory.mktemp("tokens")
-    make_tokenizer(folder / "tokenizer", 512)
-    (folder / "text.txt").write_text("A duck went to the pond.\n" * 200)
-    prepare([str(folder / "text.txt")], str(folder / "text"), tokenizer=str(folder / "tokenizer"), workers=1)
-    return folder
+    return prepared(tmp_path_factory.mktemp("tokens"), 512)
 
 
 def indexed(folder: Path) -> list[str]:

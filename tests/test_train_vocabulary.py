@@ -7,26 +7,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fixtures.tokenizer import make_tokenizer
 from mcore_convert.cli import app
 from mcore_convert.errors import ConfigError, DataError
 from tests.conftest import HfMaker
-from tests.ready import FROM_CHECKPOINTS, NEW_MODELS, ROWS, data_of, start_of
+from tests.ready import FROM_CHECKPOINTS, NEW_MODELS, ROWS, data_of, prepared, start_of
 from train_entry.checked import checked
 from train_entry.config.compose import load_config
 from train_entry.config.layouts import ranks_of
 from train_entry.config.schema import Config
-from train_entry.data.prepare import prepare
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of 700 tokens, and data made with it."""
-    folder = tmp_path_factory.mktemp("vocabulary")
-    make_tokenizer(folder / "tokenizer", 700)
-    (folder / "text.txt").write_text("A duck went to the pond.\n" * 50)
-    prepare([str(folder / "text.txt")], str(folder / "text"), tokenizer=str(folder / "tokenizer"), workers=1)
-    return folder
+    return prepared(tmp_path_factory.mktemp("vocabulary"), 700)
 
 
 def config_of(name: str, folder: Path, *words: str) -> Config:

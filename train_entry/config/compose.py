@@ -94,9 +94,10 @@ class Composition:
         for (overrides, other, names), where in entries:
             if names == [OWN]:
                 self._set_values(file, group)
+            elif other is None and not names:
+                pass  # no selection, as below
             elif other == group:
-                for name in names:
-                    self._add_named(group, name, where, (*outer, file.path))
+                self._add_named(group, names, where, (*outer, file.path))
             elif not overrides:
                 self._select(other, names, where, (*outer, file.path))
         self.problems += [
@@ -132,9 +133,11 @@ class Composition:
             line = "is not a group of keys; a choice of it is selected under `defaults:`, or as"
             self.problems.append(f"`{key}` = {shown(value)} {line} `{key}=CHOICE` ({where(key)})")
         elif key.startswith(f"{FLOW}."):  # what options there are, the flow's own model says
-            flow = self.values.get(FLOW, "")
-            options = {"class": flow} if isinstance(flow, str) else flow
-            self.set(FLOW, {**options, key.removeprefix(f"{FLOW}."): value}, where)
+            flow = self.values.get(FLOW)
+            options = dict(flow) if isinstance(flow, Mapping) else {"class": flow or ""}
+            options[key.removeprefix(f"{FLOW}.")] = value
+            self.values.pop(FLOW, None)  # the options of before are among these
+            self.set(FLOW, {name: each for name, each in options.items() if each is not DEFAULT}, where)
         elif value is DEFAULT:
             self.values.pop(key, None)
         elif key in keys():
@@ -186,30 +189,32 @@ class Composition:
             return
         self.selected.add(group)
         names, where = self.selections.get(group, (names, where))
-        if self._are_choices(group, names, where):
-            for name in names:
-                self._add_named(group, name, where, outer)
+        self._add_named(group, names, where, outer)
 
-    def _add_named(self, group: str | None, name: Any, where: str, outer: tuple[Path, ...]) -> None:
-        """Add a choice, or a run that is inherited: the one beside the user's file, or ours."""
-        paths = [folder / (group or "") / f"{name}{ENDING}" for folder in (self.folder, CONFIGS)]
-        path = next((path for path in paths if path.is_file()), None)
-        if path is None:
-            near = nearest(str(name), {*ready_runs(), *names_in(self.folder)} - {outer[-1].stem})
-            self.problems.append(f"there is no run `{name}` to inherit{meant(near)} ({where})")
+    def _add_named(self, group: str | None, names: list[Any], where: str, outer: tuple[Path, ...]) -> None:
+        """Add choices of a group, or a run that is inherited: those beside the user's file, or else ours."""
+        if group is not None and not self._are_choices(group, names, where):
             return
-        try:
-            self.add(read(path), group, outer)
-        except ConfigError as error:
-            self.problems.append(error.message)
+        for name in names:
+            paths = [folder / (group or "") / f"{name}{ENDING}" for folder in (self.folder, CONFIGS)]
+            path = next((path for path in paths if path.is_file()), None)
+            if path is None:
+                near = nearest(str(name), {*ready_runs(), *names_in(self.folder)} - {outer[-1].stem})
+                self.problems.append(f"there is no run `{name}` to inherit{meant(near)} ({where})")
+                continue
+            try:
+                self.add(read(path), group, outer)
+            except ConfigError as error:
+                self.problems.append(error.message)
 
     def _are_choices(self, group: str, names: list[Any], where: str) -> bool:
         """Whether a group, and these choices of it, exist; what does not becomes a problem."""
-        known, before = choices(group, self.folder), len(self.problems)
         if group not in groups():
             self.problems.append(f"there is no group `{group}`{meant(nearest(group, groups()))} ({where})")
-        for name in names if group in groups() else ():
-            if name not in known:
+            return False
+        known, before = choices(group, self.folder), len(self.problems)
+        for name in names:
+            if str(name) not in known:
                 near = nearest(str(name), known)
                 hint = f"did you mean `{group}={near}`? " if near else ""
                 line = f"`{group}` has no choice `{name}`; {hint}it has {', '.join(known)} ({where})"
@@ -222,7 +227,7 @@ def _selection(entry: Any, group: str | None) -> tuple[bool, Any, list[Any]]:
     if isinstance(entry, str):
         other, _, name = entry.lstrip("/").rpartition("/")
         return False, other or group, [name]
-    if not isinstance(entry, Mapping) or len(entry) != 1:
+    if not isinstance(entry, Mapping) or len(entry) != 1 or not str(next(iter(entry))).split():
         return NOTHING
     ((key, names),) = entry.items()
     *words, other = str(key).split()

@@ -164,7 +164,7 @@ def _compare(item: Item, mine: list[Slot], theirs: list[Slot], files: Files, met
         return Difference(str(item), count, largest, dtypes) if count else None
     for slot in mine:
         for part in cut(theirs, slot.box):
-            view = slot.view.narrow(part.box.relative_to(slot.box.offsets))
+            view = slot.part(part.box)
             if view.dtype != part.view.dtype:
                 gap = np.abs(as_float(files.read(view), view.dtype) - as_float(files.read(part.view), part.view.dtype))
                 count += int(np.count_nonzero(gap))

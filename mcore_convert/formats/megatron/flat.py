@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mcore_convert.spec.shard import Box, Shape, Shard
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, View, contiguous_strides
@@ -27,6 +28,7 @@ class Local:
         return Box.whole(self.shape).numel
 
 
+@lru_cache(maxsize=4096)
 def local_of(shard: Shard, shape: Shape, tp: int, rank: int) -> Local:
     """What tensor-parallel rank `rank` holds of a global tensor: its boxes one after the other along the cut."""
     boxes = shard.boxes(shape, tp, rank)

@@ -58,7 +58,10 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.convert --json build/bench.json; convert=$$?; \
 	$(BIN)/python -m benchmarks.reshard --json build/bench-reshard.json; reshard=$$?; \
 	$(BIN)/python -m benchmarks.export --json build/bench-export.json; export=$$?; \
-	$(BIN)/python -m benchmarks.look --json build/bench-look.json && exit $$((convert | reshard | export))
+	$(BIN)/python -m benchmarks.convert_experts --json build/bench-experts.json; experts=$$?; \
+	$(BIN)/python -m benchmarks.plan --json build/bench-plan.json; plan=$$?; \
+	$(BIN)/python -m benchmarks.look --json build/bench-look.json && \
+		exit $$((convert | reshard | export | experts | plan))
 
 clean:
 	rm -rf .venv build dist demo_output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from argparse import Namespace
@@ -77,7 +78,7 @@ def llama_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def nbytes_of(shape: tuple[int, ...]) -> int:
     """Bytes of a bfloat16 tensor."""
-    return 2 * int(np.prod(shape, dtype=np.int64))
+    return 2 * math.prod(shape)
 
 
 def llama_nbytes(config: dict[str, Any]) -> int:
@@ -98,11 +99,23 @@ def random_bfloat16(count: int, seed: int = 0) -> Bits:
 
 
 def make_llama(path: Path, config: dict[str, Any], *, shards: int = 2, sparse: bool = False, seed: int = 0) -> Path:
-    """Write a bfloat16 Llama as a Hugging Face directory. `sparse` leaves holes in place of values: zeros, no room."""
+    """Write a bfloat16 Llama as a Hugging Face directory."""
+    return make_hf(path, config, llama_shapes(config), shards=shards, sparse=sparse, seed=seed)
+
+
+def make_hf(
+    path: Path,
+    config: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    shards: int,
+    sparse: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Write tensors in bfloat16 as a Hugging Face directory. `sparse` leaves holes for values: zeros, no room."""
     path.mkdir(parents=True)
-    shapes = llama_shapes(config)
     names = list(shapes)
-    total = llama_nbytes(config)
+    total = sum(map(nbytes_of, shapes.values()))
     weight_map = {}
     done = 0
     for name in names:

@@ -66,9 +66,9 @@ def timed(command: Command, target: Path, *, fsync: bool = False) -> float:
         shutil.rmtree(target, ignore_errors=True)
 
 
-def speed(place: Path, config: dict[str, object], rounds: int, *, fsync: bool = False) -> list[Figure]:
+def speed(place: Path, hf: Path, rounds: int, *, fsync: bool = False) -> list[Figure]:
     """Both directions against `cp` of the same bytes. The commands of a round run in turn, so that drift hits all."""
-    hf, dist, target = make_llama(place / "hf", config), place / "dist", place / "target"
+    dist, target = place / "dist", place / "target"
     seconds(convert(hf, dist, "torch_dist"))  # the source of the way back; warms up both
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
@@ -142,7 +142,7 @@ def measure(rounds: int, layers: int, skipped: Sequence[str]) -> list[Figure]:
         raise SystemExit(f"error: {3.3 * llama_nbytes(config) / 1e9:.1f} GB of room are needed in {MEMORY} or {disk}")
     say(f"{llama_nbytes(config) / 1e9:.2f} GB of bfloat16, in {place}, medians of {rounds} rounds")
     with folder(place) as path:
-        figures = speed(Path(path), config, rounds)
+        figures = speed(Path(path), make_llama(Path(path) / "hf", config), rounds)
     with folder(place) as path:
         peaks = memory(Path(path), config)
     figures += [Figure(f"peak memory, {name}", peak, "MiB", PEAK_MIB) for name, peak in peaks.items()]
@@ -163,7 +163,7 @@ def measure(rounds: int, layers: int, skipped: Sequence[str]) -> list[Figure]:
     else:
         say(f"the disk of {disk}, written through")
         with folder(disk) as path:
-            figures += speed(Path(path), config, min(rounds, 3), fsync=True)
+            figures += speed(Path(path), make_llama(Path(path) / "hf", config), min(rounds, 3), fsync=True)
 
     with folder(disk) as path:
         return figures + instant(Path(path))

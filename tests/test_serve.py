@@ -52,7 +52,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         server.wait(timeout=30)
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama-gqa"])
+@pytest.fixture(scope="module", params=["gpt2", "llama-gqa", "qwen3_moe-dense-layers"])
 def model(request: pytest.FixtureRequest, hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An export of a Megatron checkpoint."""
     folder = tmp_path_factory.mktemp("served")

@@ -110,8 +110,7 @@ def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item
 def equal_checks(replica: Slot, slots: list[Slot], failure: str, *, hint: str | None = None) -> Iterator[Check]:
     """That a slot holds what others hold of the same box."""
     for part in cut(slots, replica.box):
-        mine = replica.view.narrow(part.box.relative_to(replica.box.offsets))
-        yield Check(mine, part.view, failure, hint=hint)
+        yield Check(replica.part(part.box), part.view, failure, hint=hint)
 
 
 def _tied_checks(

@@ -79,9 +79,7 @@ class Plan:
 
 def _copies(slots: list[Slot], place: Slot) -> list[Copy]:
     """What fills a slot of the target, from those of the source."""
-    return [
-        Copy(part.view, place.view.narrow(part.box.relative_to(place.box.offsets))) for part in cut(slots, place.box)
-    ]
+    return [Copy(part.view, place.part(part.box)) for part in cut(slots, place.box)]
 
 
 def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoint) -> tuple[Move, ...]:

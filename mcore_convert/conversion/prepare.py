@@ -14,12 +14,14 @@ from mcore_convert.formats.registry import target_named
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.names import PARAM
+from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.disk import stamped
 from mcore_convert.text.quantities import in_bytes
 
 logger = logging.getLogger(__name__)
 
 
+@without_collection()
 def plan_conversion(model: Model, target: Target) -> Plan:
     """Plan a conversion completely; nothing is written.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mcore_convert.errors import ConfigError
@@ -96,6 +97,10 @@ class Dims:
 
     def size(self, word: str) -> int:
         """The size that a word of a shape stands for; `vocab` is the true vocabulary."""
+        return self._sizes[word]
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
         return {
             "vocab": self.vocab_size,
             "positions": self.max_position_embeddings,
@@ -111,7 +116,7 @@ class Dims:
             "shared_ffn": self.shared_ffn_hidden_size or 0,
             "gated_shared_ffn": 2 * (self.shared_ffn_hidden_size or 0),
             "one": 1,
-        }[word]
+        }
 
     def padded_shape(self, words: tuple[str, ...], *, vocab: bool) -> Shape:
         """The shape as Megatron holds it: a `vocab` row with its padding."""
@@ -120,4 +125,10 @@ class Dims:
 
     def shape(self, words: tuple[str, ...]) -> Shape:
         """The shape that the words of a row describe."""
-        return tuple(self.size(word) for word in words)
+        if words not in self._shapes:
+            self._shapes[words] = tuple(self.size(word) for word in words)
+        return self._shapes[words]
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[str, ...], Shape]:
+        return {}  # asked for every expert of every layer

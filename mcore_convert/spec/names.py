@@ -22,6 +22,7 @@ class Index:
     expert: int | None = None
 
 
+@lru_cache(maxsize=4096)
 def placeholders_of(template: str) -> tuple[str, ...]:
     """The placeholders that stand in a template, in the order of PLACEHOLDERS."""
     return tuple(name for name in PLACEHOLDERS if f"{{{name}}}" in template)
@@ -32,6 +33,7 @@ def spell(template: str, at: Index) -> str:
     return template.replace("{layer}", str(at.layer)).replace("{expert}", str(at.expert))
 
 
+@lru_cache(maxsize=4096)
 def drop(template: str, *names: str) -> str:
     """The template without the given placeholders, as where they are axes: `h.{layer}.ln` becomes `h.ln`."""
     for name in names:

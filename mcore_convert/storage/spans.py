@@ -75,8 +75,7 @@ def paired_spans(mine: Sequence[Slot], theirs: Sequence[Slot]) -> list[Span]:
     pairs = []
     for slot in mine:
         for part in cut(list(theirs), slot.box):
-            view = slot.view.narrow(part.box.relative_to(slot.box.offsets))
-            pairs.append(((view, part.view), part.box))
+            pairs.append(((slot.part(part.box), part.view), part.box))
     return _joined(pairs)
 
 

@@ -7,8 +7,9 @@ nothing else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -126,6 +127,10 @@ class Slot(NamedTuple):
     view: View
     box: Box
 
+    def part(self, box: Box) -> View:
+        """The view of a box of the global tensor that lies in the slot's own."""
+        return self.view if box == self.box else self.view.narrow(box.relative_to(self.box.offsets))
+
 
 class Sum(NamedTuple):
     """The CRC-32 that a writer stored of some bytes of a file, under the name of their record."""
@@ -137,18 +142,29 @@ class Sum(NamedTuple):
     checksum: int
 
 
-def cut(slots: list[Slot], box: Box) -> list[Slot]:
+FEW = 64  # boxes of one weight in one file: those of its experts and layers are alike, and looked at once
+
+
+def cut(slots: Sequence[Slot], box: Box) -> list[Slot]:
     """The parts of the slots that lie in a box of the global tensor."""
-    parts = []
-    for slot in slots:
-        common = slot.box.intersect(box)
-        if common is not None:
-            parts.append(Slot(slot.view.narrow(common.relative_to(slot.box.offsets)), common))
-    return parts
+    common = (_common if len(slots) <= FEW else _common.__wrapped__)(tuple(slot.box for slot in slots), box)
+    return [Slot(slots[number].part(part), part) for number, part in common]
 
 
-def untiled(boxes: list[Box], shape: Shape) -> str | None:
+@lru_cache(maxsize=4096)
+def _common(boxes: tuple[Box, ...], box: Box) -> list[tuple[int, Box]]:
+    """Which of the boxes have a part in another one, and what part."""
+    parts = ((number, each.intersect(box)) for number, each in enumerate(boxes))
+    return [(number, part) for number, part in parts if part is not None]
+
+
+def untiled(boxes: Sequence[Box], shape: Shape) -> str | None:
     """Why the boxes do not tile a tensor exactly, or None where they do."""
+    return (_untiled if len(boxes) <= FEW else _untiled.__wrapped__)(tuple(boxes), shape)
+
+
+@lru_cache(maxsize=4096)
+def _untiled(boxes: tuple[Box, ...], shape: Shape) -> str | None:
     whole = Box.whole(shape)
     for box in boxes:
         if len(box.sizes) != len(shape) or box.intersect(whole) != box:
@@ -162,8 +178,25 @@ def untiled(boxes: list[Box], shape: Shape) -> str | None:
     return None
 
 
-def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element. Sorted by their first offsets, so that only neighbours are compared."""
+def _overlap(boxes: Sequence[Box], axis: int = 0) -> tuple[Box, Box] | None:
+    """Two boxes that share an element. Those that lie apart along one dimension or another are not compared."""
+    if len(boxes) < 2:
+        return None
+    if axis == len(boxes[0].sizes):
+        return _overlapping_pair(boxes)
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offsets[axis]):
+        if box.offsets[axis] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offsets[axis] + box.sizes[axis])
+    found = (_overlap(group, axis + 1) for group in groups if len(group) > 1)
+    return next(filter(None, found), None)
+
+
+def _overlapping_pair(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """The same of boxes of which none lies apart. Sorted by their first offsets, so that neighbours are compared."""
     active: list[Box] = []
     for box in sorted(boxes):
         start = box.offsets[0] if box.offsets else 0

@@ -1,16 +1,25 @@
-"""Writing pickles of classes that need not be importable: they are named, not loaded."""
+"""Writing pickles of classes that need not be importable: they are named, not loaded.
+
+Python's fast pickler looks every class up that it names. The one that can be taught not to is written in Python, and
+took longer for a model of many experts than all else that a plan needs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
 import pickle
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import lru_cache
+from itertools import islice
+from typing import Any
 
 from mcore_convert.formats.files.pickles import DTYPE_STORAGES, TensorRef
 from mcore_convert.spec.config.arguments import TorchDtype
+
+BATCH = 1000  # entries of a list or dict that a reader holds before it adds them, as in Python's own pickles
 
 
 @dataclass(frozen=True)
@@ -37,68 +46,186 @@ class Instance:
     state: Any
 
 
-@dataclass(frozen=True)
-class _Persistent:
-    pid: tuple[Any, ...]
+REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+NO_HOOKS = Call(Global("collections", "OrderedDict"), ())
+NAMESPACE = Global("argparse", "Namespace")
+STORAGES = {dtype: Global("torch", storage) for dtype, storage in DTYPE_STORAGES.items()}
 
 
-class _Pickler(pickle._Pickler):
-    """Protocol 2, with the records of this module in place of the classes that they name."""
+class _Writer:
+    """Protocol 2, with the records of this module in place of the classes that they name.
 
-    dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(pickle._Pickler.dispatch)
-    save: Callable[[Any], None]
-    write: Callable[[bytes], Any]
+    Strings and names that occur again are referred to, other objects are not: remembering every one would cost more
+    memory than all else that writing needs. Equal trees have equal bytes.
+    """
 
-    def memoize(self, obj: Any) -> None:
-        """Remember names only: remembering every object would cost more memory than all else that writing needs."""
-        if isinstance(obj, str | Global):
-            super().memoize(obj)  # type: ignore[misc]  # typeshed leaves it out
+    def __init__(self) -> None:
+        self.content = bytearray(pickle.PROTO + b"\x02")
+        self._memo: dict[str | Global, bytes] = {}
 
-    def save_global_name(self, item: Global) -> None:
-        self.write(pickle.GLOBAL + f"{item.module}\n{item.name}\n".encode())
-        self.memoize(item)
+    def write(self, item: Any) -> None:
+        """Append an object."""
+        kind = type(item)
+        if kind is int:
+            self.content += _integer(item)
+        else:
+            _WRITERS.get(kind, _Writer._other)(self, item)
 
-    def save_call(self, item: Call) -> None:
-        self.save(item.function)
-        self.save(item.args)
-        self.write(pickle.REDUCE)
+    def _remember(self, item: str | Global) -> None:
+        """Number what was written last, so that it can be referred to."""
+        number = len(self._memo)
+        self.content += _numbered(pickle.BINPUT, pickle.LONG_BINPUT, number)
+        self._memo[item] = _numbered(pickle.BINGET, pickle.LONG_BINGET, number)
 
-    def save_instance(self, item: Instance) -> None:
-        self.save(item.kind)
-        self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+    def _string(self, item: str) -> None:
+        known = self._memo.get(item)
+        if known is not None:
+            self.content += known
+            return
+        encoded = item.encode("utf-8", "surrogatepass")
+        self.content += pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+        self._remember(item)
+
+    def _global(self, item: Global) -> None:
+        known = self._memo.get(item)
+        if known is not None:
+            self.content += known
+            return
+        self.content += pickle.GLOBAL + f"{item.module}\n{item.name}\n".encode()
+        self._remember(item)
+
+    def _constant(self, item: bool | None) -> None:
+        self.content += pickle.NONE if item is None else pickle.NEWTRUE if item else pickle.NEWFALSE
+
+    def _float(self, item: float) -> None:
+        self.content += pickle.BINFLOAT + struct.pack(">d", item)
+
+    def _tuple(self, item: tuple[Any, ...]) -> None:
+        if all(type(part) is int for part in item):
+            self.content += _integers(item)
+            return
+        if len(item) > 3:
+            self.content += pickle.MARK
+        for part in item:
+            self.write(part)
+        self.content += _TUPLES.get(len(item), pickle.TUPLE)
+
+    def _list(self, item: list[Any]) -> None:
+        self.content += pickle.EMPTY_LIST
+        self._batches(item, pickle.APPEND, pickle.APPENDS)
+
+    def _dict(self, item: Mapping[Any, Any]) -> None:
+        self.content += pickle.EMPTY_DICT
+        self._batches(item.items(), pickle.SETITEM, pickle.SETITEMS)
+
+    def _batches(self, items: Collection[Any], one: bytes, several: bytes) -> None:
+        """Append what a list or a dict holds; of a dict, pairs."""
+        left, is_one = iter(items), len(items) == 1
+        for _ in range(0, len(items), BATCH):
+            self.content += b"" if is_one else pickle.MARK
+            for part in islice(left, BATCH):
+                if one is pickle.SETITEM:
+                    self.write(part[0])
+                    self.write(part[1])
+                else:
+                    self.write(part)
+            self.content += one if is_one else several
+
+    def _call(self, item: Call) -> None:
+        self._global(item.function)
+        self._tuple(item.args)
+        self.content += pickle.REDUCE
+
+    def _instance(self, item: Instance) -> None:
+        self._global(item.kind)
+        self.content += pickle.EMPTY_TUPLE + pickle.NEWOBJ
         if item.state is not None:
-            self.save(item.state)
-            self.write(pickle.BUILD)
+            self.write(item.state)
+            self.content += pickle.BUILD
 
-    def save_persistent(self, item: _Persistent) -> None:
-        self.save(item.pid)
-        self.write(pickle.BINPERSID)
+    def _dtype(self, item: TorchDtype) -> None:
+        self._global(Global("torch", item.name))
 
-    def save_dtype(self, item: TorchDtype) -> None:
-        self.save(Global("torch", item.name))
+    def _namespace(self, item: argparse.Namespace) -> None:
+        self._instance(Instance(NAMESPACE, vars(item)))
 
-    def save_namespace(self, item: argparse.Namespace) -> None:
-        self.save(Instance(Global("argparse", "Namespace"), dict(vars(item))))
-
-    def save_tensor(self, item: TensorRef) -> None:
+    def _tensor(self, item: TensorRef) -> None:
+        """As `torch.save` writes one: its storage is a persistent id, and a function puts it together."""
         storage = item.storage
-        kind = Global("torch", DTYPE_STORAGES[storage.dtype])
-        persistent = _Persistent(("storage", kind, storage.key, "cpu", storage.numel))
-        hooks = Call(Global("collections", "OrderedDict"), ())
-        rebuild = Global("torch._utils", "_rebuild_tensor_v2")
-        self.save(Call(rebuild, (persistent, item.offset, item.shape, item.strides, False, hooks)))
+        self._global(REBUILD)
+        self.content += pickle.MARK + pickle.MARK
+        self._string("storage")
+        self._global(STORAGES[storage.dtype])
+        self._string(storage.key)
+        self._string("cpu")
+        self.content += _integer(storage.numel) + pickle.TUPLE + pickle.BINPERSID
+        self.content += _integer(item.offset) + _integers(item.shape) + _integers(item.strides) + pickle.NEWFALSE
+        self._call(NO_HOOKS)
+        self.content += pickle.TUPLE + pickle.REDUCE
 
-    dispatch[Global] = save_global_name
-    dispatch[Call] = save_call
-    dispatch[Instance] = save_instance
-    dispatch[_Persistent] = save_persistent
-    dispatch[TorchDtype] = save_dtype
-    dispatch[argparse.Namespace] = save_namespace
-    dispatch[TensorRef] = save_tensor
+    def _other(self, item: Any) -> None:
+        """A value of a class of Python's own, such as a set or bytes, as Python writes it."""
+        buffer = io.BytesIO()
+        writer = _PythonWriter(buffer, protocol=2)
+        writer.fast = True  # without numbers, which would be those of this pickle
+        writer.dump(item)
+        self.content += buffer.getvalue()[2:-1]  # without the protocol and the end
+
+
+class _PythonWriter(pickle.Pickler):
+    """Python's own pickler, for values that need no class of ours: a reader does not have those."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = obj if isinstance(obj, type) else type(obj)
+        if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            raise TypeError(f"{obj!r} cannot be written into a pickle")
+        return NotImplemented
+
+
+_TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
+_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
+    str: _Writer._string,
+    Global: _Writer._global,
+    bool: _Writer._constant,
+    type(None): _Writer._constant,
+    float: _Writer._float,
+    tuple: _Writer._tuple,
+    list: _Writer._list,
+    dict: _Writer._dict,
+    Call: _Writer._call,
+    Instance: _Writer._instance,
+    TorchDtype: _Writer._dtype,
+    argparse.Namespace: _Writer._namespace,
+    TensorRef: _Writer._tensor,
+}
+
+
+def _numbered(short: bytes, long: bytes, number: int) -> bytes:
+    return short + struct.pack("<B", number) if number < 256 else long + struct.pack("<I", number)
+
+
+def _integer(item: int) -> bytes:
+    if 0 <= item < 0x100:
+        return pickle.BININT1 + struct.pack("<B", item)
+    if 0 <= item < 0x10000:
+        return pickle.BININT2 + struct.pack("<H", item)
+    if -0x80000000 <= item < 0x80000000:
+        return pickle.BININT + struct.pack("<i", item)
+    encoded = pickle.encode_long(item)
+    if len(encoded) < 256:
+        return pickle.LONG1 + struct.pack("<B", len(encoded)) + encoded
+    return pickle.LONG4 + struct.pack("<i", len(encoded)) + encoded
+
+
+@lru_cache(maxsize=4096)
+def _integers(items: tuple[int, ...]) -> bytes:
+    """A tuple of integers alone, as shapes are: many are equal."""
+    parts = b"".join(map(_integer, items))
+    return parts + _TUPLES[len(items)] if len(items) <= 3 else pickle.MARK + parts + pickle.TUPLE
 
 
 def dumps(tree: Any) -> bytes:
     """The pickle of a tree of plain values, Namespaces and the records of this module."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(tree)
-    return buffer.getvalue()
+    writer = _Writer()
+    writer.write(tree)
+    return bytes(writer.content + pickle.STOP)

@@ -207,6 +207,11 @@ class Archive:
     literals: tuple[tuple[int, bytes], ...]
     holes: tuple[int, ...]
 
+    def filled(self, *contents: bytes) -> Archive:
+        """The archive with what belongs into its holes: complete."""
+        pieces = sorted([*self.literals, *zip(self.holes, contents, strict=True)])
+        return Archive(self.size, ((0, b"".join(content for _, content in pieces)),), ())
+
 
 def lay_out(tree_of: Callable[[list[TensorRef]], Any], tensors: list[TensorMeta], name: str = "archive") -> Archive:
     """Lay out the file that `torch.save` would write for an object with these row-major tensors in it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mcore_convert.spec.shard import Box, Shape, Shard
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, View, contiguous_strides
@@ -27,6 +28,7 @@ class Local:
         return Box.whole(self.shape).numel
 
 
+@lru_cache(maxsize=4096)
 def local_of(shard: Shard, shape: Shape, tp: int, rank: int) -> Local:
     """What tensor-parallel rank `rank` holds of a global tensor: its boxes one after the other along the cut."""
     boxes = shard.boxes(shape, tp, rank)
@@ -59,6 +61,9 @@ def slots_in_global(slots: Iterable[Slot], local: Local) -> Iterator[Slot]:
     """Yield slots of a local tensor as slots of the global tensor that it is a part of."""
     for view, box in slots:
         for inside, outside in local.boxes:
+            if inside == box:
+                yield Slot(view, outside)
+                continue
             common = inside.intersect(box)
             if common is not None:
                 moved = common.relative_to(inside.offsets)

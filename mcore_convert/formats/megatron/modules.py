@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from functools import lru_cache
 
 from mcore_convert.spec.family import Weight
 
@@ -47,6 +48,7 @@ LOCAL_ORDER = (
 )
 
 
+@lru_cache
 def name_in_module(name: str, implementation: str, experts: str) -> str:
     """The template of a weight in the `torch` format, from its template in `torch_dist`."""
     if EXPERT in name:

@@ -162,11 +162,7 @@ class MpRankCheckpoint(Checkpoint):
     def _places(self, item: Item, dims: Dims) -> list[Place]:
         """Where the first copy of each part is: one place for each tensor rank, or one where the weight is not cut."""
         stage, ep, name = self._position(item, dims)
-        first: dict[int, Rank] = {}
-        for rank in self._ranks(stage, ep):
-            _, part = self.layout.cut_at(rank, is_expert=ep is not None)
-            first.setdefault(part if item.weight.shard.dim is not None else 0, rank)
-        return [Place(rank, stage.vpp, name) for _, rank in sorted(first.items())]
+        return [Place(rank, stage.vpp, name) for rank in self._first_ranks(stage.pp, ep, item.weight.shard.dim)]
 
     def _copies(self, item: Item, dims: Dims) -> list[Place]:
         """Where further copies are: on other tensor or expert ranks, and a tied embedding's on the last stage."""
@@ -174,20 +170,36 @@ class MpRankCheckpoint(Checkpoint):
         ends = [(stage, name)]
         if item.weight.mcore == EMBEDDING and self._holding.shares_embedding(dims):
             ends.append((self._holding.last, OUTPUT))
-        every = [Place(rank, end.vpp, end_name) for end, end_name in ends for rank in self._ranks(end, ep)]
-        first = set(self._places(item, dims))
-        return [place for place in every if place not in first]
+        first = self._first_ranks(stage.pp, ep, item.weight.shard.dim)
+        return [
+            Place(rank, end.vpp, end_name)
+            for end, end_name in ends
+            for rank in self._ranks[end.pp, ep]
+            if end is not stage or rank not in first
+        ]
 
-    def _ranks(self, stage: Stage, ep: int | None) -> list[Rank]:
-        """The ranks of a stage, or those of them that have an expert rank."""
-        return [rank for rank in self._by_stage[stage.pp] if ep is None or rank.ep == ep]
+    def _first_ranks(self, pp: int, ep: int | None, dim: int | None) -> list[Rank]:
+        """The first rank with each part of a weight that is cut along `dim`, in the order of the parts."""
+        if (pp, ep, dim) not in self._first_by_cut:
+            first: dict[int, Rank] = {}
+            for rank in self._ranks[pp, ep]:
+                _, part = self.layout.cut_at(rank, is_expert=ep is not None)
+                first.setdefault(part if dim is not None else 0, rank)
+            self._first_by_cut[pp, ep, dim] = [rank for _, rank in sorted(first.items())]
+        return self._first_by_cut[pp, ep, dim]
 
     @cached_property
-    def _by_stage(self) -> Mapping[int, list[Rank]]:
-        by_stage: dict[int, list[Rank]] = {}
+    def _first_by_cut(self) -> dict[tuple[int, int | None, int | None], list[Rank]]:
+        return {}
+
+    @cached_property
+    def _ranks(self) -> Mapping[tuple[int, int | None], list[Rank]]:
+        """The ranks of each pipeline stage, all of them under None, and those with each expert rank."""
+        ranks: dict[tuple[int, int | None], list[Rank]] = {}
         for rank in self.layout.ranks():
-            by_stage.setdefault(rank.pp, []).append(rank)
-        return by_stage
+            ranks.setdefault((rank.pp, None), []).append(rank)
+            ranks.setdefault((rank.pp, rank.ep), []).append(rank)
+        return ranks
 
     def _position(self, item: Item, dims: Dims) -> tuple[Stage, int | None, str]:
         """The stage of a weight, its expert rank where it has one, and its name in the modules there."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mcore_convert.errors import MappingError, UnreadableCheckpoint
+from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Training
 from mcore_convert.formats.files.torch_archive import scalar
 from mcore_convert.formats.mp_rank.parameters import (
@@ -32,6 +32,7 @@ from mcore_convert.storage.views import TensorMeta, View
 # What a file holds beside its model, optimizer and random states, under the names of all versions.
 KNOWN = ("args", "checkpoint_version", "iteration", "total_iters", "optimizer", "opt_param_scheduler", "lr_scheduler")
 RANDOM = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+WHY_JOINED = "joins experts, as `GroupedMLP` of Megatron Core up to 0.16 did: only its weights are read"
 
 # The states of each parameter of a chunk, each a view of the parameter's own shape.
 ChunkStates = Mapping[str, Mapping[str, View]]
@@ -82,6 +83,9 @@ def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, .
         MappingError: the optimizer's state does not fit the model's parameters.
         UnreadableCheckpoint: `distrib_optim.pt` is missing or damaged.
     """
+    joined = {local.joined: None for chunk in file.chunks for local in chunk.values() if local.joined is not None}
+    if joined:
+        raise _refusal(file, [f"{key} {WHY_JOINED}" for key in fold(joined)])
     parts = _parts(file.tree.get("optimizer"))
     found: tuple[dict[str, dict[str, View]], ...] = tuple({} for _ in file.chunks)
     if len(parts) > 2:

@@ -42,6 +42,7 @@ class LocalTensor:
     key: str
     view: View
     arrange: Arrange = as_it_is
+    joined: str | None = None  # the key on disk, where one tensor joins it with others
 
     @property
     def meta(self) -> TensorMeta:
@@ -165,7 +166,7 @@ def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) ->
     for expert in range(count):
         one = View.of(view.path, view.offset + expert * size, TensorMeta(shape, view.dtype))
         name = f"{joined[1]}local_experts.{expert}.linear_fc{joined[2]}.weight"
-        yield name, LocalTensor(f"{key}, expert {expert}", one.transposed)
+        yield name, LocalTensor(f"{key}, expert {expert}", one.transposed, joined=key)
 
 
 def _old_chunk(model: Mapping[str, Any], version: float, args: Mapping[str, Any]) -> Chunk:

@@ -178,7 +178,7 @@ class BucketState:
 
 def _rounds_to(files: Files, master: Slot, weight: Slot) -> bool:
     """Whether a master copy, rounded to the weight's dtype, is the weight, which lies within its box."""
-    view = master.view.narrow(weight.box.relative_to(master.box.offsets))
+    view = master.part(weight.box)
     values, wanted = files.read(view), files.read(weight.view)
     if view.dtype != weight.view.dtype:
         values = round_to(values, weight.view.dtype)

@@ -6,8 +6,6 @@ the files (torch, `distributed/checkpoint/filesystem.py`).
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from mcore_convert.formats.files.pickles import are_counts
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, open_error, untiled
 
@@ -143,25 +142,13 @@ def read(path: Path) -> Directory:
     file = path / METADATA
     try:
         logger.debug("opened %s for its header", file)
-        with open_file(file) as opened, _without_collection():
+        with open_file(file) as opened, without_collection():
             return _decoded(path, pickles.load(opened, f"`{file}`"))
     except OSError as error:
         raise open_error(file, error) from error
     except pickles.DAMAGE as error:
         reason = pickles.reason_of(error)
         raise UnreadableCheckpoint(f"`{file}` is not the metadata of a checkpoint: {reason}") from error
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Reading makes hundreds of thousands of objects and no garbage: looking for some takes most of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:

@@ -14,7 +14,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.megatron.flat import Local, slots_of_flat
@@ -126,6 +126,7 @@ class StateKeys:
         return axes_of(template, self.dialect)
 
 
+@lru_cache
 def axes_of(template: str, dialect: str) -> tuple[str, ...]:
     """Which placeholders of a name are leading axes in a dialect."""
     held = placeholders_of(template)

@@ -7,7 +7,6 @@ Stacked keys, or keys of each layer where layers are not alike; one chunk per la
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import struct
@@ -32,7 +31,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
 from mcore_convert.spec.releases import Release
-from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.spec.shard import Box, Shape, Shard
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View
 
 # A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
@@ -57,17 +56,20 @@ class _Files:
     reservation: Reservation
     number: int = 0
     end: int = 0
+    path: Path = field(init=False)  # of the current file
+
+    def __post_init__(self) -> None:
+        self.path = self.folder / f"__{self.number}_0.distcp"
 
     def place(self, archive: torch_file.Archive) -> dcp.Place:
         """Append an archive to the current file, or to a new one."""
         start = -(-self.end // ALIGNMENT) * ALIGNMENT
         if start and start + archive.size > MAX_FILE:
             self.number, start = self.number + 1, 0
-        name = f"__{self.number}_0.distcp"
-        path = self.folder / name
-        self.end = self.reservation.sizes[path] = start + archive.size
-        self.reservation.literals += [(path, start + at, content) for at, content in archive.literals]
-        return dcp.Place(name, start, archive.size)
+            self.path = self.folder / f"__{self.number}_0.distcp"
+        self.end = self.reservation.sizes[self.path] = start + archive.size
+        self.reservation.literals += [(self.path, start + at, content) for at, content in archive.literals]
+        return dcp.Place(self.path.name, start, archive.size)
 
 
 @dataclass
@@ -152,7 +154,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
             cut = tp if item.at.expert is None else request.layout.expert_tp
             _reserve_weight(item, form, dtype, dims, cut, files, content)
     _refuse_mixed(dtype_of, dims)
-    blob = _filled(torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]), EXTRA_STATE)
+    blob = torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]).filled(EXTRA_STATE)
     for key in _extra_state_keys(dtype_of, dims):
         content.objects[key] = files.place(blob)
     content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, form, listed=True))
@@ -221,8 +223,8 @@ def _common_state(
 
     scaler = None if training is None else training.rest.get("grad_scaler")
     if scaler is None:
-        return _filled(torch_file.lay_out(tree, []))
-    return _filled(torch_file.lay_out(tree, [TensorMeta((1,), "float32")]), struct.pack("<f", scaler["scale"]))
+        return torch_file.lay_out(tree, []).filled()
+    return torch_file.lay_out(tree, [TensorMeta((1,), "float32")]).filled(struct.pack("<f", scaler["scale"]))
 
 
 def _reserve_weight(item: Item, form: _Form, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
@@ -237,22 +239,29 @@ def _reserve_weight(item: Item, form: _Form, dtype: str, dims: Dims, tp: int, fi
     content.tensors.setdefault(key, TensorMeta((*lead, *shape), dtype))
     chunks = content.chunks.setdefault(key, [])
     slots = content.slots.setdefault(key, [])
-    cells = weight.shard.grid(shape, tp)
+    cells, boxes = _cells(weight.shard, shape, tp, dtype)
     content.cells[key] = (*(1 for _ in axes), *cells[0].sizes)
-    for box in itertools.chain.from_iterable(_bounded(cell, dtype) for cell in cells):
+    for box in boxes:
         chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
         meta = TensorMeta(chunk.sizes, dtype)
         stored = (*(1 for _ in meta.shape), meta.numel) if form.flattens(key) else meta.shape
         archive = _archive_of(TensorMeta(stored, dtype))
         where = files.place(archive)
         chunks.append(dcp.Chunk(chunk, where))
-        slots.append(Slot(View.of(files.folder / where.file, where.offset + archive.holes[0], meta), chunk))
+        slots.append(Slot(View.of(files.path, where.offset + archive.holes[0], meta), chunk))
 
 
 @lru_cache(maxsize=4096)
 def _archive_of(meta: TensorMeta) -> torch_file.Archive:
     """The archive of one tensor: chunks of one shape, as those of experts are, differ in their content alone."""
     return torch_file.lay_out(lambda refs: refs[0], [meta])
+
+
+@lru_cache(maxsize=4096)
+def _cells(shard: Shard, shape: Shape, tp: int, dtype: str) -> tuple[list[Box], list[Box]]:
+    """What tensor-parallel ranks hold of a tensor, and the same in boxes that are small enough."""
+    cells = shard.grid(shape, tp)
+    return cells, [box for cell in cells for box in _bounded(cell, dtype)]
 
 
 def _bounded(box: Box, dtype: str) -> list[Box]:
@@ -287,12 +296,6 @@ def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
         raise MappingError(
             "a weight has another dtype in other layers, which `torch_dist` cannot hold", items=fold(mixed)
         )
-
-
-def _filled(archive: torch_file.Archive, *contents: bytes) -> torch_file.Archive:
-    """An archive with what belongs into its holes: complete."""
-    pieces = sorted([*archive.literals, *zip(archive.holes, contents, strict=True)])
-    return torch_file.Archive(archive.size, ((0, b"".join(content for _, content in pieces)),), ())
 
 
 def _extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:

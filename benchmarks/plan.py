@@ -1,0 +1,87 @@
+"""Measures planning for a mixture of experts of 235 billion parameters, in every direction, and its memory.
+
+    python -m benchmarks.plan [--json FILE] [--rounds 5] [--layers 94]
+
+Files are sparse: they have their headers and their size, and no values. Exits with 1 when a target of
+`benchmarks/README.md` is missed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.convert import COMMAND, PEAK_MIB, Figure, folder, parser_of, reported, say
+from benchmarks.experts import QWEN3_235B, make_qwen3_moe, qwen3_moe_nbytes
+from benchmarks.measure import Command, peak_anonymous_bytes, seconds
+from mcore_convert import convert
+from mcore_convert.formats.base import Reservation
+
+PLAN_SECONDS = 10.0
+SHARDS = 118  # files of the model on the hub
+# Experts over 8 ranks and not cut, the rest over 4: 64 files of ranks.
+LAYOUT = {"tp": 4, "pp": 2, "ep": 8, "etp": 1}
+OTHER = {"tp": 2, "pp": 1, "ep": 4, "etp": 1}
+
+
+def planned(verb: str, source: Path, target: Path, to: str, layout: dict[str, int]) -> Command:
+    """The command that plans a conversion or a reshard, and writes nothing."""
+    options = [word for name, size in layout.items() for word in (f"--{name}", str(size))]
+    return (*COMMAND, verb, source, target, "--to", to, *options, "--dry-run", "--json")
+
+
+def write_headers(reservation: Reservation) -> None:
+    """Write what a conversion knows before any tensor: small files, and large ones with holes for all values."""
+    for path, size in reservation.sizes.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(size)
+    for path, at, content in reservation.literals:
+        with path.open("r+b") as file:
+            os.pwrite(file.fileno(), content, at)
+    for path, content in reservation.texts.items():
+        path.write_bytes(content)
+    for path, source in reservation.carried.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
+
+
+def measure(rounds: int, layers: int) -> list[Figure]:
+    """All figures. The source of the way back and of reshards is what the first plan would write, without values."""
+    config = QWEN3_235B | {"num_hidden_layers": layers}
+    with folder(Path(tempfile.gettempdir())) as name:
+        place = Path(name)
+        hf = make_qwen3_moe(place / "hf", config, shards=SHARDS, sparse=True)
+        say(f"{qwen3_moe_nbytes(config) / 2e9:.0f} billion parameters in sparse files, medians of {rounds} rounds")
+        write_headers(convert(hf, place / "dist", to="torch_dist", dry_run=True).plan.reservation)
+        write_headers(convert(hf, place / "torch", to="torch", dry_run=True, **LAYOUT).plan.reservation)
+        target = place / "target"
+        commands = {
+            "hf -> torch_dist": planned("convert", hf, target, "torch_dist", {}),
+            "hf -> torch, TP4 PP2 EP8 ETP1": planned("convert", hf, target, "torch", LAYOUT),
+            "torch_dist -> hf": planned("convert", place / "dist", target, "hf", {}),
+            "torch, TP4 PP2 EP8 ETP1 -> hf": planned("convert", place / "torch", target, "hf", {}),
+            "torch_dist -> torch, TP4 PP2 EP8 ETP1": planned("reshard", place / "dist", target, "torch", LAYOUT),
+            "torch, TP4 PP2 EP8 ETP1 -> TP2 EP4 ETP1": planned("reshard", place / "torch", target, "torch", OTHER),
+        }
+        figures = []
+        for what, command in commands.items():
+            taken = statistics.median(seconds(command) for _ in range(rounds))
+            figures.append(Figure(f"plan of {what}", taken, "s", PLAN_SECONDS))
+            figures.append(Figure("peak memory of it", peak_anonymous_bytes(command) / 2**20, "MiB", PEAK_MIB))
+        return figures
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--layers", type=int, default=94, help="depth of the model (default: %(default)s)")
+    options = parser.parse_args()
+    return reported(lambda: measure(options.rounds, options.layers), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

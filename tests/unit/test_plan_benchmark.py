@@ -1,0 +1,36 @@
+"""The benchmark of planning: its model is that of the Hub, and its sources without values are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experts import QWEN3_235B, make_qwen3_moe, qwen3_moe_nbytes
+from benchmarks.plan import LAYOUT, write_headers
+from mcore_convert import convert, inspect
+
+SMALL: dict[str, Any] = QWEN3_235B | {
+    "hidden_size": 32,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 8,
+    "num_experts": 16,
+    "num_hidden_layers": 2,
+    "vocab_size": 300,
+}
+
+
+def test_the_model_has_the_published_size() -> None:
+    assert qwen3_moe_nbytes(QWEN3_235B) == 2 * 235_093_634_560
+
+
+def test_sources_are_whole_but_for_their_values(tmp_path: Path) -> None:
+    hf = make_qwen3_moe(tmp_path / "hf", SMALL, shards=3, sparse=True)
+    assert inspect(hf).num_parameters == qwen3_moe_nbytes(SMALL) / 2
+    for to, layout in (("torch_dist", {}), ("torch", LAYOUT)):
+        first = convert(hf, tmp_path / to, to=to, dry_run=True, **layout)
+        write_headers(first.plan.reservation)
+        assert not list((tmp_path / to).rglob("*.partial"))
+        back = convert(tmp_path / to, tmp_path / "back", dry_run=True)
+        assert back.plan.family.name == "qwen3_moe"
+        assert back.plan.nbytes == qwen3_moe_nbytes(SMALL)

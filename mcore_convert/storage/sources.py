@@ -28,6 +28,7 @@ class Limit(Enum):
 
     JSON = "a JSON file", 64 * 2**20  # the index of a model of 10**12 parameters has 20 MB
     TOKENIZER = "a tokenizer's file", 256 * 2**20  # the largest in use have 40 MB
+    VOCABULARY = "a vocabulary", 16 * 2**20  # SentencePiece or tiktoken, whose largest have 5 MB
     CARD = "a model card", 2**20
     SETTINGS = "a configuration", 2**20  # YAML, which takes seconds for a megabyte
     TRACKER = "a tracker file", 2**16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Conversion:
         """The Megatron-LM command line of the model; None where the target is not Megatron's."""
         for path, content in self.plan.reservation.texts.items():
             if path.name == COMMAND_FILE:
-                return content.decode().strip()
+                return os.fsdecode(content).strip()
         return None
 
     def as_dict(self) -> dict[str, Any]:

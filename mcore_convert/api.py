@@ -25,6 +25,7 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.destination import check_free
 from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.sources import watched
 from mcore_convert.storage.views import file_errors
 
 PathLike = str | Path
@@ -146,7 +147,7 @@ def convert(
     final = Path(destination)
     check_free(final, overwrite=overwrite or dry_run)
     path = local_path(str(source), revision)
-    with phase(progress, "opening"):
+    with phase(progress, "opening"), watched() as opened:
         model = identify(
             path,
             family=family,
@@ -188,8 +189,9 @@ def convert(
         options=own,
         release=None if for_megatron is None else releases.parse(for_megatron),
     )
-    with phase(progress, "planning"):
+    with phase(progress, "planning"), watched() as planned:
         plan = plan_conversion(model, target)
+    plan = dataclasses.replace(plan, stamps={**planned, **plan.stamps, **opened})
     if not dry_run:
         execute(plan, overwrite=overwrite, progress=progress)
     return Conversion(plan, dry_run)

@@ -85,7 +85,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file of metrics, without a torn last line."""
     if not file.is_file():
         return
-    with open_file(file) as lines:
+    with open_file(file, grows=True) as lines:
         while line := lines.readline(Limit.LINE.nbytes):
             try:
                 row = json.loads(line)

@@ -32,6 +32,7 @@ from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.spec.config.arguments import DTYPES
 from mcore_convert.storage.elements import Meter, Progress
 from mcore_convert.storage.phases import Part, phase
+from mcore_convert.storage.sources import watched
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,15 @@ def prepare(
     """
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype `{options.dtype}` of weights", hint=f"known are {', '.join(DTYPES)}")
+    with watched() as opened:
+        prepared = _prepare(source, destination, options, repo, revision)
+    plan = prepared.plan
+    return dataclasses.replace(prepared, plan=dataclasses.replace(plan, stamps={**plan.stamps, **opened}))
+
+
+def _prepare(
+    source: Path, destination: Path | None, options: Options, repo: str | None, revision: str | None
+) -> Prepared:
     model = _identified(source, options)
     source = directory_of(source)
     run = find_run(source) or run_around(source)

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mcore_convert import verify
+from mcore_convert import convert, verify
 from mcore_convert.cli import failures
+from mcore_convert.errors import UnreadableCheckpoint
 from tests.fuzz.mutations import CORPUS
 from tests.refusals import Ended, refusal, run, tree
 
@@ -264,3 +265,67 @@ def test_a_record_whose_header_gives_another_size(at: int, tmp_path: Path) -> No
         file.write_bytes(changed)
         text = refusal(source)
         assert "does not fit its record" in text or "does not fit" in text or "it ends at" in text, text
+
+
+@pytest.mark.parametrize("name", ["dist", "ranks", "hf"])
+def test_a_description_that_changes_while_it_is_converted(name: str, tmp_path: Path) -> None:
+    """What was planned with is what stands there in the end: the metadata too, and not the tensors alone."""
+    files = {
+        "dist": (".metadata", "common.pt", "metadata.json"),
+        "ranks": ("model_optim_rng.pt",),
+        "hf": ("config.json",),
+    }
+    for number, file in enumerate(files[name]):
+        source = laid(name, tmp_path / str(number))
+        (path,) = list(source.rglob(file))[:1]
+
+        def change(done: int, total: int, path: Path = path) -> None:
+            os.utime(path, ns=(0, 1))
+
+        with pytest.raises(UnreadableCheckpoint, match="the source has changed since it was opened") as caught:
+            convert(source, source.parent / "DST", progress=change)
+        assert caught.value.items == (str(path),)
+        assert [each.name for each in source.parent.iterdir()] == ["SRC"]
+
+
+def test_a_tracker_may_change(tmp_path: Path) -> None:
+    source = laid("dist", tmp_path)
+    tracker = source / "latest_checkpointed_iteration.txt"
+
+    def change(done: int, total: int) -> None:
+        tracker.write_text("20")
+
+    convert(source, tmp_path / "DST", progress=change)
+    assert tracker.read_text() == "20"
+
+
+@pytest.mark.oracle  # torch starts a process
+@pytest.mark.parametrize("how", ["one inside", "shifted", "tied", "moment"])
+def test_tensors_of_a_rank_at_one_place(how: str, tmp_path: Path) -> None:
+    """Two weights that share bytes are damage, unless they are one and the same tensor, as tied embeddings are."""
+    import torch
+
+    source = laid("ranks_plain", tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        model, moments = content["model"], content["optimizer"]["optimizer"]["state"]
+        names = [key for key, value in model.items() if isinstance(value, torch.Tensor) and value.ndim == 1]
+        joint = torch.arange(12, dtype=model[names[0]].dtype)
+        if how == "one inside":
+            model[names[0]], model[names[1]] = joint[:8], joint[4:12]
+        elif how == "shifted":
+            model[names[0]], model[names[1]] = joint[:8], joint[1:9]
+        elif how == "tied":
+            model[names[0]] = model[names[1]] = joint[:8]
+        else:
+            moments[0]["exp_avg"] = moments[1]["exp_avg"].flatten()[:8]
+
+    for file in source.rglob("model_optim_rng.pt"):
+        with_tree(file, change)
+    if how == "tied":
+        ended = run("reshard", source, tmp_path / "DST", "--tp", "1", "--no-optimizer")
+        assert "at one place" not in ended.err
+        return
+    text = reshard_refusal(source)
+    assert "has different tensors at one place" in text
+    assert " and " in text

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.files.sharing import refuse_shared, views_in
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.megatron.flat import Local
 from mcore_convert.formats.mp_rank import old_classes
@@ -82,7 +83,9 @@ class RankFile:
         if self.reserved_buffers is not None:
             return self.reserved_buffers
         file = self.path.with_name(DISTRIBUTED_FILE)
-        return TorchFile(file).tree if file.is_file() else None
+        tree = TorchFile(file).tree if file.is_file() else None
+        refuse_shared(file, dict(views_in(tree)))
+        return tree
 
 
 def args_of(tree: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -100,6 +103,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     tree = TorchFile(path).tree
     if not isinstance(tree, dict):
         raise UnreadableCheckpoint(f"`{path}` is not the dict that Megatron-LM saves")
+    refuse_shared(path, dict(views_in(tree)))
     return tree
 
 

@@ -58,7 +58,7 @@ def read_metrics(file: Path) -> Metrics:
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    with open_file(file) as lines:
+    with open_file(file, grows=True) as lines:
         while line := lines.readline(Limit.LINE.nbytes):
             try:
                 row = json.loads(line)

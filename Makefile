@@ -3,6 +3,7 @@
 #   check   types and unit tests, under a minute: for every change
 #   test    everything: before a change is handed in
 #   lint    ruff and mypy
+#   fuzz    the fuzzers, for MINUTES=60, with a table of what they did
 #   docs    the documentation site, in build/site
 #   bench   the benchmarks, with their targets
 #   dist    the packages of a release, in dist/
@@ -16,7 +17,7 @@ INSTALLED := .venv/.installed
 TORCH := torch==2.13.0
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: install demo check test lint docs bench dist sbom clean
+.PHONY: install demo check test lint fuzz docs bench dist sbom clean
 
 install: $(INSTALLED)
 
@@ -34,6 +35,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Coverage as a guide: `.venv/bin/python -m pip install atheris`, then `.venv/bin/python -m tests.fuzz --guided TARGET`.
+MINUTES := 60
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 docs: $(INSTALLED)
 	$(PIP_INSTALL) --editable '.[docs]'

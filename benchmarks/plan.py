@@ -20,15 +20,16 @@ from benchmarks.experts import QWEN3_235B, make_qwen3_moe, qwen3_moe_nbytes
 from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 from mcore_convert import convert
 from mcore_convert.formats.base import Reservation
+from mcore_convert.options import LayoutOptions
 
 PLAN_SECONDS = 10.0
 SHARDS = 118  # files of the model on the hub
 # Experts over 8 ranks and not cut, the rest over 4: 64 files of ranks.
-LAYOUT = {"tp": 4, "pp": 2, "ep": 8, "etp": 1}
-OTHER = {"tp": 2, "pp": 1, "ep": 4, "etp": 1}
+LAYOUT: LayoutOptions = {"tp": 4, "pp": 2, "ep": 8, "etp": 1}
+OTHER: LayoutOptions = {"tp": 2, "pp": 1, "ep": 4, "etp": 1}
 
 
-def planned(verb: str, source: Path, target: Path, to: str, layout: dict[str, int]) -> Command:
+def planned(verb: str, source: Path, target: Path, to: str, layout: LayoutOptions) -> Command:
     """The command that plans a conversion or a reshard, and writes nothing."""
     options = [word for name, size in layout.items() for word in (f"--{name}", str(size))]
     return (*COMMAND, verb, source, target, "--to", to, *options, "--dry-run", "--json")

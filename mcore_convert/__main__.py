@@ -11,12 +11,15 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
+STDERR = 2  # the last of the descriptors that are streams
+
 _entered = False
 
 
 def main() -> NoReturn:
     """Run the command line of this process."""
     global _entered
+    _open_closed_streams()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
@@ -24,6 +27,19 @@ def main() -> NoReturn:
 
     _entered = True
     run()
+
+
+def _open_closed_streams() -> None:
+    """Have the null device stand in for streams that the caller has closed.
+
+    A file that is written would take the place of one, and what is said there would go into it.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 -- stays open
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

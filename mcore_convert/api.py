@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.destination import check_free
 from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.sources import Stamp, watched
 from mcore_convert.storage.views import file_errors
 
 
@@ -54,7 +56,7 @@ class Conversion:
         """The Megatron-LM command line of the model; None where the target is not Megatron's."""
         for path, content in self.plan.reservation.texts.items():
             if path.name == COMMAND_FILE:
-                return content.decode().strip()
+                return os.fsdecode(content).strip()
         return None
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,9 +108,9 @@ def convert(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
     if Path(source).exists():
         _refuse_idle("a directory", {"revision": options.get("revision")})
     path = local_path(str(source), options.get("revision"))
-    with phase(options.get("progress"), "opening"):
+    with phase(options.get("progress"), "opening"), watched() as opened:
         model = model_of(open_checkpoint(path, options.get("given")), **part_of(FamilyOptions, options))
-    return _convert(model, Path(destination), options)
+    return _convert(model, Path(destination), options, opened)
 
 
 @file_errors()
@@ -127,7 +129,7 @@ def reshard(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
     check_names("reshard", ConvertOptions, options)
     _refuse_idle("a directory", {"revision": options.get("revision")})
     to = options.get("to")
-    with phase(options.get("progress"), "opening"):
+    with phase(options.get("progress"), "opening"), watched() as opened:
         checkpoint = open_checkpoint(Path(source), options.get("given"))
         if checkpoint.side is Side.HUGGING_FACE or to in targets(Side.HUGGING_FACE):
             raise ConvertError("only Megatron checkpoints have a layout", hint="to or from Hugging Face: `convert`")
@@ -135,15 +137,15 @@ def reshard(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
         model = model_of(checkpoint, **part_of(FamilyOptions, options))
     if to is None:
         options["to"] = checkpoint.format if checkpoint.format in targets() else default_target(Side.MEGATRON)
-    return _convert(model, Path(destination), options)
+    return _convert(model, Path(destination), options, opened)
 
 
 def _check_free(destination: PathLike, options: ConvertOptions) -> None:
     check_free(Path(destination), overwrite=options.get("overwrite", False) or options.get("dry_run", False))
 
 
-def _convert(model: Model, final: Path, options: ConvertOptions) -> Conversion:
-    """Convert an open checkpoint."""
+def _convert(model: Model, final: Path, options: ConvertOptions, opened: Mapping[Path, Stamp]) -> Conversion:
+    """Convert an open checkpoint, whose files were `opened` with these stamps."""
     for_megatron, dry_run = options.get("for_megatron"), options.get("dry_run", False)
     progress = options.get("progress")
     from_hf = model.checkpoint.side is Side.HUGGING_FACE
@@ -172,8 +174,9 @@ def _convert(model: Model, final: Path, options: ConvertOptions) -> Conversion:
         release=None if for_megatron is None else releases.parse(for_megatron),
         reading=reading_of(options),
     )
-    with phase(progress, "planning"):
+    with phase(progress, "planning"), watched() as planned:
         plan = plan_conversion(model, target)
+    plan = dataclasses.replace(plan, stamps={**planned, **plan.stamps, **opened})
     if not dry_run:
         notes = execute(
             plan, overwrite=options.get("overwrite", False), progress=progress, strict=strict, checksums=checksums

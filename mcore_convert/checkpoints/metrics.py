@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 def read_rows(file: Path) -> Iterator[tuple[bytes, Row]]:
     """Yield the rows of a file, each with its line; what is torn, foreign or longer than a line is left out."""
-    with open_file(file) as lines:
+    with open_file(file, grows=True) as lines:
         begun, longest = False, Limit.LINE.nbytes
         while line := lines.readline(longest):
             continued, begun = begun, not line.endswith(b"\n") and len(line) == longest

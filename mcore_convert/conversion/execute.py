@@ -19,9 +19,10 @@ from mcore_convert.conversion.recording import Recording
 from mcore_convert.conversion.reopening import check_reopened
 from mcore_convert.errors import MAX_ITEMS, ConvertError, UnreadableCheckpoint, UnwritableTarget, counted
 from mcore_convert.storage.destination import check_free, claimed, partial_path
-from mcore_convert.storage.disk import Stamp, copy_file, reserve, stamped, sync, write_new
+from mcore_convert.storage.disk import copy_file, reserve, stamped, sync, write_new
 from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.sources import Stamp
 from mcore_convert.storage.views import open_error
 
 # Two threads and their blocks need next to nothing: what is anonymous is the interpreter and the plan itself.

@@ -18,7 +18,7 @@ from mcore_convert.formats.base import Checkpoint, Findings, Reservation
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.shard import Box
-from mcore_convert.storage.disk import Stamp
+from mcore_convert.storage.sources import Stamp
 from mcore_convert.storage.views import Slot, View, cut, untiled
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -173,7 +174,7 @@ def lay_out_megatron(
         flags += ["--no-load-rng"]
     if target_named(target.format).ckpt_format is not None:
         command = shlex.join([*flags, "--load", str(target.path.absolute())])
-        reservation.texts = {target.path / COMMAND_FILE: f"{command}\n".encode(), **reservation.texts}
+        reservation.texts = {target.path / COMMAND_FILE: os.fsencode(f"{command}\n"), **reservation.texts}
     if folder is not None:
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried = {hf_folder / file: folder / file for file in there}

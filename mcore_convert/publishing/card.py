@@ -64,7 +64,7 @@ def render(card: Card, checksum: str) -> bytes:
         tables=[(heading, rows) for heading, rows in tables if rows],
         picture=card.run.picture.name if card.run and card.run.picture else None,
     )
-    return f"{str(made).strip()}\n".encode()
+    return f"{str(made).strip()}\n".encode(errors="backslashreplace")
 
 
 def metadata_of(card: Card) -> dict[str, Any]:

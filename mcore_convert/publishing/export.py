@@ -32,6 +32,7 @@ from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.spec.config.arguments import DTYPES
 from mcore_convert.storage.elements import Meter, Progress
 from mcore_convert.storage.phases import Part, phase
+from mcore_convert.storage.sources import watched
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,19 @@ def prepare(
     Raises:
         ConvertError: the source cannot be exported, or there is no tokenizer that fits it.
     """
-    dtype, metadata = options.get("dtype"), options.get("metadata") or {}
+    dtype = options.get("dtype")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"there is no dtype `{dtype}` of weights", hint=f"known are {', '.join(DTYPES)}")
+    with watched() as opened:
+        prepared = _prepare(source, destination, options, repo, revision)
+    plan = prepared.plan
+    return dataclasses.replace(prepared, plan=dataclasses.replace(plan, stamps={**plan.stamps, **opened}))
+
+
+def _prepare(
+    source: Path, destination: Path | None, options: ModelFolderOptions, repo: str | None, revision: str | None
+) -> Prepared:
+    dtype, metadata = options.get("dtype"), options.get("metadata") or {}
     reading = part_of(FamilyOptions, options)
     model = identify(source, given=options.get("given"), **reading)
     source = directory_of(source)

@@ -17,6 +17,7 @@ from mcore_convert.storage.views import open_error
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
 # What the classes of transformers take where no file names a special token.
+VARINT = 64  # bits of a number in a protobuf message
 CLASS_DEFAULTS = {
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
@@ -149,8 +150,8 @@ def _vocabulary(files: Mapping[str, Path]) -> dict[str, int] | None:
     if name == "vocab.json":
         return {token: int(number) for token, number in read_json(file, Limit.TOKENIZER).items()}
     if name == "vocab.txt":
-        return {token: number for number, token in enumerate(content_of(file, Limit.TOKENIZER).decode().splitlines())}
-    data = content_of(file, Limit.TOKENIZER)
+        return {token: number for number, token in enumerate(content_of(file, Limit.VOCABULARY).decode().splitlines())}
+    data = content_of(file, Limit.VOCABULARY)
     return dict(_pieces(data) if _is_sentencepiece(file) else _ranks(data))
 
 
@@ -159,7 +160,9 @@ def _pieces(content: bytes) -> Iterator[tuple[str, int]]:
     number = 0
     for number_of, value in _fields(memoryview(content)):
         if number_of == 1 and isinstance(value, memoryview):
-            piece = next(part for inner, part in _fields(value) if inner == 1)
+            piece = next((part for inner, part in _fields(value) if inner == 1), None)
+            if piece is None:
+                raise ValueError("a piece of it has no text")
             yield bytes(piece).decode(errors="replace") if isinstance(piece, memoryview) else "", number
             number += 1
 
@@ -186,6 +189,8 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = message[at]
+        if shift >= VARINT:
+            raise ValueError("no SentencePiece model")
         value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
         if byte < 0x80:
             return value, at

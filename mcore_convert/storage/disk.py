@@ -16,13 +16,10 @@ from pathlib import Path
 
 from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.marker import MARKER, new_id, record_bytes, unfinished, unfinished_ones
-from mcore_convert.storage.sources import open_fd
+from mcore_convert.storage.sources import Stamp, open_fd, stamp_of
 
 STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the cache
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
-
-
-Stamp = tuple[int, ...]  # what tells that a file was written: size, time, and which file it is
 
 
 class Shrunk(OSError):
@@ -38,8 +35,7 @@ def stamped(paths: Iterable[Path]) -> dict[Path, Stamp]:
     for path in paths:
         stamps[path] = ()
         with contextlib.suppress(FileNotFoundError):
-            state = path.stat()
-            stamps[path] = (state.st_size, state.st_mtime_ns, state.st_dev, state.st_ino)
+            stamps[path] = stamp_of(path.stat())
     return stamps
 
 

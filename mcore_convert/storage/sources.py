@@ -6,14 +6,21 @@ anything, and a file that is read whole takes as much memory as whoever made it 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextvars import ContextVar
 from enum import Enum
 from io import BufferedReader
 from pathlib import Path
 
 MEMORY = 512 * 2**20  # bytes that the content of one small file may take once it is read
+
+Stamp = tuple[int, ...]  # what tells that a file was written: size, time, and which file it is
+
+_watched: ContextVar[dict[Path, Stamp] | None] = ContextVar("watched", default=None)
 
 KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -29,6 +36,7 @@ class Limit(Enum):
     JSON = "a JSON file", 64 * 2**20  # the index of a model of 10**12 parameters has 20 MB
     MANIFEST = "a manifest", 256 * 2**20  # a few hundred bytes for each tensor
     TOKENIZER = "a tokenizer's file", 256 * 2**20  # the largest in use have 40 MB
+    VOCABULARY = "a vocabulary", 16 * 2**20  # SentencePiece or tiktoken, whose largest have 5 MB
     CARD = "a model card", 2**20
     SETTINGS = "a configuration", 2**20  # YAML, which takes seconds for a megabyte
     TRACKER = "a tracker file", 2**16
@@ -62,9 +70,33 @@ def open_fd(path: Path) -> int:
     return fd
 
 
-def open_file(path: Path) -> BufferedReader:
-    """A regular file, to read; errors as of `open_fd`."""
-    return open(open_fd(path), "rb")
+def open_file(path: Path, *, grows: bool = False) -> BufferedReader:
+    """A regular file, to read; errors as of `open_fd`.
+
+    Args:
+        grows: others may write it at any time, as a run in training does its metrics.
+    """
+    file = open(open_fd(path), "rb")  # noqa: SIM115 -- the caller closes it
+    stamps = _watched.get()
+    if stamps is not None and not grows:
+        stamps.setdefault(path, stamp_of(os.fstat(file.fileno())))
+    return file
+
+
+def stamp_of(state: os.stat_result) -> Stamp:
+    """What tells whether a file was written since."""
+    return state.st_size, state.st_mtime_ns, state.st_dev, state.st_ino
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[dict[Path, Stamp]]:
+    """A scope that gives the stamp of each file that is opened in it, as it was before it was read."""
+    stamps: dict[Path, Stamp] = {}
+    token = _watched.set(stamps)
+    try:
+        yield stamps
+    finally:
+        _watched.reset(token)
 
 
 def content_of(path: Path, limit: Limit) -> bytes:
@@ -74,7 +106,7 @@ def content_of(path: Path, limit: Limit) -> bytes:
         Unfit: it is no regular file, or larger than its kind can be.
         OSError: it cannot be read.
     """
-    with open_file(path) as file:
+    with open_file(path, grows=limit is Limit.TRACKER) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(limit.nbytes + 1) if size <= limit.nbytes else b""
     if max(size, len(content)) > limit.nbytes:

@@ -21,7 +21,7 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files import pickle_writer, pickles
 from mcore_convert.formats.files.pickle_budget import check_tree
 from mcore_convert.formats.files.pickles import StorageRef, TensorRef
-from mcore_convert.formats.files.zip_records import MAX_RECORDS, MAX_ZIP, Record, read_records
+from mcore_convert.formats.files.zip_records import MAX_RECORDS, MAX_ZIP, Record, read_records, start_of
 from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import DTYPE_SIZES, Sum, TensorMeta, View, contiguous_strides, open_error
 
@@ -72,16 +72,6 @@ class TorchFile:
             raise EOFError(f"it ends at byte {self.start + start + len(found)}")
         return found
 
-    def _data_start(self, record: Record) -> int:
-        """Where a record's bytes begin: after its own header, whose padding only the header knows."""
-        signature, name_size, extra_size = struct.unpack("<4s22xHH", self._bytes(record.header, 30))
-        if signature != b"PK\x03\x04":
-            raise ValueError(f"there is no record at byte {self.start + record.header}")
-        data_start = record.header + 30 + int(name_size) + int(extra_size)
-        if data_start + record.size > self._length:
-            raise EOFError(f"a record of {record.size} bytes does not fit")
-        return data_start
-
     def _read_zip(self) -> Any:
         if self._records.get("byteorder") and self._content("byteorder") != b"little":
             raise ValueError("it is not little-endian")
@@ -89,15 +79,15 @@ class TorchFile:
         check_tree(tree)
         starts: dict[str, int] = {}
 
-        def start_of(storage: StorageRef) -> int:
+        def place_of(storage: StorageRef) -> int:
             if storage.key not in starts:
                 record = self._record(f"data/{storage.key}")
                 if record.size < storage.numel * DTYPE_SIZES[storage.dtype]:
                     raise EOFError(f"storage {storage.key} has {record.size} bytes")
-                starts[storage.key] = self.start + self._data_start(record)
+                starts[storage.key] = self.start + start_of(self._bytes, record)
             return starts[storage.key]
 
-        with_tensors = with_views(tree, lambda ref: _view(self.path, start_of(ref.storage), ref))
+        with_tensors = with_views(tree, lambda ref: _view(self.path, place_of(ref.storage), ref))
         self.sums = tuple(self._sums(starts))
         return with_tensors
 
@@ -116,7 +106,7 @@ class TorchFile:
         record = self._record(name)
         if record.size > MAX_RECORD:
             raise ValueError(f"`{name}` has {record.size:,} bytes")
-        content = self._bytes(self._data_start(record), record.size)
+        content = self._bytes(start_of(self._bytes, record), record.size)
         if record.checksum and zlib.crc32(content) != record.checksum:
             raise ValueError(f"`{name}` does not have the checksum that is stored with it")
         return content

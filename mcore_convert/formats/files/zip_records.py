@@ -5,21 +5,28 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TAIL = 4096  # bytes read from the end at first: they hold the whole directory of a single tensor's archive
 MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # what is as large or larger has its place in fields of zip64
 
+HEADER = 30  # bytes of a record's own header, before its name
+DESCRIPTORS = (16, 24)  # bytes that may follow a record: its checksum and sizes once more
 MAX_DIRECTORY = 64 * 2**20  # bytes; those of a million tensors
 
 
 @dataclass(frozen=True)
 class Record:
-    """One entry of an archive; a `checksum` of 0 is none, as writers leave it that spare themselves the reading."""
+    """One entry of an archive; a `checksum` of 0 is none, as writers leave it that spare themselves the reading.
+
+    `until` is where the next entry begins, or the directory.
+    """
 
     header: int
     size: int
     checksum: int = 0
+    name: bytes = b""
+    until: int = 0
 
 
 def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str, Record]:
@@ -61,10 +68,45 @@ def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str
         short = name.partition("/")[2]
         if short in records:
             raise ValueError(f"it has `{name}` twice")
-        records[short] = Record(header, full, checksum)
+        records[short] = Record(header, full, checksum, name.encode())
         at += 46 + name_size + extra_size + note_size
     _refuse_shared(records)
+    following = start
+    for short, record in sorted(records.items(), key=lambda item: -item[1].header):
+        records[short] = replace(record, until=following)
+        following = record.header
     return records
+
+
+def start_of(bytes_at: Callable[[int, int], bytes], record: Record) -> int:
+    """Where a record's bytes begin: behind its own header, whose padding only the header knows.
+
+    All that lies between two headers is accounted for: were the size of the padding wrong, other bytes would be read.
+
+    Raises:
+        ValueError, EOFError: the header is damaged.
+    """
+    signature, name_size, extra_size = struct.unpack("<4s22xHH", bytes_at(record.header, HEADER))
+    if signature != b"PK\x03\x04":
+        raise ValueError(f"there is no record at byte {record.header:,}")
+    start = record.header + HEADER + int(name_size) + int(extra_size)
+    left = record.until - start - record.size
+    if left < 0:
+        raise EOFError(f"a record of {record.size} bytes does not fit")
+    behind = bytes_at(start + record.size, 4) if left else b""
+    extra = bytes_at(record.header + HEADER, int(name_size) + int(extra_size))
+    sound = extra.startswith(record.name) and name_size == len(record.name) and _is_tiled(extra[name_size:])
+    if not sound or (left and (left not in DESCRIPTORS or behind != b"PK\x07\x08")):
+        raise ValueError(f"the header at byte {record.header:,} does not fit its record")
+    return start
+
+
+def _is_tiled(extra: bytes) -> bool:
+    """Whether fields, each with its size, take all of the bytes."""
+    at = 0
+    while at + 4 <= len(extra):
+        at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
+    return at == len(extra)
 
 
 def _refuse_shared(records: Mapping[str, Record]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from mcore_convert.formats.base import Checkpoint, Findings, Request, Reservatio
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
+from mcore_convert.formats.files.sharing import refuse_shared
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item, Spelling
@@ -182,19 +182,8 @@ def _read_file(path: Path) -> tuple[dict[str, View], tuple[Sum, ...]]:
     if not isinstance(archive.tree, dict):
         raise UnreadableCheckpoint(f"`{path}` does not hold a state dict")
     views = {str(name): view for name, view in archive.tree.items() if isinstance(view, View)}
-    _refuse_shared(path, views)
+    refuse_shared(path, views)
     return views, archive.sums
-
-
-def _refuse_shared(path: Path, views: Mapping[str, View]) -> None:
-    """Tensors of one storage are the same, as tied ones are, or lie apart; safetensors files are tiled by theirs."""
-    held = sorted(((view.offset, view.end, name) for name, view in views.items() if view.nbytes), key=lambda each: each)
-    shared = []
-    for (start, end, name), (following, _, other) in itertools.pairwise(held):
-        if following < end and views[name] != views[other]:
-            shared.append(f"{name} and {other}, at byte {start:,}")
-    if shared:
-        raise UnreadableCheckpoint(f"`{path}` has different tensors at one place", items=fold(shared))
 
 
 def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:

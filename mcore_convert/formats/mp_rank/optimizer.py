@@ -7,11 +7,13 @@ of the modules is needed; every number and length must fit, and the master copie
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Training
+from mcore_convert.formats.files import pickles
 from mcore_convert.formats.files.torch_archive import scalar
 from mcore_convert.formats.mp_rank.parameters import (
     FLOAT16,
@@ -46,8 +48,25 @@ class Proof(NamedTuple):
     where: str
 
 
+@contextlib.contextmanager
+def _as_damage(file: RankFile) -> Iterator[None]:
+    """A scope that interprets what a rank's file holds, and may find anything in a part's place."""
+    try:
+        yield
+    except pickles.DAMAGE as error:
+        raise UnreadableCheckpoint(
+            f"the optimizer's state in `{file.path}` is damaged: {pickles.reason_of(error)}",
+            hint="--no-optimizer converts the weights alone",
+        ) from error
+
+
 def states_in(file: RankFile) -> tuple[str, ...]:
     """The optimizer's states that a rank holds. A plain optimizer of an fp32 model has no master copies."""
+    with _as_damage(file):
+        return _states_in(file)
+
+
+def _states_in(file: RankFile) -> tuple[str, ...]:
     parts = _parts(file.tree.get("optimizer"))
     if not any(parts):
         return ()
@@ -60,6 +79,11 @@ def states_in(file: RankFile) -> tuple[str, ...]:
 
 def training_of(file: RankFile) -> Training:
     """What a run needs to go on, from one rank's file."""
+    with _as_damage(file):
+        return _training_of(file)
+
+
+def _training_of(file: RankFile) -> Training:
     parts = _parts(file.tree["optimizer"])
     iteration = file.iteration
     rest = arguments.plain({key: value for key, value in file.tree.items() if key not in KNOWN and key not in RANDOM})
@@ -81,11 +105,16 @@ def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, .
 
     Raises:
         MappingError: the optimizer's state does not fit the model's parameters.
-        UnreadableCheckpoint: `distrib_optim.pt` is missing or damaged.
+        UnreadableCheckpoint: `distrib_optim.pt` is missing, or a file is damaged.
     """
     joined = {local.joined: None for chunk in file.chunks for local in chunk.values() if local.joined is not None}
     if joined:
         raise _refusal(file, [f"{key} {WHY_JOINED}" for key in fold(joined)])
+    with _as_damage(file):
+        return _find_states(file, args)
+
+
+def _find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, ...]:
     parts = _parts(file.tree.get("optimizer"))
     found: tuple[dict[str, dict[str, View]], ...] = tuple({} for _ in file.chunks)
     if len(parts) > 2:
@@ -121,7 +150,9 @@ def _parts(optimizer: Any) -> list[Any]:
 def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
     """torch's own state dict: `optimizer` in that of a mixed precision optimizer, else the thing itself."""
     inner = part.get("optimizer", part.get("optimizer_state_dict", part))
-    return inner if isinstance(inner, dict) else {}
+    if not isinstance(inner, dict):
+        raise TypeError(f"there is a {type(inner).__name__} in an optimizer's place")
+    return inner
 
 
 def _masters(part: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.files.sharing import refuse_shared, views_in
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.mp_rank import old_classes
 from mcore_convert.spec.shard import Box
@@ -88,7 +89,11 @@ class RankFile:
     @cached_property
     def _distributed_file(self) -> TorchFile | None:
         file = self.path.with_name(DISTRIBUTED_FILE)
-        return TorchFile(file) if file.is_file() else None
+        if not file.is_file():
+            return None
+        archive = TorchFile(file)
+        refuse_shared(file, dict(views_in(archive.tree)))
+        return archive
 
     @property
     def sums(self) -> Iterator[Sum]:
@@ -113,6 +118,7 @@ def read_archive(path: Path) -> TorchFile:
     archive = TorchFile(path)
     if not isinstance(archive.tree, dict):
         raise UnreadableCheckpoint(f"`{path}` is not the dict that Megatron-LM saves")
+    refuse_shared(path, dict(views_in(archive.tree)))
     return archive
 
 

@@ -65,14 +65,14 @@ class ZarrDirectory(dcp.Directory):
     flattens: ClassVar[bool] = False  # a distributed optimizer wrote its ranges into arrays of the weights' own shapes
 
     def check(self, keys: Iterable[str]) -> None:
-        """Prove that every chunk of these keys is there and has its size; their grid tiles the tensors.
+        """Prove that every chunk, of whatever key, is there and has its size; their grid tiles the tensors.
 
         Raises:
             UnreadableCheckpoint: with every file that is missing or has another size.
         """
         problems = []
-        for key in keys:
-            for chunk in self.chunks[key]:
+        for chunks in self.chunks.values():
+            for chunk in chunks:
                 file = self.path / chunk.place.file
                 size = file.stat().st_size if file.is_file() else None
                 if size is None:

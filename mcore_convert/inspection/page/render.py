@@ -76,6 +76,6 @@ def write_page(path: Path, text: str) -> None:
     """
     check_place(path)
     try:
-        write_whole(path, text.encode())
+        write_whole(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise UnwritableTarget(f"cannot write `{path}`: {error.strerror}") from error

@@ -200,11 +200,6 @@ def _own_headers(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: (entry["dtype"], entry["shape"]) for name, entry in tensors.items()}
 
 
-def _own_headers(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The headers where a reader finds the tensors by their own names."""
-    return {name: (entry["dtype"], entry["shape"]) for name, entry in tensors.items()}
-
-
 def check_manifest(checkpoint: Checkpoint) -> None:
     """Prove that an open checkpoint is what its manifest says, where it has one, from sizes and headers.
 

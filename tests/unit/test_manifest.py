@@ -55,8 +55,7 @@ def written(request: pytest.FixtureRequest, source: Path, tmp_path: Path) -> Wri
     if request.param == "hf":
         convert(source, tmp_path / NAME, to="hf", max_shard_size=400_000)
         return source, tmp_path / NAME
-    layout = {"tp": 2, "pp": 2} if request.param == "torch" else {"tp": 2}
-    convert(source, tmp_path / NAME, to=request.param, **layout)
+    convert(source, tmp_path / NAME, to=request.param, tp=2, pp=2 if request.param == "torch" else 1)
     return source, tmp_path / NAME / "release"
 
 

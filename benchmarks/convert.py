@@ -23,6 +23,7 @@ from benchmarks.checkpoints import LLAMA, free_bytes, llama_nbytes, make_llama, 
 from benchmarks.measure import Command, CommandFailed, peak_anonymous_bytes, seconds
 
 CP_RATIO = 1.5  # conversion may take this often the time of `cp`, beside the time of `import torch`
+CHECKSUM_RATIO = 1.1  # conversion with checksums, over that without
 PEAK_MIB = 512
 DEEP_RATIO = 1.1  # peak memory of a model four times as deep, over that of the model
 HELP_SECONDS = 0.3
@@ -49,8 +50,8 @@ class Figure:
         return self.target is not None and self.value > self.target
 
 
-def convert(source: Path, target: Path, to: str) -> Command:
-    return (*COMMAND, "convert", source, target, "--to", to)
+def convert(source: Path, target: Path, to: str, *options: str) -> Command:
+    return (*COMMAND, "convert", source, target, "--to", to, *options)
 
 
 def copy(source: Path, target: Path) -> Command:
@@ -76,6 +77,9 @@ def speed(place: Path, hf: Path, rounds: int, *, fsync: bool = False) -> list[Fi
         for source, to in ((hf, "torch_dist"), (dist, "hf")):
             times.setdefault("cp " + to, []).append(timed(copy(source, target), target, fsync=fsync))
             times.setdefault(to, []).append(timed(convert(source, target, to), target, fsync=fsync))
+            if not fsync:
+                bare = convert(source, target, to, "--no-checksums")
+                times.setdefault("bare " + to, []).append(timed(bare, target))
     median = {what: statistics.median(values) for what, values in times.items()}
     where = f" to {'disk' if fsync else place.parent}"
     figures = [] if fsync else [Figure("import torch", median["import"], "s")]
@@ -84,6 +88,9 @@ def speed(place: Path, hf: Path, rounds: int, *, fsync: bool = False) -> list[Fi
         limit = None if fsync else CP_RATIO * cp + median["import"]
         figures.append(Figure(f"cp, the bytes of {name}{where}", cp, "s"))
         figures.append(Figure(f"{name}{where}", taken, "s", limit, f"{taken / cp:.2f} x cp"))
+        if not fsync:  # pair by pair, so that drift of the machine cancels
+            ratio = statistics.median(a / b for a, b in zip(times[to], times["bare " + to], strict=True))
+            figures.append(Figure(f"{name}, over the same without checksums", ratio, "x", CHECKSUM_RATIO))
     return figures
 
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {  # pages outside of docs/, and where they are on the site
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }

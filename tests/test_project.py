@@ -66,11 +66,14 @@ def test_what_each_workflow_runs() -> None:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_actions_are_pinned_and_rights_are_few(name: str) -> None:
+    """By commits, since a tag can be moved; the comment says which version that is."""
     content = workflow(name)
     assert content["permissions"] == {"contents": "read"}
+    named = re.findall(r"uses: (\S+)(?: # v\d+\.\d+\.\d+.*)$", (GITHUB / "workflows" / name).read_text(), re.M)
+    assert named == [step["uses"] for step in steps(name) if "uses" in step]
     for step in steps(name):
         if "uses" in step:
-            assert re.search(r"@v\d+\.\d+\.\d+$", step["uses"]), step["uses"]
+            assert re.search(r"@[0-9a-f]{40}$", step["uses"]), step["uses"]
             if step["uses"].startswith("actions/checkout@"):
                 assert step["with"] == {"persist-credentials": False}
     for job in content["jobs"].values():
@@ -101,6 +104,35 @@ def test_a_release_is_attested_and_uses_no_stored_token() -> None:
     assert {"actions/attest-build-provenance", "actions/attest-sbom", "pypa/gh-action-pypi-publish"} <= set(used)
     assert "secrets." not in (GITHUB / "workflows" / "release.yml").read_text()
     assert workflow("release.yml")["jobs"]["pypi"]["environment"] == "pypi"
+
+
+def test_a_release_has_what_verifies_it() -> None:
+    """Packages, their SBOM, checksums and signed statements: what SECURITY.md tells users to look for."""
+    release = (GITHUB / "workflows" / "release.yml").read_text()
+    security = (ROOT / "SECURITY.md").read_text()
+    for name in ("SHA256SUMS", "provenance.sigstore.json", "sbom.sigstore.json", "sbom.cdx.json"):
+        assert f"release/{name}" in release or "build/sbom.cdx.json release/" in release
+        assert f"`{name}`" in security
+    kept = [step["with"]["name"] for step in steps("release.yml") if "upload-artifact@" in step.get("uses", "")]
+    (publish,) = [step["run"] for step in steps("release.yml") if "gh release create" in step.get("run", "")]
+    assert kept == ["packages", "attestations"]
+    assert all(f"release/{name}/*" in publish for name in kept)
+
+
+def test_commits_of_actions_are_kept_fresh() -> None:
+    config = yaml.safe_load((GITHUB / "dependabot.yml").read_text())
+    assert {"github-actions"} <= {update["package-ecosystem"] for update in config["updates"]}
+
+
+def test_security_names_what_exists() -> None:
+    """Its links lead somewhere, and each promise names tests that are there."""
+    text = (ROOT / "SECURITY.md").read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / target).exists(), target
+    named = re.findall(r"`(test_[a-z_]+)`", text)
+    there = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(named) > 10
+    assert set(named) <= there
 
 
 def test_issue_forms_are_forms() -> None:

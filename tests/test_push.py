@@ -340,7 +340,7 @@ def test_the_command_shows_what_it_sends(hub: Hub, model: Path) -> None:
     assert lines[0] == f"to  {hub.url}/{REPO}  a new repository"
     assert lines[1].split()[:2] == ["send", "README.md"]
     assert lines[-1].endswith("files to send, nothing sent (--dry-run)")
-    assert run("push", model, "model").out.splitlines()[-1].startswith("932 kB in 10 files sent, commit ")
+    assert run("push", model, "model").out.splitlines()[-1].startswith("943 kB in 11 files sent, commit ")
     assert run("push", model, "model").out.splitlines()[-1] == "everything is there already"
     facts = json.loads(run("push", model, "model", "--json", "--tag", "v1").out)
     assert (facts["commit"], facts["tag"], facts["sent"]) == (None, "v1", {})

@@ -96,7 +96,7 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.Fix
         make_hf("llama-gqa", tmp_path / "tiny-llama", fill="normal")
     if page.name == "README.md":
         tmp_path = demo_output(tmp_path)
-    if page.name in ("add-a-format.md", "command-line.md", "load-in-megatron.md"):
+    if page.name in ("add-a-format.md", "command-line.md", "load-in-megatron.md", "manifest.md"):
         make_hf("llama-gqa", tmp_path / "tiny-llama", fill="normal")
     if page.name == "add-a-format.md":
         shutil.copy(ROOT / "tests/trial_format.py", tmp_path)

@@ -1,4 +1,4 @@
-"""What a checkpoint is called wherever it lies, and what tells it from others: facts for a manifest."""
+"""The origin of an output, for its manifest: a name that holds wherever it lies, and what tells it from others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion writes, recorded while it is written: checksums, sources, and numbers that are none."""
+"""The record of a conversion, made while it writes: checksums, sources, NaN and infinities."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import stat
 from collections.abc import Iterator
 from contextvars import ContextVar
 from enum import Enum
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 MEMORY = 512 * 2**20  # bytes that the content of one small file may take once it is read
 
@@ -69,7 +69,7 @@ def open_fd(path: Path) -> int:
     return fd
 
 
-def open_file(path: Path, *, grows: bool = False) -> BinaryIO:
+def open_file(path: Path, *, grows: bool = False) -> BufferedReader:
     """A regular file, to read; errors as of `open_fd`.
 
     Args:

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mcore_convert.formats.megatron.run_directory import TRACKER
 from mcore_convert.storage.disk import write_new, write_whole
 from mcore_convert.storage.marker import new_id
 from tests.crashes import Disk, crashing
 from tests.fuzz.mutations import CORPUS
 from tests.refusals import run
-from train_entry.checkpoints.folder import TRACKER, begin, complete, iteration_path
+from train_entry.checkpoints.folder import begin, complete, iteration_path
 from train_entry.data.bin_idx import SUFFIXES, PairWriter
 from train_entry.data.prepare import publish_all
 
@@ -86,7 +87,7 @@ def test_a_checkpoint_of_training_is_on_the_disk_before_it_has_its_name(tmp_path
         if tracker.exists():
             assert iteration_path(tmp_path, int(tracker.read_text())).is_dir()
 
-    with crashing(look) as disk:
+    with crashing(look):
         for iteration in (10, 20, 30):
             partial = begin(iteration_path(tmp_path, iteration))
             write_new(partial / "__0_0.distcp", b"tensors")

@@ -1,4 +1,4 @@
-"""What one failing call to the file system leaves of prepared data and of training's checkpoints: nothing half whole."""
+"""What one failing call to the file system leaves of prepared data and of checkpoints of training."""
 
 from __future__ import annotations
 

@@ -151,8 +151,8 @@ def _vocabulary(files: Mapping[str, Path]) -> dict[str, int] | None:
         return {token: int(number) for token, number in read_json(file, Limit.TOKENIZER).items()}
     if name == "vocab.txt":
         return {token: number for number, token in enumerate(content_of(file, Limit.VOCABULARY).decode().splitlines())}
-    data = content_of(file, Limit.VOCABULARY)
-    return dict(_pieces(data) if _is_sentencepiece(file) else _ranks(data))
+    raw = content_of(file, Limit.VOCABULARY)
+    return dict(_pieces(raw) if _is_sentencepiece(file) else _ranks(raw))
 
 
 def _pieces(content: bytes) -> Iterator[tuple[str, int]]:

@@ -46,7 +46,7 @@ def _changed(data: bytes, seeds: Sequence[bytes], rng: random.Random, kept: Sequ
     if kind == 2:  # a number
         width = rng.choice((1, 2, 4, 8))
         if room >= width:
-            number = rng.choice(NUMBERS) % 256**width
+            number: int = rng.choice(NUMBERS) % 256**width
             return data[:at] + number.to_bytes(width, rng.choice(("little", "big"))) + data[at + width :]
     if kind in (3, 4, 5):  # a token of text
         tokens = [

@@ -142,9 +142,10 @@ def seeds_of(target: str) -> list[bytes]:
 
 def attempt(target: str, data: bytes) -> bool:
     """Whether a target takes the bytes; a refusal is the other good end, and anything else is raised."""
+    refusals: tuple[type[Exception], ...] = (ConvertError, *REFUSALS.get(target, ()))
     try:
         TARGETS[target](data)
-    except (ConvertError, *(REFUSALS.get(target, ()))):
+    except refusals:
         return False
     return True
 

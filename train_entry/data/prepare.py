@@ -13,6 +13,7 @@ from typing import Any
 from mcore_convert.errors import DataError, UnwritableTarget
 from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.destination import locked
+from mcore_convert.storage.disk import sync
 from train_entry.data.bin_idx import SUFFIXES, PairWriter, dtype_for
 from train_entry.data.chunks import Chunk
 from train_entry.data.encode import Encoding, encode_all
@@ -93,10 +94,23 @@ def prepare(
         for writer, pair in zip(writers, pairs.values(), strict=True):
             writer.complete()
             pair.write(writer.partial(".json"))
-        with Deferral():
-            for writer in writers:
-                writer.publish()
+        publish_all(writers)
     return Prepared(pairs, time.monotonic() - start)
+
+
+def publish_all(writers: Sequence[PairWriter]) -> None:
+    """Give all pairs their names, when all that is in them is on the disk. A signal waits until then.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    with Deferral():
+        for writer in writers:
+            sync(writer.partial(".json"))
+        for writer in writers:
+            writer.publish()
+        for folder in {Path(writer.prefix).parent for writer in writers}:
+            sync(folder)
 
 
 def _write(

@@ -214,6 +214,8 @@ def check_manifest(checkpoint: Checkpoint) -> None:
     if manifest is None:
         return
     problems = [*sizes_that_differ(manifest, {part.file for part in manifest.parts})]
+    if problems:
+        checkpoint.check_whole()  # what is missing or short the format itself says best
     headers = checkpoint.tensors
     for name in {**manifest.headers, **headers}:
         if name not in headers:

@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.convert import COMMAND, PEAK_MIB, Figure, folder, parser_of, reported, say
 from benchmarks.experts import QWEN3_235B, make_qwen3_moe, qwen3_moe_nbytes
@@ -24,11 +25,11 @@ from mcore_convert.formats.base import Reservation
 PLAN_SECONDS = 10.0
 SHARDS = 118  # files of the model on the hub
 # Experts over 8 ranks and not cut, the rest over 4: 64 files of ranks.
-LAYOUT = {"tp": 4, "pp": 2, "ep": 8, "etp": 1}
-OTHER = {"tp": 2, "pp": 1, "ep": 4, "etp": 1}
+LAYOUT: dict[str, Any] = {"tp": 4, "pp": 2, "ep": 8, "etp": 1}
+OTHER: dict[str, Any] = {"tp": 2, "pp": 1, "ep": 4, "etp": 1}
 
 
-def planned(verb: str, source: Path, target: Path, to: str, layout: dict[str, int]) -> Command:
+def planned(verb: str, source: Path, target: Path, to: str, layout: dict[str, Any]) -> Command:
     """The command that plans a conversion or a reshard, and writes nothing."""
     options = [word for name, size in layout.items() for word in (f"--{name}", str(size))]
     return (*COMMAND, verb, source, target, "--to", to, *options, "--dry-run", "--json")

@@ -10,6 +10,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 from mcore_convert.checkpoints.checks import prove
@@ -122,6 +123,7 @@ def _reserve(plan: Plan, partial: Path) -> None:
         reserve(here, size, literals[path])
 
 
+@lru_cache(maxsize=4096)
 def _here(path: Path, final: Path, partial: Path) -> Path:
     return partial / path.relative_to(final)
 

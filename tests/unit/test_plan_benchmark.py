@@ -27,7 +27,8 @@ def test_the_model_has_the_published_size() -> None:
 def test_sources_are_whole_but_for_their_values(tmp_path: Path) -> None:
     hf = make_qwen3_moe(tmp_path / "hf", SMALL, shards=3, sparse=True)
     assert inspect(hf).num_parameters == qwen3_moe_nbytes(SMALL) / 2
-    for to, layout in (("torch_dist", {}), ("torch", LAYOUT)):
+    layouts: dict[str, dict[str, Any]] = {"torch_dist": {}, "torch": LAYOUT}
+    for to, layout in layouts.items():
         first = convert(hf, tmp_path / to, to=to, dry_run=True, **layout)
         write_headers(first.plan.reservation)
         assert not list((tmp_path / to).rglob("*.partial"))

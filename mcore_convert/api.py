@@ -33,8 +33,8 @@ from mcore_convert.options import (
 from mcore_convert.spec import releases
 from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.destination import check_free
-from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Progress
 from mcore_convert.storage.sources import Stamp, watched
 from mcore_convert.storage.views import file_errors
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 if TYPE_CHECKING:  # a command's `--help` needs no numpy
-    from mcore_convert.storage.elements import Progress
+    from mcore_convert.storage.progress import Progress
 
 PathLike = str | Path
 Definition = TypeVar("Definition")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -52,7 +53,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         server.wait(timeout=30)
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama-gqa", "qwen3_moe-dense-layers"])
+@pytest.fixture(scope="module", params=["gpt2", "llama-gqa", "qwen3_moe"])
 def model(request: pytest.FixtureRequest, hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An export of a Megatron checkpoint."""
     folder = tmp_path_factory.mktemp("served")
@@ -69,13 +70,21 @@ def generated(model: str, text: str) -> str:
     return said
 
 
+def plain(answer: str | None, tokenizer: Any) -> str:
+    """An answer without special tokens, which the server leaves out for some models and shows for Qwen's."""
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            answer = (answer or "").replace(str(token), "")
+    return answer or ""
+
+
 def test_a_chat_is_answered(client: OpenAI, model: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     wanted = generated(model, tokenizer.apply_chat_template([MESSAGE], tokenize=False, add_generation_prompt=True))
     answer = client.chat.completions.create(model=model, messages=[MESSAGE], max_tokens=TOKENS)
-    assert answer.choices[0].message.content == wanted
+    assert plain(answer.choices[0].message.content, tokenizer) == wanted
     parts = client.chat.completions.create(model=model, messages=[MESSAGE], max_tokens=TOKENS, stream=True)
-    assert "".join(part.choices[0].delta.content or "" for part in parts) == wanted
+    assert plain("".join(part.choices[0].delta.content or "" for part in parts), tokenizer) == wanted
 
 
 def test_a_text_is_completed(client: OpenAI, model: str) -> None:

@@ -11,8 +11,9 @@ from mcore_convert.comparison.change import Change, change_of, finite, gaps_betw
 from mcore_convert.comparison.equality import config_differences, sizes_of
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.base import Side
-from mcore_convert.storage.elements import Files, Meter, Progress
+from mcore_convert.storage.elements import Files
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Meter, Progress
 
 MAY_DIFFER = ("tied", "qkv_bias", "linear_bias")  # sizes that decide which weights there are, and not their shapes
 

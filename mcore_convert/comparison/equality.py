@@ -17,8 +17,9 @@ from mcore_convert.spec import gpt
 from mcore_convert.spec.config.neutral import NEUTRAL, NEUTRAL_OF_EXPERTS
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import PARAM
-from mcore_convert.storage.elements import Files, Meter, Progress
+from mcore_convert.storage.elements import Files
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Meter, Progress
 from mcore_convert.storage.views import Slot
 
 # Fields of a configuration that say nothing about the function: how it is stored, and what training does.

@@ -13,9 +13,10 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, parse_tracker
 from mcore_convert.formats.registry import directory_of
 from mcore_convert.storage.digests import checksum_of_runs, gaps_between
-from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress
+from mcore_convert.storage.elements import WORKERS, Files
 from mcore_convert.storage.paths import absent
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Meter, Progress
 
 
 @dataclass(frozen=True)

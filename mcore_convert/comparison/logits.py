@@ -9,8 +9,9 @@ from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.comparison.equality import LogitsReport
 from mcore_convert.formats.base import Side
 from mcore_convert.spec.names import spell
-from mcore_convert.storage.elements import Files, Progress, global_tensor
+from mcore_convert.storage.elements import Files, global_tensor
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,6 +10,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 from mcore_convert.checkpoints.checks import prove
@@ -20,8 +21,9 @@ from mcore_convert.conversion.reopening import check_reopened
 from mcore_convert.errors import MAX_ITEMS, ConvertError, UnreadableCheckpoint, UnwritableTarget, counted
 from mcore_convert.storage.destination import check_free, claimed, partial_path
 from mcore_convert.storage.disk import copy_file, reserve, stamped, sync, write_new
-from mcore_convert.storage.elements import WORKERS, Files, Meter, Progress
+from mcore_convert.storage.elements import WORKERS, Files
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Meter, Progress
 from mcore_convert.storage.sources import Stamp
 from mcore_convert.storage.views import open_error
 
@@ -150,6 +152,7 @@ def _reserve(plan: Plan, partial: Path) -> None:
         reserve(here, size, literals[path])
 
 
+@lru_cache(maxsize=4096)
 def _here(path: Path, final: Path, partial: Path) -> Path:
     return partial / path.relative_to(final)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from mcore_convert.checkpoints.identify import open_checkpoint
@@ -61,4 +62,9 @@ def _places(checkpoint: Checkpoint, item: Item, dims: Dims, root: Path) -> list[
 def _relative(slots: Iterable[Slot], root: Path) -> Iterator[Slot]:
     for slot in slots:
         view: View = slot.view
-        yield slot._replace(view=view._replace(path=view.path.relative_to(root)))
+        yield slot._replace(view=view._replace(path=_below(view.path, root)))
+
+
+@lru_cache(maxsize=4096)
+def _below(path: Path, root: Path) -> Path:
+    return path.relative_to(root)  # a file holds many weights

@@ -19,8 +19,8 @@ from mcore_convert.inspection.page.render import check_place, write_page
 from mcore_convert.inspection.statistics import measure
 from mcore_convert.options import ModelOptions, PathLike, check_names
 from mcore_convert.spec.layout import Layout
-from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Progress
 from mcore_convert.storage.views import file_errors
 
 

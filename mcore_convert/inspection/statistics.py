@@ -27,8 +27,9 @@ from mcore_convert.storage.blocks import (
     sum_of_squares,
     summed,
 )
-from mcore_convert.storage.elements import Bytes, Files, Meter, Progress, as_float, blocks_of
+from mcore_convert.storage.elements import Bytes, Files, as_float, blocks_of
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Meter, Progress
 from mcore_convert.storage.spans import spans_of
 
 

@@ -13,6 +13,7 @@ from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.checkpoints.runs import History, Run
 from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.spec.config.arguments import normalise
+from mcore_convert.spec.layers import EXPERTS, MLP
 from mcore_convert.storage.sources import Limit, text_of
 from mcore_convert.version import VERSION
 
@@ -134,7 +135,15 @@ def _architecture(card: Card) -> Iterator[tuple[str, str]]:
     yield "layers", str(dims.num_layers)
     yield "hidden size", f"{dims.hidden_size:,}"
     yield "attention heads", heads
-    yield "feed-forward size", f"{args.get('ffn_hidden_size'):,}, {activation}"
+    if dims.layers_with(MLP):
+        yield "feed-forward size", f"{dims.ffn_hidden_size:,}, {activation}"
+    if dims.num_experts:
+        count = len(dims.layers_with(EXPERTS))
+        where = "in each layer" if count == dims.num_layers else f"in {count} of {dims.num_layers} layers"
+        yield "experts", f"{dims.num_experts} {where}, of which a token takes {args.get('moe_router_topk')}"
+        yield "feed-forward size of an expert", f"{dims.moe_ffn_hidden_size:,}, {activation}"
+    if dims.shared_ffn_hidden_size:
+        yield "feed-forward size of the shared expert", f"{dims.shared_ffn_hidden_size:,}"
     yield "norm", str(args.get("normalization"))
     yield "positions", positions.get(str(args.get("position_embedding_type")), str(args.get("position_embedding_type")))
     yield "context", f"{dims.max_position_embeddings:,} tokens"
@@ -172,11 +181,14 @@ def _layout(card: Card) -> str:
         "vpp": "virtual_pipeline_model_parallel_size",
         "cp": "context_parallel_size",
         "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
     }
     sizes = {short: args[name] for short, name in names.items() if isinstance(args.get(name), int)}
     if not sizes:
         return ""
-    kept = {short: size for short, size in sizes.items() if size > 1 or short in ("tp", "pp")}
+    if not args.get("num_experts") or sizes.get("etp") == sizes.get("tp"):
+        sizes.pop("etp", None)  # Megatron-LM fills it in where experts are cut as the rest is, or where there are none
+    kept = {short: size for short, size in sizes.items() if size > 1 or short in ("tp", "pp", "etp")}
     ranks = args.get("world_size")
     words = ", ".join(f"{short} {size}" for short, size in kept.items())
     return f"{words}, on {ranks} rank{'s' * (ranks != 1)}" if isinstance(ranks, int) else words

@@ -30,8 +30,8 @@ from mcore_convert.publishing.hf_tensors import HfTensor, hf_tensors
 from mcore_convert.publishing.readback import read_back
 from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.spec.config.arguments import DTYPES
-from mcore_convert.storage.elements import Meter, Progress
 from mcore_convert.storage.phases import Part, phase
+from mcore_convert.storage.progress import Meter, Progress
 from mcore_convert.storage.sources import watched
 
 

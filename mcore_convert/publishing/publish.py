@@ -26,9 +26,9 @@ from mcore_convert.publishing.export import Prepared, prepare, write
 from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.publishing.upload import MAIN, Destination, Upload, checked, upload
 from mcore_convert.storage.destination import check_free
-from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.paths import absent
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Progress
 from mcore_convert.storage.views import file_errors
 
 

@@ -17,7 +17,8 @@ import numpy as np
 from mcore_convert.conversion.reopening import FAULTY_HINT
 from mcore_convert.errors import UnwritableTarget
 from mcore_convert.publishing.hf_tensors import HfTensor
-from mcore_convert.storage.elements import WORKERS, Files, Meter, cast
+from mcore_convert.storage.elements import WORKERS, Files, cast
+from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.views import View
 
 BLOCK = 2 * 2**20  # bytes that are hashed and compared at once, while they are in the cache

@@ -18,9 +18,9 @@ from mcore_convert.errors import ConvertError, HubError, MappingError, Unreadabl
 from mcore_convert.options import ModelFolderOptions, PathLike, check_names
 from mcore_convert.publishing.publish import Export, hand_over
 from mcore_convert.publishing.upload import Destination, Upload, checked, has_model, upload
-from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.paths import absent
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Progress
 from mcore_convert.storage.views import file_errors
 
 POLL_SECONDS = 30.0

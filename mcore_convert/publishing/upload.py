@@ -21,8 +21,8 @@ from mcore_convert.checkpoints.hub_errors import LOGIN, hub_errors, is_passing
 from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.errors import HubError, UnreadableCheckpoint
 from mcore_convert.formats.files.model_folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
-from mcore_convert.storage.elements import Progress
 from mcore_convert.storage.phases import phase
+from mcore_convert.storage.progress import Progress
 from mcore_convert.storage.sources import open_file
 from mcore_convert.version import VERSION
 

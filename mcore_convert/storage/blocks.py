@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_convert.spec.shard import Shape
-from mcore_convert.storage.elements import WORKERS, Bytes, Files, Meter, as_float
+from mcore_convert.storage.elements import WORKERS, Bytes, Files, as_float
+from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.spans import Block, Part, Span, parts_of
 from mcore_convert.storage.views import View
 

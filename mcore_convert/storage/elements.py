@@ -13,7 +13,7 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,23 +36,7 @@ CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
 WORKERS = min(4, os.cpu_count() or 1)
 
-Progress = Callable[[int, int], None]
 Bytes = NDArray[Any]
-
-
-class Meter:
-    """Counts bytes from any thread and tells `progress` how many of all are done."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """So many more bytes are done."""
-        if self._progress is not None:
-            with self._lock:
-                self._done += nbytes
-                self._progress(self._done, self._total)
 
 
 class Files:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from mcore_convert.storage.elements import Progress
+from mcore_convert.storage.progress import Progress
 from mcore_convert.text.quantities import in_bytes
 
 logger = logging.getLogger("mcore_convert")

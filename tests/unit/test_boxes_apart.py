@@ -13,13 +13,14 @@ from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import untiled
 
 SHAPE = (4, 3, 5)
-intervals = [
-    st.tuples(st.integers(0, size - 1), st.integers(1, size)).map(
-        lambda at, size=size: (at[0], min(at[1], size - at[0]))
-    )
-    for size in SHAPE
-]
-boxes = st.tuples(*intervals).map(lambda parts: Box(tuple(p[0] for p in parts), tuple(p[1] for p in parts)))
+
+
+def interval(size: int) -> st.SearchStrategy[tuple[int, int]]:
+    """An offset and a length that lie in a dimension."""
+    return st.integers(0, size - 1).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, size - at)))
+
+
+boxes = st.tuples(*map(interval, SHAPE)).map(lambda parts: Box(tuple(p[0] for p in parts), tuple(p[1] for p in parts)))
 
 
 @settings(deadline=None)

@@ -18,7 +18,8 @@ from mcore_convert import diff, verify
 from mcore_convert.comparison import change
 from mcore_convert.comparison.change import Gap, gaps_between
 from mcore_convert.spec.shard import Box
-from mcore_convert.storage.elements import Files, Meter
+from mcore_convert.storage.elements import Files
+from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.views import Slot, TensorMeta, View
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float64", "int64")

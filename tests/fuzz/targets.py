@@ -38,6 +38,10 @@ class Scratch:
         self._folder = tempfile.TemporaryDirectory(prefix="mcore-convert-fuzz-", dir=place)
         self.path = Path(self._folder.name)
 
+    def remove(self) -> None:
+        """Remove it, in a process that ends without doing so."""
+        self._folder.cleanup()
+
     def file(self, name: str, content: bytes) -> Path:
         """A file with this content; what had the name is overwritten."""
         path = self.path / name

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.test_train_layouts import WEIGHT_DECAY, batch_of
+from tests.train.test_train_layouts import WEIGHT_DECAY, batch_of
 from train_entry.config.schema import Config
 from train_entry.trainer import Trainer
 

@@ -73,6 +73,7 @@ def in_process(name: str, subject: Subject | None, seeds: range, finds: Path) ->
             for seed in seeds:
                 told.write(f"{seed} ")
                 told.write(f"{one(name, subject, seed, finds)}\n")
+        scratch().remove()
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as told:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -38,6 +37,10 @@ class Scratch:
         place = MEMORY_BACKED if os.access(MEMORY_BACKED, os.W_OK) else None
         self._folder = tempfile.TemporaryDirectory(prefix="mcore-convert-fuzz-", dir=place)
         self.path = Path(self._folder.name)
+
+    def remove(self) -> None:
+        """Remove it, in a process that ends without doing so."""
+        self._folder.cleanup()
 
     def file(self, name: str, content: bytes) -> Path:
         """A file with this content; what had the name is overwritten."""
@@ -95,12 +98,11 @@ def config(data: bytes) -> None:
 
 
 def index(data: bytes) -> None:
-    """An index of weights, with one of the files that it names."""
+    """An index of weights, with the files that it names."""
     folder = scratch().path / "index"
     if not folder.is_dir():
-        folder.mkdir()
-        shutil.copy(CORPUS / "safetensors" / "small", folder / "model-00001-of-00002.safetensors")
-        shutil.copy(CORPUS / "config" / "llama", folder / "config.json")
+        with zipfile.ZipFile(CORPUS / "checkpoints" / "hf_shards.zip") as archive:
+            archive.extractall(folder)
     (folder / "model.safetensors.index.json").write_bytes(data)
     open_hf(folder)
 

@@ -11,7 +11,7 @@ import torch
 from mcore_convert import reshard, verify
 from mcore_convert.errors import MappingError
 from tests.conftest import real_checkpoint
-from tests.test_experts import grouped
+from tests.oracle.test_experts import grouped
 
 
 def test_state_of_joined_experts_is_refused_by_name(tmp_path: Path) -> None:

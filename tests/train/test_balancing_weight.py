@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.test_train_layouts import LENGTH, SAMPLES, batch_of, config_of
+from tests.train.test_train_layouts import LENGTH, SAMPLES, batch_of, config_of
 from train_entry.flows import Batch, Loss, Pretraining, sum_over_sequence
 from train_entry.trainer import Trainer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_convert.spec.config.neutral import NEUTRAL, NEUTRAL_OF_EXPERTS
-from tests.test_totality import without_effect
+from tests.unit.test_totality import without_effect
 
 # The first words of such arguments, and the argument without which they say nothing.
 BESIDE = {

@@ -1,0 +1,473 @@
+"""What training refuses before it starts, against what Megatron Core refuses, and what it does where it does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_convert.errors import ConfigError, LayoutError
+from mcore_convert.megatron.cpu import import_megatron
+from tests.conftest import HfMaker
+from tests.ready import FROM_CHECKPOINTS, data_of, lacks_a_start, start_of
+from train_entry.arguments import megatron_arguments, origin_of
+from train_entry.config.compose import load_config
+from train_entry.config.estimate import estimate
+from train_entry.config.files import ready_runs
+from train_entry.config.layouts import layout_of, problems_of_model, problems_of_ranks, ranks_of, torchrun
+from train_entry.config.refusals import check, check_model, problems_of_schedule
+from train_entry.config.schema import Config
+
+
+def tiny(*overrides: str, source: str = "tiny-gpt2") -> Config:
+    """A ready run with these overrides."""
+    return load_config(source, overrides)
+
+
+def reasons(config: Config, world_size: int | None = None, device: str | None = "cuda") -> tuple[str, ...]:
+    """Why a run is refused; nothing where it is not."""
+    try:
+        check(config, world_size or ranks_of(config.parallel), device)
+    except ConfigError as error:
+        return error.items or (error.message.removeprefix("this run is refused: "),)
+    return ()
+
+
+# what is fine
+
+
+@pytest.mark.parametrize("name", ready_runs())
+def test_ready_runs_are_not_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf_checkpoint: HfMaker
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = start_of(name, tmp_path, hf_checkpoint) if name in FROM_CHECKPOINTS else []
+    config = load_config(name, [f"run_dir={tmp_path}/run", *data_of(name, tmp_path), *start])
+    assert reasons(config) == ()
+    origin = origin_of(config)
+    assert (origin is not None) == (name in FROM_CHECKPOINTS)
+    check_model(config, megatron_arguments(config, origin))
+
+
+@pytest.mark.parametrize("name", FROM_CHECKPOINTS)
+def test_a_fine_tuning_needs_a_model_and_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (told, *model) = reasons(load_config(name, ["data.tokenizer=gpt2"]))
+    assert told == "`data.paths` names no data (JSONL files); `data=mock` trains on made-up ones"
+    assert [line.partition(":")[0] for line in model] == ["the model is not described"] * lacks_a_start(name)
+    start = ["checkpoint.init=org/model"] if lacks_a_start(name) else []
+    assert reasons(load_config(name, [*data_of(name, tmp_path), *start])) == ()
+
+
+def test_a_run_without_a_model_names_what_is_missing() -> None:
+    (_, model) = reasons(load_config("finetune", ["data.tokenizer=gpt2"]))
+    assert model.startswith("the model is not described: `model.num_layers`, `model.hidden_size`,")
+
+
+@pytest.mark.parametrize(
+    "parallel", ["single", "tp2", "pp2", "tp2-pp2", "pp2-vpp2", "tp2-sp", "tp2-pp2-sp", "cp2", "dp-distributed"]
+)
+@pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-llama"])
+def test_layouts_that_train_are_not_refused(model: str, parallel: str) -> None:
+    """Those of tests/train/test_train_layouts.py, which hold their loss curves against each other."""
+    assert reasons(tiny(f"parallel={parallel}", source=model), device="cpu") == ()
+
+
+# what is not
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        # layout
+        (["parallel.vpp=2"], "`parallel.vpp` = 2 cuts pipeline stages, and there is one"),
+        (["parallel.first_stage_layers=2"], "`parallel.first_stage_layers` = 2 says nothing without pipeline stages"),
+        (["parallel.pp=2", "parallel.first_stage_layers=0"], "`parallel.first_stage_layers` = 0: Megatron Core gives"),
+        (["parallel.sequence_parallel=true"], "`parallel.sequence_parallel` splits over tensor-parallel ranks"),
+        (["parallel.cp=2", "training.seq_length=126"], "`training.seq_length` = 126 is no multiple of 2 x cp = 4"),
+        (["parallel=tp2-sp", "training.seq_length=127"], "`training.seq_length` = 127 cannot be split over tp = 2"),
+        (
+            ["parallel=tp2-sp", "parallel.tp=4", "parallel.cp=3", "training.seq_length=126"],
+            "`training.seq_length` = 126 cannot be split over tp x cp = 12",
+        ),
+        (["parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce=true"], "it needs that"),
+        (
+            ["parallel.overlap_param_gather=true", "parallel.distributed_optimizer=true"],
+            "`parallel.overlap_param_gather` needs `parallel.overlap_grad_reduce`",
+        ),
+        (["parallel=dp-distributed", "optimizer=sgd"], "it does not go with `optimizer.name` = sgd"),
+        # model
+        (["parallel.tp=3"], "`num_attention_heads` = 4 cannot be split over tp = 3"),
+        (["model.num_query_groups=3"], "`num_attention_heads` = 4 cannot share `num_query_groups` = 3"),
+        (
+            ["model.num_attention_heads=12", "model.num_query_groups=6", "parallel.tp=4", "model.hidden_size=192"],
+            "`num_query_groups` = 6 can neither be split over tp = 4 nor be shared by it",
+        ),
+        (["model.ffn_hidden_size=511", "parallel.tp=2"], "`ffn_hidden_size` = 511 cannot be split over tp = 2"),
+        (["model.hidden_size=130"], "`hidden_size` = 130 is no multiple of `num_attention_heads` = 4"),
+        (["training.seq_length=512"], "`training.seq_length` = 512 is longer than the model"),
+        (["parallel.pp=3"], "4 layers do not fit pp = 3: 4 layers cannot be split evenly over 3 pipeline stages"),
+        (["parallel.pp=2", "parallel.vpp=4"], "4 layers do not fit pp = 2, vpp = 4"),
+        (["training.recompute=full", "training.recompute_num_layers=3"], "does not divide the 4 layers of a stage"),
+        (["model.num_layers=null"], "the model is not described: `model.num_layers`; choose one"),
+        (["model.default_vocab_size=null"], "the model is not described: `model.vocab_size` (or `data.tokenizer`)"),
+        (["parallel.ep=2"], "`parallel.ep` = 2 splits experts, and the model has none"),
+        # schedule
+        (["optimizer.min_lr=1"], "`optimizer.min_lr` = 1 is above `optimizer.lr` = 0.001"),
+        (["schedule.warmup_steps=100"], "`schedule.warmup_steps` = 100 is not below `training.steps` = 100"),
+        (["schedule.warmup_steps=9", "schedule.decay_steps=9"], "is not below `schedule.decay_steps` = 9"),
+        (["schedule.style=WSD"], "`schedule.wsd_decay_steps` is not given"),
+        (["schedule.style=WSD", "schedule.wsd_decay_steps=101"], "is more than the 100 steps after the warmup"),
+        (["schedule.style=inverse-square-root"], "and `schedule.warmup_steps` is 0"),
+        # data
+        (["data=indexed"], "`data.paths` names no data (`mcore-convert data prepare` makes them)"),
+        (["data.valid_paths=[x]"], "`data.valid_paths` names data and `data.kind` = mock makes them up"),
+        (["data=indexed", "data.paths=[/no]"], "`data.paths`: `/no.bin` and `/no.idx` do not exist"),
+        (["data=indexed", "data.paths=[/no.bin]"], "`/no.bin` is written without its ending: `/no`"),
+        (["data=indexed", "data.paths=[/no]", "data.train_paths=[/no]"], "stands instead of it: give one of them"),
+        (["data=indexed", "data.paths=[/no]", "data.test_paths=[/no]"], "go with `data.train_paths`"),
+        (["data=indexed", "data.paths=[/no]", "data.weights=[1,2]"], "`data.weights` has 2 weights for 1 paths"),
+        (["data=sft", "data.paths=[/no.jsonl]"], "`data.paths`: `/no.jsonl` does not exist"),
+        (["data=sft", "data.paths=[/]"], "`data.tokenizer` is not given, and there is no checkpoint"),
+        (["data.split=a,b"], "`data.split` = a,b is not three shares"),
+        (["data.split=1,2,3,4"], "`data.split` = 1,2,3,4 is not three shares"),
+        (["data=indexed", "data.split=0,1,1"], "`data.split` = 0,1,1 leaves nothing to train on"),
+        (["data=indexed", "data.split=1,0,0", "training.eval_steps=2"], "`data.split` = 1,0,0 has no share for them"),
+        (["data=indexed", "data.train_paths=[/no]", "training.eval_steps=2"], "`data.valid_paths` is empty for them"),
+        (["data.eod_mask_loss=true"], "`data.eod_mask_loss` is for documents in indexed data"),
+        # start and end
+        (["checkpoint.init=./no"], "`checkpoint.init` = ./no does not exist"),
+        (["checkpoint.load=no"], "`checkpoint.load` = no does not exist"),
+        (["checkpoint.init=gpt2", "checkpoint.load=/"], "give one of them"),
+        (["checkpoint.revision=main"], "`checkpoint.revision` is that of a Hub id in `checkpoint.init`"),
+        (["checkpoint.keep_last=2"], "`checkpoint.keep_last` = 2 without `checkpoint.save_interval`"),
+        (["checkpoint=none", "checkpoint.save_interval=2"], "`checkpoint.save_interval` = 2 wants checkpoints"),
+        (["checkpoint=none", "checkpoint.export_hf=end"], "`checkpoint.export_hf` = end wants checkpoints"),
+        (["training.eval_interval=2"], "nothing would be evaluated"),
+        (["run_dir=/etc/hostname/x"], "`run_dir` = /etc/hostname/x cannot be made: `/etc/hostname` is a file"),
+        # computation
+        (["training.transformer_impl=transformer_engine"], "Transformer Engine is not installed"),
+        (
+            ["training.transformer_impl=transformer_engine", "training.attention=sdpa"],
+            "`training.attention` = sdpa is for local layers",
+        ),
+        (["parallel=cp2", "training.attention=unfused"], "`training.attention` = unfused sees a rank's own part"),
+        (["data=sft", "parallel=cp2"], "`data.packed` examples would be cut apart by context parallelism"),
+        (
+            ["data=sft", "training.transformer_impl=transformer_engine"],
+            "`data.packed` examples would see each other: Transformer Engine",
+        ),
+        (["training.flow=mine"], "`training.flow` = mine is not module:Class"),
+    ],
+)
+def test_a_run_is_refused(overrides: list[str], line: str) -> None:
+    told = reasons(tiny(*overrides))
+    assert [reason for reason in told if line in reason], told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["parallel.ep=3", "training.global_batch_size=9"], "`num_experts` = 4 cannot be split over ep = 3"),
+        (["parallel.tp=2"], "Megatron Core trains experts under tensor parallelism only with"),
+        (["parallel=tp2-sp", "model.moe_ffn_hidden_size=161"], "`moe_ffn_hidden_size` = 161 cannot be split over etp"),
+        (["parallel=tp2-sp", "model.add_bias_linear=true"], "experts with biases (`add_bias_linear`) cannot be split"),
+        (["model.moe_router_topk=5"], "`moe_router_topk` = 5 is more than there are experts, `num_experts` = 4"),
+        (["model.moe_router_topk=1"], "the softmax of one number has no gradient"),
+        (["model.moe_router_load_balancing_type=sinkhorn"], "set `model.moe_aux_loss_coeff` to 0"),
+        (["training.compile=layers"], "`training.compile` = layers does not go with experts"),
+    ],
+)
+def test_a_run_with_experts_is_refused(overrides: list[str], line: str) -> None:
+    (reason,) = reasons(tiny("model=tiny-llama-moe", *overrides, source="tiny-llama"))
+    assert line in reason
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    config = tiny("parallel=tp2-pp2", "parallel.tp=3", "optimizer.min_lr=1", "data=indexed", "checkpoint.keep_last=1")
+    with pytest.raises(ConfigError) as caught:
+        check(config, 8, "cpu")
+    assert caught.value.message == "this run is refused, for 6 reasons"
+    assert len(caught.value.items) == 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["training.precision=fp16"], "`training.precision` = fp16 is for GPUs"),
+        (
+            ["training.transformer_impl=transformer_engine"],
+            "`training.transformer_impl` = transformer_engine is for GPUs",
+        ),
+    ],
+)
+def test_a_cpu_is_refused_what_is_for_gpus(overrides: list[str], line: str) -> None:
+    config = tiny(*overrides)
+    assert [reason for reason in reasons(config, device="cpu") if reason.startswith(line)]
+    for device in ("cuda", None):
+        assert not [reason for reason in reasons(config, device=device) if reason.startswith(line)]
+
+
+def test_a_package_that_is_missing_is_told_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> Any:
+        return None if name in ("matplotlib", "wandb", "tensorboard") else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    told = reasons(tiny("logging.wandb=true"))
+    assert [reason.partition(",")[0] for reason in told] == [
+        "`logging.tensorboard` needs tensorboard",
+        "`logging.wandb` needs wandb",
+        "`logging.plot` needs matplotlib",
+    ]
+    assert reasons(tiny("logging=bare")) == ()
+
+
+def test_a_model_that_no_family_has_is_not_exported() -> None:
+    config = tiny("checkpoint=export", "model=tiny-llama-moe", source="tiny-llama")
+    args = {**megatron_arguments(config, None), "qk_l2_norm": True}
+    with pytest.raises(
+        ConfigError, match=r"`checkpoint.export_hf` = end, but no family can represent this model.*: .*qk_l2_norm"
+    ):
+        check_model(config, args)
+    check_model(tiny("checkpoint=export"), megatron_arguments(tiny(), None))
+
+
+def test_a_model_from_a_checkpoint_is_looked_at_later() -> None:
+    config = tiny("model=null", "checkpoint.init=org/model", "parallel.tp=3", "parallel.ep=2")
+    assert reasons(config) == ()
+    with pytest.raises(ConfigError) as caught:
+        check_model(config, megatron_arguments(tiny(), None))
+    told = "\n".join(caught.value.items)
+    assert "`num_attention_heads` = 4 cannot be split over tp = 3" in told
+    assert "`parallel.ep` = 2 splits experts, and the model has none" in told
+
+
+def test_a_run_that_goes_on_needs_no_start(tmp_path: Path) -> None:
+    config = tiny("model=null", "checkpoint.init=./gone", f"run_dir={tmp_path}")
+    assert reasons(config) == ("`checkpoint.init` = ./gone does not exist",)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    assert reasons(config) == ()
+
+
+# ranks and batches
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "line"),
+    [
+        (
+            ["parallel=tp2-pp2"],
+            1,
+            "a multiple of 4 ranks, and there is 1: start it with `torchrun --nproc-per-node 4 -m",
+        ),
+        (
+            ["parallel=tp2-pp2"],
+            6,
+            "a multiple of 4 ranks, and there are 6: start it with `torchrun --nproc-per-node 4 ",
+        ),
+        (["parallel.tp=4", "parallel.pp=4", "training.global_batch_size=32"], 33, "`torchrun --nnodes 4 --nproc-per-n"),
+        ([], 3, "`training.global_batch_size` = 8 is no multiple of 3"),
+        (["training.micro_batch_size=3"], 2, "the next that fit: 6 and 12"),
+        (["training.micro_batch_size=16"], 1, "the next that fit: 16"),
+        (["parallel=pp2-vpp2", "training.global_batch_size=3"], 2, "a multiple of pp = 2 microbatches in a step"),
+    ],
+)
+def test_ranks_and_batches_that_do_not_fit(overrides: list[str], ranks: int, line: str) -> None:
+    (reason,) = problems_of_ranks(tiny(*overrides), ranks)
+    assert line in reason
+
+
+def test_the_ranks_that_are_named_fit() -> None:
+    sizes = itertools.product((1, 2, 3), (1, 2), (1, 2), (1, 2, 4), (None, 1, 2))
+    for tp, pp, cp, ep, etp in sizes:
+        config = tiny_with(parallel={"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp})
+        unit = ranks_of(config.parallel)
+        fitting = [
+            n for n in range(1, 100) if n % (tp * pp * cp) == 0 and n % ((etp or (tp if ep == 1 else 1)) * ep * pp) == 0
+        ]
+        assert unit == fitting[0]
+        assert {n % unit for n in fitting} == {0}
+    assert torchrun(16) == "torchrun --nnodes 2 --nproc-per-node 8 -m train_entry CONFIG"
+
+
+BASE = load_config("tiny-llama")
+
+
+def tiny_with(**groups: dict[str, Any]) -> Config:
+    return BASE.with_values(**groups)
+
+
+# against Megatron Core
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron() -> None:
+    import_megatron()
+    torch.set_num_threads(1)
+
+
+def core_refuses(**fields: Any) -> bool:
+    """Whether Megatron Core builds no configuration of these fields, or stages that are not the model."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    try:
+        config = TransformerConfig(pipeline_dtype=torch.float32, cuda_graph_scope=[], **fields)
+        vpp = config.virtual_pipeline_model_parallel_size
+        stages = itertools.product(range(config.pipeline_model_parallel_size), range(vpp) if vpp else [None])
+        counts = [get_num_layers_to_build(config, stage, pp) for pp, stage in stages]
+    except (ValueError, AssertionError):
+        return True
+    return bool(min(counts) < 1)  # it lets a last stage have more layers than are left
+
+
+def test_heads_are_refused_as_megatron_core_does() -> None:
+    seen = set()
+    for heads, shared, tp in itertools.product((4, 6, 8), (1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 8)):
+        if shared > heads or heads % shared:
+            continue  # Megatron Core does not look at that
+        args = {"num_attention_heads": heads, "num_query_groups": shared, "hidden_size": 24 * heads}
+        ours = bool([*problems_of_model(tiny_with(parallel={"tp": tp}), args)])
+        theirs = core_refuses(num_layers=4, tensor_model_parallel_size=tp, **args)
+        assert ours == theirs, (args, tp)
+        seen.add(ours)
+    assert seen == {True, False}
+
+
+def test_stages_are_refused_as_megatron_core_does() -> None:
+    seen = set()
+    firsts, vpps = (None, 0, 1, 2, 4), (None, 2, 3)
+    for layers, pp, vpp, first, last in itertools.product((4, 5, 6, 12), (2, 3, 4), vpps, firsts, firsts):
+        parallel = {"pp": pp, "vpp": vpp, "first_stage_layers": first, "last_stage_layers": last}
+        config = tiny_with(parallel=parallel)
+        ours = bool([*problems_of_model(config, {"num_layers": layers}), *_about_stages(config)])
+        theirs = core_refuses(
+            num_layers=layers,
+            hidden_size=16,
+            num_attention_heads=4,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            num_layers_in_first_pipeline_stage=first,
+            num_layers_in_last_pipeline_stage=last,
+        )
+        assert ours == theirs, (layers, parallel)
+        seen.add(ours)
+    assert seen == {True, False}
+
+
+def _about_stages(config: Config) -> Iterator[str]:
+    from train_entry.config.layouts import problems_of_layout
+
+    return (line for line in problems_of_layout(config) if "stage_layers" in line)
+
+
+def test_the_schedule_is_refused_as_megatron_core_does() -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    class Nothing:
+        param_groups: tuple[Any, ...] = ()
+
+    seen = set()
+    styles, numbers = ("cosine", "constant", "WSD"), (0, 4, 5, 6)
+    for style, warmup, min_lr, wsd in itertools.product(styles, numbers, (0.0, 1.0, 2.0), (None, 1)):
+        schedule = {"style": style, "warmup_steps": warmup, "wsd_decay_steps": wsd, "decay_steps": 5}
+        config = tiny_with(schedule=schedule, optimizer={"lr": 1.0, "min_lr": min_lr})
+        beyond = style == "WSD" and wsd is not None and wsd > 5 - warmup
+        try:
+            OptimizerParamScheduler(
+                Nothing(), 0.0, 1.0, min_lr, warmup, 5, style, 0.1, 0.1, 5, "constant", wsd_decay_steps=wsd
+            )
+        except AssertionError:
+            theirs = True
+        else:
+            theirs = beyond  # which it would count backwards from before the warmup
+        assert bool([*problems_of_schedule(config)]) == theirs, (schedule, min_lr)
+        seen.add(theirs)
+    assert seen == {True, False}
+
+
+def test_what_is_refused_of_recomputation_fails_in_megatron_core() -> None:
+    assert forward_fails(num_layers=3, recompute_num_layers=2)
+    assert reasons(tiny("model.num_layers=3", "training.recompute=full", "training.recompute_num_layers=2"))
+    assert not forward_fails(num_layers=4, recompute_num_layers=2)
+    assert not reasons(tiny("model.num_layers=4", "training.recompute=full", "training.recompute_num_layers=2"))
+
+
+def forward_fails(num_layers: int, recompute_num_layers: int) -> bool:
+    config = tiny(
+        f"model.num_layers={num_layers}",
+        "training.recompute=full",
+        f"training.recompute_num_layers={recompute_num_layers}",
+    )
+    try:
+        forward(config)
+    except IndexError:
+        return True
+    return False
+
+
+def forward(config: Config) -> int:
+    """One microbatch through the model of a run; the bytes that are kept for the backward pass, without weights."""
+    from mcore_convert.megatron.parallel import single_process
+    from train_entry.model_provider import model_provider
+
+    kept: dict[int, torch.Tensor] = {}
+    with single_process():
+        (model,) = model_provider(config, megatron_arguments(config, None))
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in weights:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        tokens = torch.zeros(config.training.micro_batch_size, config.training.seq_length, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(tokens, torch.arange(tokens.shape[1])[None], None, labels=tokens)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+# what a run will need
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dp", [1, 4])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_bytes_of_a_parameter_are_those_of_megatrons_documentation(precision: str, dp: int, distributed: bool) -> None:
+    """docs/user-guide/features/dist_optimizer.md: the table of theoretical bytes, d data-parallel ranks."""
+    config = tiny(f"training.precision={precision}", f"parallel.distributed_optimizer={distributed}")
+    found = estimate(config, megatron_arguments(config, None), dp)
+    split = dp if distributed else 1
+    expected = {"fp32": 8 + 8 / split, "bf16": 6 + 12 / split}[precision]
+    assert (found.weights + found.gradients + found.optimizer) / found.num_local_parameters == expected
+
+
+def test_kept_activations_are_those_that_autograd_keeps() -> None:
+    config = tiny("training.attention=unfused")  # what `forward` builds
+    assert estimate(config, megatron_arguments(config, None), 1).activations == pytest.approx(forward(config), rel=0.25)
+
+
+def test_microbatches_under_way_fill_the_first_rank() -> None:
+    """1F1B: as many as there are ranks. With virtual stages, more of them, each of a smaller part."""
+    sizes = {}
+    for name in ("single", "pp2", "pp2-vpp2"):
+        config = tiny(f"parallel={name}", "model.vocab_size=1", "training.global_batch_size=64", source="tiny-llama")
+        found = estimate(config, megatron_arguments(config, None), ranks_of(config.parallel))
+        sizes[name] = found.activations - (128 * 128 * 8 if name == "single" else 0)  # of one stage: its logits
+    assert sizes["pp2"] == sizes["single"]
+    assert sizes["pp2-vpp2"] == sizes["single"] * 5 // 4  # 2 + 2 + 1 quarters
+
+
+def test_a_layout_reads_as_in_conversion() -> None:
+    config = tiny_with(parallel={"tp": 2, "pp": 2, "vpp": 1})
+    assert layout_of(config.parallel).num_virtual_stages == 1
+    with pytest.raises(LayoutError):
+        layout_of(tiny_with(parallel={"pp": 3}).parallel).stages(4)

@@ -1,0 +1,265 @@
+"""Imports run one way, the library stays light, and its files stay small."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import mcore_convert
+from mcore_convert.formats.registry import formats
+from tests.conftest import HfMaker
+from tests.kinds import ROOT
+
+PACKAGES = ("mcore_convert", "converters", "train_entry")
+HEAVY = ("torch", "transformers", "megatron", "accelerate", "huggingface_hub", "tokenizers")
+LONGEST = 320  # lines of a file: one responsibility
+
+# A module may import those of its own room and of the rooms in the lines above it. A room is a folder, or a file beside
+# the folders; names without a package are those of `mcore_convert`. Within a room no imports close a circle.
+ROOMS = """
+errors  text  version
+spec
+converters  storage
+options  plugins
+formats
+checkpoints
+conversion
+megatron
+comparison
+inspection
+publishing
+api
+mcore_convert
+train_entry
+cli
+__main__
+"""
+
+# Who may name a format: the formats themselves. The training entry saves and loads with Megatron Core's own functions,
+# which write `torch_dist` and nothing else. Megatron's command line has a flag of its own for formats.
+NAMES_FORMATS = ("mcore_convert.formats", "train_entry.checkpoints", "mcore_convert.spec.config.command_line")
+# What all formats share, in `mcore_convert.formats`.
+SHARED = ("base", "format", "registry", "files", "megatron")
+
+
+def files() -> dict[str, Path]:
+    """Every module of the installed packages, by its name."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = files()
+
+
+def imported(module: str) -> Iterator[str]:
+    """The modules of the project that a module imports, inside functions and for type checking too."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            base = node.module or ""
+            names = [f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.partition(".")[0] in PACKAGES)
+
+
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def room_of(module: str) -> str:
+    package, _, rest = module.partition(".")
+    return package if package != "mcore_convert" or not rest else rest.partition(".")[0]
+
+
+def test_imports_run_one_way() -> None:
+    rank = {room: number for number, line in enumerate(ROOMS.split("\n")) for room in line.split()}
+    assert {room_of(module) for module in MODULES} == set(rank), "say in ROOMS where a new room stands"
+    wrong = [
+        f"{module} imports {other}"
+        for module in MODULES
+        for other in imported(module)
+        if room_of(other) != room_of(module) and rank[room_of(other)] >= rank[room_of(module)]
+    ]
+    assert not wrong
+
+
+def test_no_imports_close_a_circle() -> None:
+    """A package's own file stands for its name alone: it may import its modules, and they do not import it."""
+    graph = {module: {other for other in imported(module) if other != module} for module in MODULES}
+    order = TopologicalSorter(graph)
+    try:
+        order.prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def concrete_format(module: str) -> bool:
+    return module.startswith("mcore_convert.formats.") and module.split(".")[2] not in SHARED
+
+
+def test_only_formats_know_a_format() -> None:
+    """Outside of them no module imports one, and none compares with a format's name."""
+    imports, compares = [], []
+    names = set(formats())
+    for module, path in MODULES.items():
+        if any(is_in(module, room) for room in NAMES_FORMATS):
+            continue
+        imports += [f"{module} imports {other}" for other in imported(module) if concrete_format(other)]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                texts = {part.value for side in sides for part in ast.walk(side) if isinstance(part, ast.Constant)}
+                compares += [f"{module}:{node.lineno}" for text in texts if text in names]
+    assert not imports
+    assert not compares
+
+
+def test_families_are_found_and_not_imported() -> None:
+    """No module names a family, so that another package can bring its own; and a family's file knows the spec alone."""
+    for module in MODULES:
+        family = is_in(module, "converters")
+        room = (
+            ("mcore_convert.spec", "mcore_convert.errors", "converters") if family else ("mcore_convert", "train_entry")
+        )
+        assert [other for other in imported(module) if not any(is_in(other, package) for package in room)] == [], module
+
+
+def is_light(module: str) -> bool:
+    """Whether a module is one that must not bring torch in. Training has torch in all but its configuration."""
+    training = is_in(module, "train_entry") and module != "train_entry" and not is_in(module, "train_entry.config")
+    return not training and "megatron" not in module and not module.endswith("__main__")
+
+
+# Run by a fresh interpreter. What other packages bring is imported once; then each module is the first of ours, in a
+# process of its own that is forked from there.
+EACH_FIRST = """
+import importlib, json, os, sys
+modules, heavy, packages = json.loads(sys.argv[1])
+def forked(names, result):
+    reader, writer = os.pipe()
+    if not os.fork():
+        try:
+            for name in names:
+                importlib.import_module(name)
+            answer = result()
+        except BaseException as error:
+            answer = [repr(error)]
+        with open(writer, "w") as file:
+            json.dump(answer, file)
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as answer:
+        value = json.loads(answer.read())
+    os.wait()
+    return value
+def is_ours(name):
+    return name.partition(".")[0] in packages
+def brought():
+    return [name for name in heavy if name in sys.modules]
+for name in forked(modules, lambda: [name for name in sys.modules if not is_ours(name)]):
+    if name.partition(".")[0] not in heavy:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            pass
+assert not brought() and not any(map(is_ours, sys.modules))
+print(json.dumps({module: forked([module], brought) for module in modules}))
+"""
+
+
+@pytest.mark.slow
+def test_each_module_can_be_imported_first() -> None:
+    """No order of imports closes a circle, and none of these modules brings torch in."""
+    modules = [module for module in sorted(MODULES) if is_light(module)]
+    words = json.dumps([modules, HEAVY, PACKAGES])
+    done = subprocess.run(
+        [sys.executable, "-c", EACH_FIRST, words], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    heavy = json.loads(done.stdout)
+    assert list(heavy) == modules
+    assert not {module: brought for module, brought in heavy.items() if brought}
+
+
+def loaded(code: str) -> list[str]:
+    """Which heavy packages a fresh interpreter has loaded after running this."""
+    report = f"\nimport sys, json\nsys.stderr.write(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return found
+
+
+def command(*arguments: str) -> str:
+    """Code that runs a command of `mcore-convert` to its end."""
+    return f"""
+import sys
+from mcore_convert.cli import main
+sys.argv = ["mcore-convert", *{list(arguments)}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+
+
+@pytest.mark.slow
+def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    source, dist, back = str(hf_checkpoint("llama-gqa")), str(tmp_path / "dist"), str(tmp_path / "back")
+    assert loaded(command("--help")) == []
+    assert loaded(command("families", "llama")) == []
+    assert loaded(command("convert", source, dist, "--tp", "2")) == []
+    assert loaded(command("inspect", dist, "--stats")) == []
+    assert loaded(command("convert", dist, back)) == []
+    assert loaded(command("verify", source, back)) == []
+    assert loaded(command("export", dist, "--dtype", "bfloat16", "--overwrite")) == ["huggingface_hub"]
+    assert loaded(command("diff", source, back)) == []
+    ranks, whole = str(tmp_path / "ranks"), str(tmp_path / "whole")
+    assert loaded(command("reshard", dist, ranks, "--to", "torch", "--tp", "2", "--pp", "2")) == []
+    assert loaded(command("reshard", ranks, whole)) == []
+    assert loaded(command("inspect", ranks)) == []
+
+
+@pytest.mark.slow
+def test_a_configuration_loads_neither_torch_nor_transformers_nor_megatron() -> None:
+    assert loaded(command("train", "--list")) == []
+    assert loaded(command("train", "tiny-gpt2", "parallel=tp2", "--print-config")) == []
+
+
+def test_the_public_names() -> None:
+    kinds = ["Comparison", "Conversion", "ConvertError", "Export", "Inspection", "Integrity", "Swept"]
+    functions = ["convert", "diff", "export", "export_all", "inspect", "iter_hf_weights", "load_hf_model", "push"]
+    names = [*kinds, "Upload", "Verification", *functions, "reshard", "verify", "verify_files"]
+    assert mcore_convert.__all__ == names
+    assert dir(mcore_convert) == sorted([*names, "__version__"])
+    for name in names:
+        assert getattr(mcore_convert, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute `reshape`"):
+        _ = mcore_convert.reshape
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "fixtures", "benchmarks"])
+def test_files_stay_small(package: str) -> None:
+    long = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in (ROOT / package).rglob("*.py")}
+    assert not {file: lines for file, lines in long.items() if lines > LONGEST}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_nothing_prints(module: str) -> None:
+    """Data goes through the command's own writer, and the library says nothing."""
+    tree = ast.parse(MODULES[module].read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]

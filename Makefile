@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 
 # Processes, models, networks and browsers are left out: tests/kinds.py says what is.
 check: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "unit and not slow" $$($(BIN)/python -m tests.kinds unit)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "unit and not slow" tests/unit
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -5,19 +5,14 @@ The tests are skipped where no Chromium is installed.
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from mcore_convert import convert, diff, inspect
+from mcore_convert import convert, inspect
 from mcore_convert.checkpoints.contents import family_of
 from mcore_convert.checkpoints.identify import identify
 from mcore_convert.formats.mp_rank.layout import rank_name
@@ -26,45 +21,18 @@ from mcore_convert.inspection.ranks import rank_parts
 from mcore_convert.spec import Layout
 from mcore_convert.spec.layout import Rank
 from mcore_convert.text.quantities import in_bytes
-from tests.chromium import PHONE, WIDE, chromium, opened
-from tests.conftest import HfMaker, real_checkpoint
+from tests.chromium import PHONE, WIDE, opened
+from tests.conftest import real_checkpoint
 from tests.tensors import dcp_tensors
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
+from tests.browser.conftest import ITERATION
 
-ITERATION = 500
 TIMES, TO = " \N{MULTIPLICATION SIGN} ", "\N{EN DASH}"
+
+
 Boxes = list[tuple[int, list[int], list[int], dict[str, float]]]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def run(hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with metrics, saved at TP2 x PP2 with two virtual stages, in which some values stand out."""
-    folder = tmp_path_factory.mktemp("page")
-    shutil.copytree(hf_checkpoint("llama-gqa", fill="normal", config={"num_hidden_layers": 8}), folder / "hf")
-    tensors = load_file(folder / "hf/model.safetensors")
-    tensors["model.layers.3.mlp.down_proj.weight"][1, 2] = math.nan
-    tensors["model.layers.5.mlp.up_proj.weight"] *= 6
-    save_file(tensors, folder / "hf/model.safetensors", {"format": "pt"})
-    convert(folder / "hf", folder / "run/checkpoints", to="torch_dist", tp=2, pp=2, vpp=2, iteration=ITERATION)
-    rows = [{"iteration": n, "loss": 2 + 8 * math.exp(-n / 100)} for n in range(1, 1001)]
-    rows[299]["loss"] = None  # type: ignore[assignment]
-    lines = [json.dumps(row) for row in (*rows, {"iteration": 1000, "evaluation": "valid", "loss": 2.5})]
-    (folder / "run/metrics.jsonl").write_text("\n".join(lines) + '\n{"iteration": 10')
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def file(run: Path) -> Path:
-    inspect(run, html=run / "page.html", planned=Layout(tp=4))
-    return run / "page.html"
 
 
 def choose(page: Page, rank: Rank, which: str = "saved") -> None:
@@ -300,120 +268,3 @@ def test_the_table_says_what_is_drawn(browser: Browser, file: Path) -> None:
         spans = [(tp * columns // 4, (tp + 1) * columns // 4 - 1) for tp in range(4)]
         wanted = [[f"tp {tp}, pp 0", f"columns {a}{TO}{b} of {columns}"] for tp, (a, b) in enumerate(spans)]
         assert [row.split("\t")[:2] for row in rows] == wanted
-
-
-def test_the_heat_map_has_the_values(browser: Browser, run: Path, file: Path) -> None:
-    """Each cell's number is torch's; colours rise with the values of a row; what stands out is marked."""
-    tensors = dcp_tensors(run / f"checkpoints/iter_{ITERATION:07}")
-    with opened(browser, file) as page:
-        for measure, value in MEASURES.items():
-            page.locator(f'#measures [data-value="{measure}"]').click()
-            rows = page.locator("#heat .row[data-name]").evaluate_all(
-                """rows => rows.map(row => [
-                    row.dataset.name, [...row.lastChild.children].map(cell => [cell.ariaLabel, cell.dataset.step])
-                ])"""
-            )
-            assert len(rows) == 6
-            for full_name, cells in rows:
-                name = full_name.replace(".{layer}", "")
-                wanted = [value(tensors[name][layer].double()) for layer in range(8)]
-                shown = [float(re.sub(r"^layer \d+: |,.*| %", "", label)) for label, _ in cells]
-                scale = 100 if measure == "zeros" else 1
-                assert shown == pytest.approx([scale * each for each in wanted], rel=6e-3)
-                steps = [int(step) for _, step in cells]
-                order = sorted(range(8), key=lambda layer, wanted=wanted: wanted[layer])  # type: ignore[misc]
-                assert [steps[layer] for layer in order] == sorted(steps)
-        marked = page.locator("#heat .noted").evaluate_all("cells => cells.map(c => c.dataset.layer)")
-        assert sorted(marked) == ["3", "5"]
-
-
-def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[tensor.isfinite()]
-
-
-MEASURES: Mapping[str, Any] = {
-    "rms": lambda t: float(_finite(t).square().mean().sqrt()),
-    "norm": lambda t: float(_finite(t).norm()),
-    "largest": lambda t: float(_finite(t).abs().max()),
-    "zeros": lambda t: float((t == 0).double().mean()),
-    "bad": lambda t: int((~t.isfinite()).sum()),
-}
-
-
-def test_what_stands_out_leads_to_its_cell(browser: Browser, file: Path) -> None:
-    with opened(browser, file) as page:
-        found = page.locator(".outliers li").all_inner_texts()
-        assert found[0].split("\n") == ["nan", "decoder.layers.3.mlp.linear_fc2.weight: 1 element is NaN, at [1, 2]"]
-        page.locator(".outliers button").first.click()
-        assert page.evaluate("document.activeElement.dataset.layer") == "3"
-        said = page.locator("#readout").inner_text()
-        assert "decoder.layers.3.mlp.linear_fc2.weight" in said
-        assert "NaN, inf 1" in said
-        page.keyboard.press("ArrowRight")
-        page.keyboard.press("ArrowUp")
-        said = page.locator("#readout").inner_text()
-        assert said.startswith("decoder.layers.4.mlp.linear_fc1.weight")
-
-
-def test_the_loss_can_be_read(browser: Browser, file: Path) -> None:
-    with opened(browser, file) as page:
-        assert "1,000 steps up to iteration 1,000" in page.locator("#h-curve + p").inner_text()
-        page.locator("#plot").focus()
-        page.keyboard.press("Home")
-        assert "iteration 1 loss 9.9204" in page.locator("#curve-read").inner_text()
-        box = page.locator("#plot").bounding_box()
-        assert box is not None
-        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
-        found = re.match(r"iteration (\d+) loss ([\d.]+)", page.locator("#curve-read").inner_text())
-        assert found is not None
-        assert abs(int(found[1]) - 500) <= 3
-        assert float(found[2]) == pytest.approx(2 + 8 * math.exp(-int(found[1]) / 100), rel=1e-4)
-        mark = page.locator(".curve .mark").get_attribute("x1")
-        assert float(mark or 0) == pytest.approx(1000 * (ITERATION - 1) / 999, abs=0.1)
-        assert page.locator(".curve .bad").count() == 1
-        assert page.locator(".curve .dot").get_attribute("title") == "valid at 1000: 2.5"
-
-
-def test_names_of_strangers_do_nothing(browser: Browser, tmp_path: Path) -> None:
-    """A tensor whose name is a script is shown as text; a directory's name too."""
-    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
-    path = tmp_path / 'x"><script>alert(3)<'
-    path.mkdir()
-    tensors = {f"model.layers.{layer}.{evil}.weight": torch.full((3, 4), math.nan) for layer in range(2)}
-    save_file({**tensors, evil: torch.ones(3)}, path / "model.safetensors", {"format": "pt", "x": evil})
-    (path / "config.json").write_text(json.dumps({"architectures": [evil], "model_type": evil}))
-    inspect(path, html=tmp_path / "page.html")
-    with opened(browser, tmp_path / "page.html") as page:
-        assert evil in page.locator("#h-stored").locator("xpath=../..").inner_text()
-        page.locator("#heat .cell").first.focus()
-        assert evil in page.locator("#readout").inner_text()
-        assert page.locator("img").count() == 0
-        page.locator(".outliers button").first.click()
-
-
-def test_the_numbers_are_there_without_scripts(browser: Browser, file: Path) -> None:
-    with opened(browser, file, java_script_enabled=False) as page:
-        text = page.content()
-        assert "The drawings on this page need JavaScript" in text
-        rows = page.locator("details table tbody tr").all_text_contents()
-        assert any(row.startswith("decoder.layers.{layer}.mlp.linear_fc1.weight") for row in rows)
-
-
-def test_a_page_of_differences(browser: Browser, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
-    a, b = (hf_checkpoint("gpt2", fill="normal", seed=seed) for seed in (0, 1))
-    found = diff(a, b, html=tmp_path / "page.html")
-    first, second = (load_file(path / "model.safetensors") for path in (a, b))
-    for viewport in (WIDE, PHONE):
-        with opened(browser, tmp_path / "page.html", viewport=viewport) as page:
-            assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
-            row = page.locator('[data-name="decoder.layers.{layer}.mlp.linear_fc2.weight"]')
-            for layer in range(page.locator("#heat .row").first.locator(".cell").count()):
-                row.locator(f'[data-layer="{layer}"]').focus()
-                said = page.locator("#readout").inner_text()
-                x, y = (side[f"transformer.h.{layer}.mlp.c_proj.weight"].double() for side in (first, second))
-                shown = re.search(r"relative change (\S+) · changed (\S+) % · largest (\S+)", said)
-                assert shown is not None
-                wanted = [(y - x).norm() / x.norm(), 100 * (x != y).double().mean(), (y - x).abs().max()]
-                assert [float(each) for each in shown.groups()] == pytest.approx([float(w) for w in wanted], rel=6e-3)
-            names = page.locator("#most tbody th, #most tbody td:first-child").all_inner_texts()
-            assert names == [change.name for change in found.most_changed(12)]

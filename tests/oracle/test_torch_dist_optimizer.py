@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import pickle
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fixtures.megatron import Dialect
@@ -29,10 +24,8 @@ from mcore_convert.conversion.plan import Plan, moves_between
 from mcore_convert.errors import ConvertError, MappingError, UnreadableCheckpoint
 from mcore_convert.formats.base import Findings, Request
 from mcore_convert.formats.format import NoOptions
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist import writer as torch_dist_writer
 from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
-from mcore_convert.formats.torch_dist.keys import StateKeys
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.dims import Dims
@@ -41,29 +34,25 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.elements import Files, global_tensor, round_to
-from mcore_convert.storage.views import TensorMeta, untiled
-from tests.conftest import real_checkpoint
 from tests.oracle.test_megatron_fixtures import ARGS, EXPERTS, TIED
 from tests.ranks import run_ranks
-from tests.tensors import dcp_tensors
 
 ADAM = (PARAM, MASTER, EXP_AVG, EXP_AVG_SQ)
+
+
 GPT2 = {**ARGS, "add_bias_linear": True, "normalization": "LayerNorm", "swiglu": False, "qk_layernorm": True}
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": ARGS,
     "tied": TIED,
     "gpt2": {**GPT2, "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False},
     "experts": {**EXPERTS, "num_layers": 4, "num_experts": 4},
 }
+
+
 FORMS: tuple[Form, ...] = ("plain", "fully_reshardable", "dp_reshardable")
-RESHARDABLE = ["gpt2_tp2pp2", "llama_tp2pp2", "m19_llama_tp2pp2"]
-REAL = [
-    *RESHARDABLE,
-    "llama_tp2dp2",
-    "transformer_engine_names/v0.12.0_llama_te_torch_dist",
-    "transformer_engine_names/v0.16.1_llama_te_torch_dist",
-    "transformer_engine_names/v0.16.1_moe_te_torch_dist",
-]
+
 
 # A checkpoint of Megatron's own: `saved(model, form, **options)` of `save_with_optimizer`.
 Saved = Callable[..., Path]
@@ -193,32 +182,6 @@ def test_dialects(dialect: Dialect, form: Form, saved: Saved) -> None:
         assert_is(states_in(path), state_of(model))
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_real_masters_round_to_the_weights(name: str) -> None:
-    found = states_in(real_checkpoint(name))
-    masters = {key for key, state in found if state == MASTER}
-    assert masters == {key for key, _ in found}
-    for key in masters:
-        weight = found[key, PARAM]
-        assert torch.equal(found[key, MASTER].to(weight.dtype), weight), key
-        if name.startswith("llama"):  # trained in the directories of these names: masters are finer than weights
-            assert not torch.equal(found[key, MASTER], weight.float()), key
-
-
-@pytest.mark.parametrize("name", RESHARDABLE)
-def test_real_states_are_those_that_torch_reads(name: str) -> None:
-    path = real_checkpoint(name)
-    stored = dcp_tensors(next(path.glob("iter_*")))
-    for (key, state), tensor in states_in(path).items():
-        if state != PARAM:
-            head, _, tail = key.partition(".layers.")
-            layer, _, rest = tail.partition(".")
-            kind = "param" if state == MASTER else state
-            whole = stored[f"optimizer.state.{kind}.{f'{head}.layers.{rest}' if tail else key}"]
-            assert torch.equal(tensor, whole[int(layer)] if tail else whole), (key, state)
-            assert tensor.any()
-
-
 def reshard(path: Path, destination: Path, *, tp: int = 1, ep: int = 1) -> None:
     """Write what a checkpoint holds once more, for a run with these sizes."""
     source = open_torch_dist(path)
@@ -279,22 +242,6 @@ def test_megatron_goes_on_at_any_layout(
             assert set(loaded.steps) == {STEP}
             assert [group["wd_mult"] for group in loaded.groups] == [1.0, 0.0, *([1.0] if target.get("ep") else [])]
             assert all(group["weight_decay"] == 0.1 for group in loaded.groups)
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_real_checkpoints_become_reshardable(name: str, tmp_path: Path) -> None:
-    source = real_checkpoint(name)
-    experts = "moe" in name
-    reshard(source, tmp_path / "again", ep=2 if experts else 1)
-    found, wanted = states_in(tmp_path / "again"), states_in(source)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
-    stored = dcp_tensors(tmp_path / "again/iter_0000010")
-    assert torch.equal(
-        stored["optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"],
-        wanted["decoder.final_layernorm.weight", EXP_AVG_SQ],
-    )
-    assert open_torch_dist(tmp_path / "again").training == open_torch_dist(source).training
 
 
 def test_the_loss_scale_goes_along(saved: Saved, tmp_path: Path) -> None:
@@ -432,36 +379,3 @@ def test_a_wrong_state_is_found_by_the_proof_where_the_sample_is_too_small(saved
         file.write(b"\0\0\x80\x3f")
     with pytest.raises(ConvertError, match="does not round"):
         reshard(tmp_path / "it", tmp_path / "again")
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=4),
-    st.lists(st.integers(1, 60), max_size=3),
-)
-def test_flattened_tensors_get_their_shape_back(axes: list[tuple[int, int]], cuts: list[int]) -> None:
-    """Each cell of the grid was flattened, and data-parallel ranks hold any parts of it (Megatron Core 0.8 to 0.14)."""
-    grid, local = tuple(cells for cells, _ in axes), tuple(size for _, size in axes)
-    whole = tuple(cells * size for cells, size in axes)
-    tensor = torch.arange(math.prod(whole), dtype=torch.float32).reshape(whole)
-    numel = math.prod(local)
-    bounds = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
-    with tempfile.TemporaryDirectory() as scratch:
-        chunks: list[dcp.Chunk] = []
-        for cell in itertools.product(*map(range, grid)):
-            box = tuple(slice(at * size, (at + 1) * size) for at, size in zip(cell, local, strict=True))
-            flat = tensor[box].reshape(-1)
-            for low, high in itertools.pairwise(bounds):
-                file = Path(scratch, f"{len(chunks)}")
-                torch.save(flat[low:high].reshape((*(1 for _ in grid), high - low)).clone(), file)
-                place = dcp.Place(file.name, 0, file.stat().st_size)
-                chunks.append(dcp.Chunk(Box((*cell, low), (*(1 for _ in grid), high - low)), place))
-        meta = TensorMeta((*grid, numel), "float32")
-        directory = dcp.Directory(Path(scratch), {"key": meta}, {"key": chunks}, {}, {"key": whole})
-        keys = StateKeys(directory, {"key": "key"})
-        slots = keys.slots("key")
-        assert keys.tensors["key"].shape == whole
-        assert untiled([slot.box for slot in slots], whole) is None
-        with Files() as files:
-            found = torch.from_numpy(global_tensor(files, slots, whole).copy()).view(torch.float32)
-        assert torch.equal(found, tensor)

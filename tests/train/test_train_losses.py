@@ -11,7 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from mcore_convert.checkpoints.runs import Run
-from tests.unit.test_report import GPT2, config_of, step_of
+from tests.report_steps import config_of, step_of
+from tests.unit.test_flops import GPT2
 from train_entry.report.report import Report
 
 

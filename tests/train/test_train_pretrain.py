@@ -117,7 +117,7 @@ def test_a_flow_of_ones_own(parallel: dict[str, Any], tmp_path: Path) -> None:
             tmp_path / "run",
             model=TINY,
             parallel=parallel,
-            training={"flow": "tests.train.test_train_pretrain:LastToken"},
+            training={"flow": f"{__name__}:LastToken"},
         )
         with Trainer(config) as trainer:
             trainer.initialize()

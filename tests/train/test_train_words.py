@@ -13,7 +13,8 @@ import pytest
 from mcore_convert.errors import ConfigError, DataError
 from tests.kinds import ROOT
 from tests.ranks import run_ranks
-from tests.unit.test_report import GPT2, config_of
+from tests.report_steps import config_of
+from tests.unit.test_flops import GPT2
 from train_entry import load_config
 from train_entry.__main__ import main
 from train_entry.data.chunks import JsonLines

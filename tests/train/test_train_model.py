@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,15 +24,17 @@ from train_entry.flows.fine_tuning import segment_mask
 from train_entry.model import loss
 from train_entry.model.attention import SdpaAttention
 from train_entry.model.choices import select
-from train_entry.model.compiled import compile_layers, compiler_missing
+from train_entry.model.compiled import compile_layers
 from train_entry.model.gpt import model_class
 from train_entry.model.layers import graph_settings, graph_spec, sdpa_spec
 from train_entry.model.loss import vocab_parallel_cross_entropy
 from train_entry.optimizer.foreach import foreach_optimizers, fuse
-from train_entry.trainer import Trainer
 
 HEADS, CHANNELS, TOKENS, SAMPLES = 4, 8, 24, 2
+
+
 CPU = torch.device("cpu")
+
 
 LLAMA: dict[str, Any] = {
     "num_layers": 2,
@@ -52,6 +52,8 @@ LLAMA: dict[str, Any] = {
     "swiglu": True,
     "add_bias_linear": False,
 }
+
+
 GPT2 = {
     **LLAMA,
     "num_query_groups": 4,
@@ -304,64 +306,6 @@ def test_norms_are_marked_for_sequence_parallelism() -> None:
             layernorm_zero_centered_gamma=False, normalization="LayerNorm", sequence_parallel=chosen
         )
         assert [each.sequence_parallel for each in Norm(config, 4).parameters()] == [chosen] * 2  # type: ignore[attr-defined]
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The curve of layers as they are, on one rank."""
-    [(curve, _)] = run_ranks(1, _curve, tmp_path_factory.mktemp("plain"), {"compile": "none"}, {})
-    assert curve[0] - curve[-1] > 0.1  # it learns, and would not with parameters of the step before
-    return curve
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_compiled_layers_train_as_others(
-    overlap: bool, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a forward pass gathers its parameters as it goes: a graph must not keep its first waiting."""
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a rank would leave its other compilers behind
-    if missing := compiler_missing(CPU):
-        pytest.skip(missing)
-    groups = {"distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 999}
-    layout = {**groups, "overlap_param_gather": True} if overlap else {"tp": 2, "sequence_parallel": True}
-    recompute = "none" if overlap else "full"
-    for curve, breaks in run_ranks(2, _curve, tmp_path, {"compile": "layers", "recompute": recompute}, layout):
-        assert curve == pytest.approx(plain, abs=1e-5)
-        assert breaks == 0
-
-
-def _curve(run_dir: Path, training: dict[str, Any], parallel: dict[str, Any]) -> tuple[list[float], int]:
-    """The loss of each step, and how often a layer left its graph."""
-    from torch._dynamo.utils import counters
-
-    counters.clear()
-    fields = {
-        name: value for name, value in LLAMA.items() if name not in ("group_query_attention", "padded_vocab_size")
-    }
-    config = Config(run_dir=run_dir).with_values(
-        model={**fields, "make_vocab_size_divisible_by": 2},
-        training={"seq_length": TOKENS, "global_batch_size": 4, "steps": 20, **training},
-        optimizer={"lr": 1e-2},
-        parallel=parallel,
-        checkpoint={"save": False, "resume": False},
-        logging={"tensorboard": False, "plot": False},
-    )
-    with Trainer(config) as trainer, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the compiler's, of itself
-        trainer.initialize()
-        trainer.setup_model_and_optimizer()
-        curve = [float(trainer.train(_batch(step)).loss) for step in range(6)]
-    return curve, sum(counters["graph_break"].values())
-
-
-def _batch(step: int) -> dict[str, Tensor]:
-    tokens = (torch.arange(4)[:, None] + step + 7 * torch.arange(TOKENS + 1)) % 60
-    return {
-        "tokens": tokens[:, :-1].contiguous(),
-        "labels": tokens[:, 1:].contiguous(),
-        "loss_mask": torch.ones(4, TOKENS),
-        "position_ids": torch.arange(TOKENS).expand(4, TOKENS).contiguous(),
-    }
 
 
 def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

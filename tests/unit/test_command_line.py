@@ -67,6 +67,7 @@ def test_options_are_in_panels(name: str, capsys: pytest.CaptureFixture[str]) ->
             assert len(re.findall(rf"^  (?:-\w, )?{param.opts[0]}(?![\w-])", out, re.M)) == 1, param.opts
 
 
+@pytest.mark.slow
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv[1:] = ['convert', '--help']\nfrom mcore_convert.cli import main\ntry: main()\nfinally: "
@@ -92,6 +93,7 @@ def completed(*words: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_completion() -> None:
     assert completed("ver") == {"verify"}
     assert completed("families", "ll") == {"llama"}
@@ -101,6 +103,7 @@ def test_completion() -> None:
     assert completed("train", "tiny-gpt2", "training.st") == {"training.steps="}
 
 
+@pytest.mark.slow
 def test_completion_is_shown_for_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mcore_convert", "--show-completion"],

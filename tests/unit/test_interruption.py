@@ -74,6 +74,7 @@ def interrupted(source: Path, moment: str) -> tuple[int, str]:
     return ended.returncode, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [AFTER_THE_RENAME, AT_THE_LAST_LINE], ids=["after the rename", "at the last line"])
 def test_what_is_finished_stands_and_is_told(moment: str, source: Path, tmp_path: Path) -> None:
     code, err = interrupted(source, moment)
@@ -82,12 +83,14 @@ def test_what_is_finished_stands_and_is_told(moment: str, source: Path, tmp_path
     assert verify(source, tmp_path / "DST").equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [WHILE_IT_CLEANS_UP, WHILE_IT_IMPORTS], ids=["while it cleans up", "in an import"])
 def test_nothing_is_left(moment: str, source: Path, tmp_path: Path) -> None:
     assert interrupted(source, moment) == (128 + signal.SIGINT, "interrupted; nothing was left behind\n")
     assert [path.name for path in tmp_path.iterdir()] == ["SRC"]
 
 
+@pytest.mark.slow
 def test_when_it_is_over_a_signal_changes_nothing(source: Path, tmp_path: Path) -> None:
     code, err = interrupted(source, WHEN_IT_IS_OVER)
     assert (code, "interrupted" in err, "Traceback" in err) == (0, False, False)

@@ -154,6 +154,7 @@ def test_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         assert bar is None
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_phases_until_the_end(pair: tuple[Path, Path]) -> None:
     mine, theirs = pty.openpty()
     code = "import sys; from mcore_convert.cli import main, text; text.DRAW_EVERY = 1e-4; main(sys.argv[1:])"
@@ -176,6 +177,7 @@ def test_a_terminal_shows_phases_until_the_end(pair: tuple[Path, Path]) -> None:
     assert seen.endswith(b"\r\x1b[K")
 
 
+@pytest.mark.slow
 def test_nothing_is_shown_where_no_terminal_is(pair: tuple[Path, Path]) -> None:
     words = [sys.executable, "-m", "mcore_convert", "verify", *map(str, pair)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)

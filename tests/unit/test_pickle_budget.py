@@ -94,6 +94,7 @@ except UnreadableCheckpoint as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pickles_are_refused(name: str, tmp_path: Path) -> None:
     start = time.monotonic()

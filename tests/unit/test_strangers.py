@@ -136,6 +136,7 @@ def test_the_marker_is_there_while_it_writes_and_never_after(source: Path, tmp_p
 CHANGES = ("rename", "mkdir", "unlink", "rmdir", "pwrite", "fsync", "open", "truncate", "copy_file_range")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True], ids=["new", "overwrite"])
 def test_killed_at_each_change(there: bool, tmp_path: Path) -> None:
     """The destination is the old one or the new one at any moment, and the next run goes on without a hand."""
@@ -183,6 +184,7 @@ def test_killed_at_each_change(there: bool, tmp_path: Path) -> None:
     assert seen == ({"mine", "new", None} if there else {None, "new"})
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_exchange_gives_the_old_one_back(source: Path, tmp_path: Path) -> None:
     """Between two renames the old one has another name: the next run, even one that is refused, gives it back."""
     a_directory(tmp_path / "DST")

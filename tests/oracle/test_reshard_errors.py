@@ -17,6 +17,7 @@ import torch
 from fixtures.mp_rank import save_mp_rank
 from fixtures.optimizer import random_state
 from mcore_convert import reshard
+from mcore_convert.checkpoints.manifest import MANIFEST
 from tests.conftest import HfMaker
 from tests.oracle.test_megatron_fixtures import ARGS, EXPERTS
 from tests.ranks import run_ranks
@@ -44,6 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         one, found[name] = folder / f"{name}-one", folder / name
         run_ranks(1, lambda: save_mp_rank(held, state, one, dtype=torch.bfloat16, **options))  # noqa: B023
         reshard(one, found[name], pp=2, tp=1 if name == "experts" else 2)
+        (found[name] / ITERATION / MANIFEST).unlink()  # Megatron-LM writes none
     return found
 
 

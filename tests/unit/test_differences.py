@@ -87,6 +87,7 @@ def test_differences_of_every_dtype(dtypes: tuple[str, str], steps: None, tmp_pa
         assert_change(each, *cast[each.name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
 @pytest.mark.slow
 def test_differences_between_formats(name: str, steps: None, hf_checkpoint: HfMaker, tmp_path: Path) -> None:

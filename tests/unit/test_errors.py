@@ -310,6 +310,7 @@ WEIRD: tuple[Any, ...] = (None, "x", -1, True, [], {}, 1.5, float("nan"), 1e999,
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_no_value_of_a_configuration_is_a_stack_trace(llama: Callable[..., Path], tmp_path: Path) -> None:
     """Every field with values of every kind: what is not refused must be representable."""
     source = llama()
@@ -325,6 +326,7 @@ def test_no_value_of_a_configuration_is_a_stack_trace(llama: Callable[..., Path]
     assert refused > 200
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_no_value_of_an_argument_is_a_stack_trace(megatron: Path, tmp_path: Path) -> None:
     sizes = "vocab_size hidden_size num_attention_heads num_query_groups kv_channels num_layers ffn_hidden_size"

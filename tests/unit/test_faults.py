@@ -48,6 +48,7 @@ def attempted(words: tuple[str, ...], sources: dict[str, Path], destination: Pat
     return run(*(places.get(word, word) for word in words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_fault(command: str, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command not in ALWAYS and not EACH:

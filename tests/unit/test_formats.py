@@ -23,6 +23,7 @@ CARRIED = ["chat_template.jinja", "generation_config.json", "tokenizer.json", "t
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tp"), BY_TP)
 def test_there_and_back(name: str, tp: int, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint(name)

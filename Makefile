@@ -29,7 +29,7 @@ check: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "unit and not slow" tests/unit
 
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Running a plan: reserve the files, fill them from several threads, rename at the end.
 
-Runs of bytes are copied by the kernel; what is transposed or cut across rows goes through memory a block at a time.
+Runs of bytes pass through memory in steps that stay in the cache, where their checksums are taken; without checksums
+the kernel copies them. What is transposed or cut across rows goes through memory a block at a time.
 """
 
 from __future__ import annotations

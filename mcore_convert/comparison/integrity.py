@@ -14,7 +14,7 @@ from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, pa
 from mcore_convert.formats.registry import directory_of
 from mcore_convert.storage.digests import checksum_of_runs, gaps_between
 from mcore_convert.storage.elements import WORKERS, Files
-from mcore_convert.storage.paths import absent
+from mcore_convert.storage.paths import absent, files_in
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
 
@@ -89,9 +89,8 @@ def check_integrity(path: Path, progress: Progress | None = None) -> Integrity:
         with phase(progress, "reading", nbytes), Files() as files, ThreadPoolExecutor(WORKERS) as pool:
             for found in pool.map(lambda job: list(_damages(manifest, job, files, meter)), _jobs(manifest, whole)):
                 damages += found
-    inside = (str(each.relative_to(folder)) for each in sorted(folder.rglob("*")) if each.is_file())
     known = {*manifest.files, *UNCOVERED}
-    unlisted = tuple(name for name in inside if name not in known and not Path(name).name.startswith("."))
+    unlisted = tuple(name for name in files_in(folder) if name not in known and not Path(name).name.startswith("."))
     return Integrity(
         folder,
         manifest.version,

@@ -11,7 +11,6 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 
 from mcore_convert.checkpoints.checks import prove
@@ -23,6 +22,7 @@ from mcore_convert.errors import MAX_ITEMS, ConvertError, UnreadableCheckpoint, 
 from mcore_convert.storage.destination import check_free, claimed, partial_path
 from mcore_convert.storage.disk import copy_file, reserve, stamped, sync, write_new
 from mcore_convert.storage.elements import WORKERS, Files
+from mcore_convert.storage.paths import moved
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
 from mcore_convert.storage.sources import Stamp
@@ -148,14 +148,9 @@ def _reserve(plan: Plan, partial: Path) -> None:
     for path, at, content in reservation.literals:
         literals[path].append((at, content))
     for path, size in reservation.sizes.items():
-        here = _here(path, reservation.path, partial)
+        here = moved(path, reservation.path, partial)
         here.parent.mkdir(parents=True, exist_ok=True)
         reserve(here, size, literals[path])
-
-
-@lru_cache(maxsize=4096)
-def _here(path: Path, final: Path, partial: Path) -> Path:
-    return partial / path.relative_to(final)
 
 
 def _fill(plan: Plan, files: Files, meter: Meter, recording: Recording) -> None:
@@ -201,11 +196,11 @@ def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes], recording:
     texts = {**reservation.texts, **further}
     for target, source in reservation.carried.items():
         if target not in texts:
-            here = _here(target, reservation.path, partial)
+            here = moved(target, reservation.path, partial)
             here.parent.mkdir(parents=True, exist_ok=True)
             copy_file(source, here)
     for path, content in texts.items():
-        here = _here(path, reservation.path, partial)
+        here = moved(path, reservation.path, partial)
         here.parent.mkdir(parents=True, exist_ok=True)
         write_new(here, content)
     recording.write_manifest()

@@ -20,6 +20,7 @@ from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.digests import Region, checksum_of_runs, gaps_between
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.marker import MARKER
+from mcore_convert.storage.paths import files_in, moved
 from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import View
 
@@ -30,7 +31,6 @@ class Stored(NamedTuple):
     """A box of a tensor where it is written. `again`: a copy of what is stored elsewhere, too."""
 
     name: str
-    sources: tuple[str, ...]
     dtype: str
     shape: Shape
     box: Box
@@ -42,31 +42,30 @@ def stored_tensors(plan: Plan) -> Iterator[Stored]:
     """Every tensor that a plan writes, by its own name where it lies in one piece, else by its weight's."""
     target, dims = plan.target, plan.dims
     if target.whole_views:
-        made_of = _made_of(plan)
         for name, view in target.whole_views.items():
-            yield Stored(name, tuple(sorted(made_of[name])), view.dtype, view.shape, Box.whole(view.shape), view)
+            yield Stored(name, view.dtype, view.shape, Box.whole(view.shape), view)
         return
     for item in (move.item for move in plan.moves):
-        findings = Findings()
-        plan.source.locate(item, dims, findings)
-        names = tuple(sorted(findings.used))
         shape = dims.padded_shape(item.weight.shape, vocab=item.weight.vocab)
         slots = ((slot, False) for slot in target.locate(item, dims, Findings()))
         replicas = ((slot, True) for slot, _ in target.replicas(item, dims))
         for slot, again in chain(slots, replicas):
-            yield Stored(str(item), names, slot.view.dtype, shape, slot.box, slot.view, again)
+            yield Stored(str(item), slot.view.dtype, shape, slot.box, slot.view, again)
 
 
 def _made_of(plan: Plan) -> dict[str, set[str]]:
-    """The tensors of the source that each tensor is copied from, which lies in one piece itself."""
+    """The tensors of the source that each tensor is copied from, by the names of `stored_tensors`."""
     here, there = _Places(plan.target.whole_views), _Places(plan.source.whole_views)
     made_of: dict[str, set[str]] = defaultdict(set)
     for move in plan.moves:
         findings = Findings()
-        if not plan.source.whole_views:
+        if not (plan.source.whole_views and plan.target.whole_views):
             plan.source.locate(move.item, plan.dims, findings)
-        for copy in move.copies:
-            made_of[here.name_at(copy.target)] |= findings.used or {there.name_at(copy.source)}
+        if not plan.target.whole_views:
+            made_of[str(move.item)] = findings.used
+        else:
+            for copy in move.copies:
+                made_of[here.name_at(copy.target)] |= findings.used or {there.name_at(copy.source)}
     return made_of
 
 
@@ -116,7 +115,7 @@ class Recording:
 
     def here(self, path: Path) -> Path:
         """Where a file of the destination is while it is written."""
-        return self._partial / path.relative_to(self._plan.reservation.path)
+        return moved(path, self._plan.reservation.path, self._partial)
 
     def _at(self, path: Path, offset: int) -> Region | None:
         """The region that has a byte of a file."""
@@ -196,8 +195,7 @@ class Recording:
         """Write the manifest of all that is in the checkpoint's directory, when the rest is there."""
         plan = self._plan
         folder = self.here(plan.target.path)
-        files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        listed = {name: self._file(path) for name, path in files.items() if name not in (*UNCOVERED, MARKER)}
+        listed = {name: self._file(path) for name, path in files_in(folder).items() if name not in (*UNCOVERED, MARKER)}
         facts = {
             "source": source_facts(plan.source, plan.source_files),
             "format": plan.target.format,
@@ -220,12 +218,13 @@ class Recording:
         """The entry of each tensor; parts of one name follow one another."""
         entry: dict[str, Any] = {}
         name = None
+        made_of = _made_of(self._plan)
         for stored in stored_tensors(self._plan):
             if stored.name != name:
                 if name is not None:
                     yield name, entry
                 name = stored.name
-                entry = {"dtype": stored.dtype, "shape": list(stored.shape), "from": list(stored.sources), "parts": []}
+                entry = {"dtype": stored.dtype, "shape": list(stored.shape), "from": sorted(made_of[name]), "parts": []}
             entry["parts"].append(self._part(stored, folder))
         if name is not None:
             yield name, entry

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 
 from mcore_convert.checkpoints.identify import open_checkpoint
@@ -12,6 +11,7 @@ from mcore_convert.errors import ConvertError, UnwritableTarget, fold
 from mcore_convert.formats.base import Checkpoint, Findings
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
+from mcore_convert.storage.paths import moved
 from mcore_convert.storage.views import Slot, View, file_errors
 
 FAULTY_HINT = "is the disk or the memory faulty? nothing was left behind"
@@ -62,9 +62,4 @@ def _places(checkpoint: Checkpoint, item: Item, dims: Dims, root: Path) -> list[
 def _relative(slots: Iterable[Slot], root: Path) -> Iterator[Slot]:
     for slot in slots:
         view: View = slot.view
-        yield slot._replace(view=view._replace(path=_below(view.path, root)))
-
-
-@lru_cache(maxsize=4096)
-def _below(path: Path, root: Path) -> Path:
-    return path.relative_to(root)  # a file holds many weights
+        yield slot._replace(view=view._replace(path=moved(view.path, root, Path())))

@@ -26,7 +26,7 @@ from mcore_convert.publishing.export import Prepared, prepare, write
 from mcore_convert.publishing.tokenizer import Tokenizer
 from mcore_convert.publishing.upload import MAIN, Destination, Upload, checked, upload
 from mcore_convert.storage.destination import check_free
-from mcore_convert.storage.paths import absent
+from mcore_convert.storage.paths import absent, files_in
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
 from mcore_convert.storage.views import file_errors
@@ -160,7 +160,7 @@ def _run(
         return Export(prepared.plan, prepared.tokenizer, path, prepared.files, None, None, True)
     checksum, notes = write(prepared, overwrite=overwrite, progress=progress)
     plan = replace(prepared.plan, notes=(*prepared.plan.notes, *notes))
-    files = {name: file.stat().st_size for name, file in _files_in(prepared.path).items()}
+    files = {name: file.stat().st_size for name, file in files_in(prepared.path).items()}
     sent = None
     if target is not None:
         try:
@@ -171,10 +171,6 @@ def _run(
                 raise HubError(error.message, items=error.items, hint=f"{error.hint}; {hint}") from error
             raise
     return Export(plan, prepared.tokenizer, path, files, checksum, sent, False)
-
-
-def _files_in(folder: Path) -> dict[str, Path]:
-    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @file_errors()

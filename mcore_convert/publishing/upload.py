@@ -21,6 +21,7 @@ from mcore_convert.checkpoints.hub_errors import LOGIN, hub_errors, is_passing
 from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.errors import HubError, UnreadableCheckpoint
 from mcore_convert.formats.files.model_folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
+from mcore_convert.storage.paths import files_in
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
 from mcore_convert.storage.sources import open_file
@@ -235,13 +236,9 @@ def files_of(folder: Path) -> dict[str, Path]:
     Raises:
         UnreadableCheckpoint: there are none.
     """
-    found = {
-        str(path.relative_to(folder)): path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(part[0] == "." for part in path.relative_to(folder).parts)
-    }
-    others = [f"{Path(name).parent}/" for name in found if Path(name).name == CONFIG and "/" in name]
-    found = {name: path for name, path in found.items() if not name.startswith(tuple(others))}
+    shown = {name: path for name, path in files_in(folder).items() if not any(p[0] == "." for p in Path(name).parts)}
+    others = [f"{Path(name).parent}/" for name in shown if Path(name).name == CONFIG and "/" in name]
+    found = {name: path for name, path in shown.items() if not name.startswith(tuple(others))}
     if not found:
         raise UnreadableCheckpoint(f"`{folder}` has no files to send")
     return found

@@ -1,14 +1,26 @@
-"""Paths that do not exist, and the one that may have been meant."""
+"""Paths: the files below one, the same path below another, and the one that a path with a slip may have meant."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from mcore_convert.errors import UnreadableCheckpoint
 
 LIKE = 0.8  # of difflib: names that share less are not a slip
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """All files below a folder, in order, by their names from there."""
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@lru_cache(maxsize=4096)  # a file holds many weights
+def moved(path: Path, root: Path, other: Path) -> Path:
+    """The path that has below `other` the place of `path` below `root`."""
+    return other / path.relative_to(root)
 
 
 def near_miss(path: Path) -> Path | None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from mcore_convert.storage.paths import files_in
+
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -35,5 +37,4 @@ CARRIED_FILES = (GENERATION_CONFIG, *TOKENIZER_FILES, CARD, "LICENSE", "LICENSE.
 
 def carried_files(path: Path, patterns: Sequence[str] = CARRIED_FILES) -> list[str]:
     """The names of the files in a directory that travel with a model: tokenizer, generation config, chat template."""
-    names = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+    return [name for name in files_in(path) if any(fnmatch(name, pattern) for pattern in patterns)]

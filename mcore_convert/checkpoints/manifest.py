@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,12 +20,11 @@ from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.storage.digests import ALGORITHM, BLOCK, checksum_of, sealed
 from mcore_convert.storage.disk import write_parts
-from mcore_convert.storage.sources import Limit, content_of
+from mcore_convert.storage.sources import Limit, Unfit, content_of
 from mcore_convert.storage.views import TensorMeta, View, is_inside, open_error
 from mcore_convert.version import VERSION
 
 MANIFEST = "mcore_convert.json"
-LARGEST = 256 * 2**20  # bytes: that of a model of 10**12 parameters with its optimizer has a fifth
 FORMAT = 1  # of the manifest itself
 CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"}\n')
 CHANGED_HINT = f"if the change is meant, remove `{MANIFEST}`; else copy or convert the checkpoint again"
@@ -135,15 +133,12 @@ def read_manifest(path: Path) -> Manifest | None:
         UnreadableCheckpoint: it is damaged, or no regular file.
     """
     try:
-        state = path.stat()
+        text = content_of(path, Limit.MANIFEST)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise open_error(path, error) from error
-    if not stat.S_ISREG(state.st_mode) or state.st_size > LARGEST:
-        raise UnreadableCheckpoint(f"`{path}` is no file of at most {LARGEST:,} bytes", hint=CHANGED_HINT)
-    try:
-        text = content_of(path, Limit.MANIFEST)
+    except (Unfit, IsADirectoryError) as error:
+        largest = Limit.MANIFEST.nbytes
+        raise UnreadableCheckpoint(f"`{path}` is no file of at most {largest:,} bytes", hint=CHANGED_HINT) from error
     except OSError as error:
         raise open_error(path, error) from error
     try:

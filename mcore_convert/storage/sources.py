@@ -34,7 +34,7 @@ class Limit(Enum):
     """What a file may hold at most, in bytes, for each kind that is read whole."""
 
     JSON = "a JSON file", 64 * 2**20  # the index of a model of 10**12 parameters has 20 MB
-    MANIFEST = "a manifest", 256 * 2**20  # a few hundred bytes for each tensor
+    MANIFEST = "a manifest", 256 * 2**20  # that of a model of 10**12 parameters with its optimizer has a fifth
     TOKENIZER = "a tokenizer's file", 256 * 2**20  # the largest in use have 40 MB
     VOCABULARY = "a vocabulary", 16 * 2**20  # SentencePiece or tiktoken, whose largest have 5 MB
     CARD = "a model card", 2**20

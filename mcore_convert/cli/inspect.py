@@ -10,9 +10,8 @@ import typer
 
 from mcore_convert.cli import options
 from mcore_convert.cli.parameters import Parameter, taking
-from mcore_convert.cli.text import progress, say, show, table
+from mcore_convert.cli.text import progress, say, show, show_items, table
 from mcore_convert.cli.values import bars, by_layer, with_headings
-from mcore_convert.errors import MAX_ITEMS
 from mcore_convert.options import LayoutOptions, part_of
 from mcore_convert.spec.layout import Rank
 from mcore_convert.text.grouping import folded
@@ -188,7 +187,4 @@ def report_statistics(result: Inspection) -> None:
         show("nothing stands out")
         return
     show("what stands out")
-    for outlier in result.outliers[:MAX_ITEMS]:
-        show(f"  {outlier.text}")
-    if len(result.outliers) > MAX_ITEMS:
-        show(f"  ... and {len(result.outliers) - MAX_ITEMS} more")
+    show_items([outlier.text for outlier in result.outliers])

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from mcore_convert.errors import MAX_ITEMS
 from mcore_convert.text.quantities import in_bytes, in_parameters
 
 __all__ = ["in_bytes", "in_parameters", "printable", "progress", "say", "show", "table"]
@@ -32,6 +33,14 @@ def show(line: str = "") -> None:
         sys.stdout.write(f"{printable(line)}\n")
         if _bar is not None:
             sys.stdout.flush()
+
+
+def show_items(lines: Sequence[str]) -> None:
+    """Show the first lines of a list, and how many more there are."""
+    for line in lines[:MAX_ITEMS]:
+        show(f"  {line}")
+    if len(lines) > MAX_ITEMS:
+        show(f"  ... and {len(lines) - MAX_ITEMS} more")
 
 
 def printable(text: str) -> str:

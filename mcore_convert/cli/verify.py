@@ -9,7 +9,7 @@ import typer
 
 from mcore_convert.cli import options
 from mcore_convert.cli.parameters import PARAMETERS, taking
-from mcore_convert.cli.text import in_bytes, progress, say, show, table
+from mcore_convert.cli.text import in_bytes, progress, say, show, show_items, table
 from mcore_convert.errors import MAX_ITEMS
 from mcore_convert.options import ModelOptions
 
@@ -132,7 +132,7 @@ def integrity_as_dict(result: Integrity) -> dict[str, object]:
 
 
 def report_integrity(result: Integrity) -> None:
-    """What a check against the manifest has result, in a few lines."""
+    """Show the result of a check against the manifest in a few lines."""
     what = f"{result.num_files} files, {result.num_tensors} tensors"
     show(f"{result.path}  {what}, {in_bytes(result.nbytes)} read, written by mcore-convert {result.version}")
     if not result.has_checksums:
@@ -140,9 +140,5 @@ def report_integrity(result: Integrity) -> None:
     if result.unlisted:
         more = f" and {len(result.unlisted) - MAX_ITEMS} more" if len(result.unlisted) > MAX_ITEMS else ""
         say(f"note: not in the manifest: {', '.join(result.unlisted[:MAX_ITEMS])}{more}")
-    wrong = [*result.absent, *map(str, result.damages)]
-    for line in wrong[:MAX_ITEMS]:
-        show(f"  {line}")
-    if len(wrong) > MAX_ITEMS:
-        show(f"  ... and {len(wrong) - MAX_ITEMS} more")
+    show_items([*result.absent, *map(str, result.damages)])
     show("intact" if result.intact else "different")

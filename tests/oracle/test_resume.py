@@ -21,29 +21,11 @@ from fixtures.training import DISTRIBUTED, PLAIN, Form, Step, train
 from mcore_convert import reshard
 from mcore_convert.spec.layout import Layout
 from tests.ranks import run_ranks
+from tests.saved_runs import SMALL as LLAMA
 
 SAVED_AT = 5
 UNTIL = {torch.float32: SAVED_AT + 10, torch.bfloat16: SAVED_AT + 3}
 TOLERANCE = 1e-5  # of losses around 4, whose neighbours in fp32 are 5e-7 apart
-LLAMA: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "kv_channels": 8,
-    "max_position_embeddings": 16,
-    "seq_length": 16,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "swiglu": True,
-    "untie_embeddings_and_output_weights": True,
-    "vocab_size": 64,
-    "padded_vocab_size": 64,
-    "make_vocab_size_divisible_by": 16,
-}
 GPT2 = {
     **LLAMA,
     "group_query_attention": False,

@@ -25,25 +25,10 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import EXP_AVG, MASTER, PARAM, spell
 from tests.conftest import HfMaker
+from tests.oracle.test_megatron_fixtures import ARGS
 from tests.oracle.test_old_classes import assembled
 from tests.tensors import assert_same_tensors, hf_tensors
 
-ARGS: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 16,
-    "ffn_hidden_size": 24,
-    "num_attention_heads": 4,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "kv_channels": 4,
-    "max_position_embeddings": 8,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "swiglu": True,
-    "untie_embeddings_and_output_weights": True,
-    "padded_vocab_size": 32,
-}
 TP2 = {"linear_qkv.weight": 2, "linear_fc1.weight": 4, "word_embeddings.weight": 2, "output_layer.weight": 2}
 EMBEDDING, NORM = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight"
 

@@ -10,21 +10,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.checkpoints import LLAMA, make_llama
+from benchmarks.checkpoints import make_llama
 from benchmarks.ranks import make_ranks
 from mcore_convert import convert, diff, export, inspect, iter_hf_weights, reshard, verify
 from mcore_convert.checkpoints import weights
 from mcore_convert.spec import Layout
+from tests.oracle.test_benchmarks import SMALL
 
-SMALL: dict[str, Any] = LLAMA | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "vocab_size": 300,
-}
 Run = Callable[[Path, Path], object]
 RUNS: dict[str, Run] = {
     "to hf": lambda source, out: convert(source, out, to="hf"),

@@ -21,20 +21,13 @@ from mcore_convert.storage.disk import write_whole
 from mcore_convert.storage.marker import HINT, MARKER, finished_name, new_id, record_bytes, unfinished
 from tests.conftest import HfMaker
 from tests.refusals import refusal, run, tree
+from tests.unit.test_destination import a_dangling_link, a_file, an_empty_directory
 
 
 @pytest.fixture
 def source(tmp_path: Path, hf_checkpoint: HfMaker) -> Path:
     made = hf_checkpoint("llama-gqa", tokenizer=False, config={"num_hidden_layers": 2})
     return Path(shutil.copytree(made, tmp_path / "SRC"))
-
-
-def a_file(path: Path) -> None:
-    path.write_text("mine")
-
-
-def an_empty_directory(path: Path) -> None:
-    path.mkdir()
 
 
 def a_directory(path: Path) -> None:
@@ -44,10 +37,6 @@ def a_directory(path: Path) -> None:
 
 def a_link(path: Path) -> None:
     path.symlink_to("SRC")
-
-
-def a_dangling_link(path: Path) -> None:
-    path.symlink_to("nowhere")
 
 
 def one_with_a_foreign_marker(path: Path) -> None:

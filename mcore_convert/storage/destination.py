@@ -20,8 +20,18 @@ from typing import Any
 
 from mcore_convert.errors import UnwritableTarget
 from mcore_convert.storage.deferral import Deferral
-from mcore_convert.storage.disk import mark, remove_tree, sync, write_at
-from mcore_convert.storage.marker import LARGEST, MARKER, in_the_way, mark_of, new_id, record_bytes, record_of, unmark
+from mcore_convert.storage.disk import mark, remark, remove_tree, sync, write_at
+from mcore_convert.storage.marker import (
+    LARGEST,
+    MARKER,
+    in_the_way,
+    journals,
+    mark_of,
+    new_id,
+    record_bytes,
+    record_of,
+    unmark,
+)
 
 # File systems that cannot lock files, such as Lustre mounted without `flock`: better no lock than no conversion.
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -87,11 +97,15 @@ class Lock:
 
 @dataclass
 class Claim:
-    """A destination that this process writes, and no other: in `partial`, until `publish`."""
+    """A destination that this process writes, and no other: in `partial`, until `publish`.
+
+    `cleared`: an earlier run had completed files there, which were removed.
+    """
 
     final: Path
     lock: Lock
     overwrite: bool
+    cleared: bool = False
 
     @property
     def partial(self) -> Path:
@@ -128,8 +142,11 @@ class Claim:
 
 
 @contextlib.contextmanager
-def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[Claim]:
+def claimed(final: Path, nbytes: int, *, overwrite: bool, resume: bool = False) -> Iterator[Claim]:
     """Make the partial directory, and remove it if anything goes wrong. What a killed run of ours left is cleared.
+
+    Args:
+        resume: take what an earlier run left as it is, and leave what this one has completed.
 
     Raises:
         UnwritableTarget: another process writes it, something that is not ours is in its place, the destination has
@@ -142,24 +159,30 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[Claim]:
         try:
             with locked(partial.with_name(partial.name + ".lock"), partial) as lock:
                 lock.stays = lock.earlier is not None
-                _clear(final, partial, lock.earlier)
+                goes_on = resume and has_journal(partial)
+                cleared = not goes_on and has_journal(partial)
+                if not goes_on:
+                    _clear(final, partial, lock.earlier)
                 lock.stays = False
                 check_free(final, overwrite=overwrite)  # again: another process may have finished
-                free = shutil.disk_usage(final.parent).free
+                free = shutil.disk_usage(final.parent).free + (_allocated(partial) if goes_on else 0)
                 if free < nbytes:
+                    lock.stays = goes_on
                     raise UnwritableTarget(f"`{final.parent}` has {free:,} bytes free, {nbytes:,} are needed")
                 lock.record()
                 _began.append(partial)
-                partial.mkdir()
+                if not goes_on:
+                    partial.mkdir()
                 try:
-                    mark(partial, lock.identity)
+                    (remark if goes_on else mark)(partial, lock.identity)
                     try:
                         signals.admit()
-                        yield Claim(final, lock, overwrite)
+                        yield Claim(final, lock, overwrite, cleared)
                     finally:
                         signals.hold()
                 except BaseException:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    if not (resume and has_journal(partial)):
+                        shutil.rmtree(partial, ignore_errors=True)
                     lock.stays = os.path.lexists(partial)
                     raise
         except BaseException:
@@ -167,6 +190,16 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[Claim]:
                 for folder in made:
                     folder.rmdir()
             raise
+
+
+def has_journal(partial: Path) -> bool:
+    """Whether a partial directory is ours, and holds files that are complete."""
+    return mark_of(partial) is not None and bool(journals(partial))
+
+
+def _allocated(folder: Path) -> int:
+    """The bytes that the files below a folder take on the disk."""
+    return sum(path.stat(follow_symlinks=False).st_blocks * 512 for path in folder.rglob("*"))
 
 
 def _old_path(final: Path, identity: str) -> Path:

@@ -21,6 +21,7 @@ from mcore_convert.formats.base import Request, Reservation, Training
 from mcore_convert.formats.files import torch_archive as torch_file
 from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, EXTRA_STATE, LOCAL
+from mcore_convert.formats.megatron.options import MegatronOptions
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, NO_WEIGHT, TorchDistCheckpoint
@@ -36,7 +37,6 @@ from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View
 
 # A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
 MAX_CHUNK = 2**30
-MAX_FILE = 2**31  # several files of this size are read in parallel
 ALIGNMENT = 64
 STATE_PREFIX = "optimizer.state."
 
@@ -48,12 +48,24 @@ METADATA_JSON = {
 }
 
 
+@dataclass(frozen=True)
+class TorchDistOptions(MegatronOptions):
+    """What a user may choose for a target: `max_shard_size` is the largest size of a file, in bytes.
+
+    A chunk is never cut, so that a file of one chunk may be larger. Files of the size that it has unless given are read
+    by several threads.
+    """
+
+    max_shard_size: int = 2**31
+
+
 @dataclass
 class _Files:
     """The `.distcp` files as they fill up."""
 
     folder: Path
     reservation: Reservation
+    limit: int
     number: int = 0
     end: int = 0
     path: Path = field(init=False)  # of the current file
@@ -64,7 +76,7 @@ class _Files:
     def place(self, archive: torch_file.Archive) -> dcp.Place:
         """Append an archive to the current file, or to a new one."""
         start = -(-self.end // ALIGNMENT) * ALIGNMENT
-        if start and start + archive.size > MAX_FILE:
+        if start and start + archive.size > self.limit:
             self.number, start = self.number + 1, 0
             self.path = self.folder / f"__{self.number}_0.distcp"
         self.end = self.reservation.sizes[self.path] = start + archive.size
@@ -146,7 +158,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     common, training = request.common, request.training
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
-    files = _Files(folder, reservation)
+    files = _Files(folder, reservation, request.options.max_shard_size)
     content = _Content()
     form = _Form.of(training, common["args"], request.release)
     for item, dtype in dtype_of.items():

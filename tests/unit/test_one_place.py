@@ -12,8 +12,8 @@ import torch
 
 from mcore_convert import convert, export, verify
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.formats.torch_dist import dcp
 from tests.conftest import HfMaker, real_checkpoint
 from tests.refusals import refusal
 

@@ -25,11 +25,10 @@ from safetensors.torch import save
 from mcore_convert import convert
 from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
-from mcore_convert.formats.files import pickles
+from mcore_convert.formats.files import dcp, pickles
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files import torch_archive as torch_file
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import TensorMeta

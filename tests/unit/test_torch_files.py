@@ -11,9 +11,9 @@ import torch
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files import torch_archive as torch_file
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.views import TensorMeta, View

@@ -15,11 +15,11 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Storage, Training
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
 from mcore_convert.formats.torch_dist.optimizer import OptimizerState, find

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from mcore_convert.formats.base import Findings
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.flat import Local, slots_of_flat
 from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.names import Index, drop, placeholders_of, spell

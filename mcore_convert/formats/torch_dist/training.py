@@ -12,8 +12,8 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Training
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.torch_archive import scalar
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import MASTER, placeholders_of

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -153,17 +154,12 @@ def read(path: Path) -> Directory:
 
 def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
     places: dict[tuple[str, Shape | None], Place] = {}
-    files = set()
     for index, info in metadata.storage_data.items():
         if info.transform_descriptors:
             raise UnreadableCheckpoint(f"`{path}` stores its chunks compressed, which is not supported")
-        if not are_counts(info.offset, info.length):
-            raise ValueError(f"{index.fqn} lies at {info.offset!r}, {info.length!r} bytes long")
-        if not isinstance(index.fqn, str) or not (index.offset is None or are_counts(*index.offset)):
-            raise ValueError("a part of it has no name and no offset")
-        file = str(info.relative_path)
-        files.add(file)
-        places[index.fqn, index.offset] = Place(file, info.offset, info.length)
+        places[index.fqn, index.offset] = Place(str(info.relative_path), info.offset, info.length)
+    _check_places(places)
+    files = {place.file for place in places.values()}
     outside = sorted(file for file in files if not is_inside(file))
     if outside:
         raise UnreadableCheckpoint(f"`{path / METADATA}` names files outside of its directory", items=outside)
@@ -178,10 +174,9 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
                 raise ValueError(f"{key} has no shape or no dtype")
             tensors[key] = TensorMeta(entry.size, dtype.name)
             chunks[key] = []
+            if not _are_parts(entry):
+                raise ValueError(f"{key} has a chunk that is no part of it")
             for chunk in entry.chunks:
-                fits = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
-                if not fits or not are_counts(*chunk.offsets, *chunk.sizes):
-                    raise ValueError(f"{key} has a chunk that is no part of it")
                 place = places.get((key, chunk.offsets))
                 if place is None:
                     lost.append(f"{key} at {list(chunk.offsets)}")
@@ -193,8 +188,39 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
             lost.append(key)
     if lost:
         raise UnreadableCheckpoint(f"`{path / METADATA}` does not say where these lie", items=fold(lost))
-    _refuse_shared(path, chunks, objects)
+    if _overlap(places.values()):
+        _refuse_shared(path, chunks, objects)
     return Directory(path, tensors, chunks, objects, _unflattened(metadata, tensors))
+
+
+def _check_places(places: Mapping[tuple[str, Shape | None], Place]) -> None:
+    """Prove that a hostile pickle has not put other values where names and numbers belong.
+
+    All at once: a checkpoint of many ranks has some hundred thousand of them.
+    """
+    offsets = [offset for _, offset in places if offset is not None]
+    named = {type(key) for key, _ in places} <= {str} and {*map(type, offsets)} <= {tuple}
+    if not named or not are_counts(*chain.from_iterable(offsets)):
+        raise ValueError("a part of it has no name and no offset")
+    if not are_counts(*chain.from_iterable((place.offset, place.length) for place in places.values())):
+        key, place = next(
+            (key, place) for (key, _), place in places.items() if not are_counts(place.offset, place.length)
+        )
+        raise ValueError(f"{key} lies at {place.offset!r}, {place.length!r} bytes long")
+
+
+def _are_parts(entry: pickles.TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor have as many dimensions as it has, and sizes that count something."""
+    boxes = [box for chunk in entry.chunks for box in (chunk.offsets, chunk.sizes)]
+    alike = {*map(type, boxes)} <= {tuple} and {*map(len, boxes)} <= {len(entry.size)}
+    return alike and are_counts(*chain.from_iterable(boxes))
+
+
+def _overlap(places: Iterable[Place]) -> bool:
+    """Whether any two places share a byte."""
+    return any(
+        one.file == other.file and other.offset < one.offset + one.length for one, other in pairwise(sorted(places))
+    )
 
 
 def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mapping[str, Place]) -> None:

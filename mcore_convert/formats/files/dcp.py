@@ -19,7 +19,7 @@ from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats.files import pickle_writer, pickles
 from mcore_convert.formats.files.pickle_writer import Call, Global, Instance
 from mcore_convert.formats.files.pickles import are_counts
-from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.files.torch_archive import TorchFile, scalar
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.collection import without_collection
@@ -93,6 +93,16 @@ class Directory:
         if problems:
             raise UnreadableCheckpoint(f"the chunks in `{self.path}` do not make whole tensors", items=problems)
 
+    def under(self, prefix: str) -> list[str]:
+        """The keys of tensors and objects that begin with a prefix."""
+        return [key for keys in (self.tensors, self.objects) for key in keys if key.startswith(prefix)]
+
+    @property
+    def num_files(self) -> int:
+        """How many files hold tensors and objects."""
+        chunks = (chunk for chunks in self.chunks.values() for chunk in chunks)
+        return len({chunk.place.file for chunk in chunks} | {place.file for place in self.objects.values()})
+
     @property
     def unreferenced(self) -> list[str]:
         """The files of tensors that nothing refers to."""
@@ -127,6 +137,10 @@ class Directory:
     def object(self, key: str) -> Any:
         """The object of a key."""
         return self._tree(self.objects[key])
+
+    def value(self, key: str) -> Any:
+        """The object of a key, or the number that its tensor is."""
+        return self.object(key) if key in self.objects else scalar(self.view(key, self.chunks[key][0]))
 
     def _tree(self, place: Place) -> Any:
         archive = TorchFile(self.path / place.file, place.offset, place.length)
@@ -274,10 +288,12 @@ def metadata_bytes(
     chunks: Mapping[str, list[Chunk]],
     objects: Mapping[str, Place],
     unflattened: Mapping[str, Shape] = MappingProxyType({}),
+    paths: Mapping[str, tuple[str, ...]] | None = None,
 ) -> bytes:
     """The content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it.
 
-    `unflattened` is as Directory has it, for Megatron Core 0.8 to 0.15.
+    `unflattened` is as Directory has it, for Megatron Core 0.8 to 0.15. `paths` say where each key stood in the nested
+    state dict that torch's own planner makes of them (`default_planner.py`, `DefaultSavePlanner`).
     """
     entries: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
@@ -298,7 +314,8 @@ def metadata_bytes(
     for key, place in objects.items():
         entries[key] = Instance(_dcp("BytesStorageMetadata"), None)
         storage[_index(key, None)] = _info(place)
-    state = {"state_dict_metadata": entries, "planner_data": None, "storage_data": storage, "storage_meta": None}
+    planned = None if paths is None else dict(paths)
+    state = {"state_dict_metadata": entries, "planner_data": planned, "storage_data": storage, "storage_meta": None}
     shapes = {key: {"nd_reformulated_orig_global_shape": shape} for key, shape in unflattened.items()}
     flattened = {"mcore_data": shapes} if shapes else {}
     return pickle_writer.dumps(Instance(_dcp("Metadata"), {**state, "version": None, **flattened}))

@@ -52,10 +52,10 @@ def archive_of(meta: TensorMeta) -> torch_archive.Archive:
     return torch_archive.lay_out(lambda refs: refs[0], [meta])
 
 
-def bounded(box: Box, dtype: str) -> list[Box]:
-    """The box cut along its first dimension into boxes of at most MAX_CHUNK bytes."""
+def bounded(box: Box, dtype: str, limit: int = MAX_CHUNK) -> list[Box]:
+    """The box cut along its first dimension into boxes of at most so many bytes."""
     row = box.numel // box.sizes[0] * DTYPE_SIZES[dtype]
-    rows = max(1, MAX_CHUNK // row)
+    rows = max(1, limit // row)
     return [
         Box((box.offsets[0] + at, *box.offsets[1:]), (min(rows, box.sizes[0] - at), *box.sizes[1:]))
         for at in range(0, box.sizes[0], rows)

@@ -111,7 +111,7 @@ class StateKeys:
             if not findings.expect(f"{self.label}{part}", meta, wanted, rows_at_least=weight.vocab):
                 continue
             for slot in self._slots_at(part, len(place)).get(place, ()):
-                slots.append(_moved(_select(slot, place), number * shape[0]))
+                slots.append(_select(slot, place).moved(number * shape[0]))
         return slots
 
     def dtype_of(self, weight: Weight, at: Index) -> str | None:
@@ -150,11 +150,6 @@ def _select(slot: Slot, place: tuple[int, ...]) -> Slot:
         view = view.select(index - box.offsets[0])
         box = Box(box.offsets[1:], box.sizes[1:])
     return Slot(view, box)
-
-
-def _moved(slot: Slot, rows: int) -> Slot:
-    box = slot.box
-    return Slot(slot.view, Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)) if rows else slot
 
 
 def _unflattened(slot: Slot, grid: Shape, whole: Shape) -> Iterator[Slot]:

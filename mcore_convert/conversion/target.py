@@ -104,8 +104,9 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         notes.append(f"weights stay float32, as the optimizer trains them: --dtype {run} rounds them as the run does")
     args = {**model.args, **_dtype_flags(dtype_of)}
     from_hf = model.checkpoint.side is Side.HUGGING_FACE
-    if from_hf and not cast and model.config is not None:
-        config: Mapping[str, Any] = model.config
+    own = model.checkpoint.original_config
+    if own is not None and not cast:
+        config: Mapping[str, Any] = own
     elif model.config is None:
         config = model.family.config.to_hf(args)
         if model.folder is None and target.tokenizer is None:

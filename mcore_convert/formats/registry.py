@@ -20,7 +20,7 @@ from mcore_convert.plugins import REPAIR, Plugins, load
 
 GROUP = "mcore_convert.formats"
 # The first of each side is what a conversion from the other side writes unless told otherwise.
-OWN = (hf.FORMAT, torch_dist.FORMAT, mp_rank.FORMAT, fsdp_dtensor.FORMAT, torch_dist.ZARR_FORMAT)
+OWN = (hf.FORMAT, torch_dist.FORMAT, mp_rank.FORMAT, fsdp_dtensor.FORMAT, torch_dist.ZARR_FORMAT, hf.DCP_FORMAT)
 
 
 @lru_cache(maxsize=1)

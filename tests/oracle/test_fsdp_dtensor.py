@@ -43,7 +43,7 @@ EXPERTS: dict[str, Any] = {
 
 
 # Tensor and expert parallelism of the two ranks; without either they are data-parallel.
-LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "ep2": {"ep": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "tp2": {"tp": 2}, "ep2": {"ep": 2}}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Run:
 
     args: dict[str, Any]
     state: State
-    layout: dict[str, int]
+    layout: dict[str, Any]
     path: Path
 
     def load(self, directory: Path) -> int:
@@ -100,7 +100,7 @@ def stacked(tensors: Mapping[str, Tensor], key: str) -> Tensor:
     if layer.format("0") not in "".join(tensors) or ".layers." not in key:
         return tensors[key]
     template = key.replace(".layers.", layer).replace(".experts.experts.", experts.replace("{}", "{{}}"))
-    parts = []
+    parts: list[Tensor] = []
     while (name := template.format(len(parts))).format(0) in tensors:
         each = [name.format(expert) for expert in range(EXPERTS["num_experts"])] if "{}" in name else [name]
         found = [tensors[one] for one in each]
@@ -148,7 +148,7 @@ def groups_of(path: Path) -> list[list[tuple[str, Any]]]:
 def test_a_run_loads_ours(runs: dict[str, Run], tmp_path: Path) -> None:
     """From `torch_dist` and from `torch`: each key that a run asks for is there, with the run's own values."""
     for name, run in runs.items():
-        form, layout = ("torch", {"pp": 2}) if name == "dp2" else ("torch_dist", run.layout)
+        form, layout = ("torch", dict[str, Any](pp=2)) if name == "dp2" else ("torch_dist", run.layout)
         between, ours = tmp_path / name / form, tmp_path / name / "fsdp"
         reshard(run.path, between, to=form, **layout)
         reshard(between, ours, to="fsdp_dtensor", **run.layout)

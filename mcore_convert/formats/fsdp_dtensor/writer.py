@@ -16,6 +16,7 @@ from typing import Any
 from mcore_convert.errors import LayoutError, MappingError
 from mcore_convert.formats.base import LayerSpec, Request, Reservation, Training
 from mcore_convert.formats.files import dcp, torch_archive
+from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.formats.files.dcp_writer import DcpFiles, archive_of, bounded
 from mcore_convert.formats.format import Resume
 from mcore_convert.formats.fsdp_dtensor.checkpoint import FSDP_DTENSOR, SCHEDULER, FsdpCheckpoint
@@ -184,9 +185,7 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
         content.add_object(name, value)
     reservation.texts = {
         **({} if request.run_config is None else {folder / "run_config.yaml": request.run_config.encode()}),
-        folder / dcp.METADATA: dcp.metadata_bytes(
-            content.tensors, content.chunks, content.objects, paths=content.paths
-        ),
+        folder / dcp.METADATA: metadata_bytes(content.tensors, content.chunks, content.objects, paths=content.paths),
         path / TRACKER: tracker_bytes(request.iteration),
     }
     directory = dcp.Directory(folder, content.tensors, content.chunks, content.objects)

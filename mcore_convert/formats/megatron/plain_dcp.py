@@ -1,4 +1,4 @@
-"""Which program wrote a directory of `torch.distributed.checkpoint`: they differ in the names of their tensors alone.
+"""The programs that write directories of `torch.distributed.checkpoint`, told by the names of their tensors.
 
 Megatron's `dist_checkpointing` marks its own with `metadata.json` (Megatron Core, `dist_checkpointing/core.py`). Of the
 others, `.metadata` has the names as plain text.

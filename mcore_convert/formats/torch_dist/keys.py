@@ -145,11 +145,9 @@ def with_expert_norms(keys: Mapping[str, str]) -> dict[str, str]:
 
 def _select(slot: Slot, place: tuple[int, ...]) -> Slot:
     """The part of a chunk that lies at one index of each leading axis, which it reaches, without those axes."""
-    view, box = slot.view, slot.box
     for index in place:
-        view = view.select(index - box.offsets[0])
-        box = Box(box.offsets[1:], box.sizes[1:])
-    return Slot(view, box)
+        slot = slot.select(index)
+    return slot
 
 
 def _unflattened(slot: Slot, grid: Shape, whole: Shape) -> Iterator[Slot]:

@@ -19,6 +19,7 @@ from mcore_convert.errors import MappingError, fold
 from mcore_convert.formats.base import Request, Reservation, Training
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.formats.files.dcp_writer import DcpFiles, archive_of, bounded
 from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, EXTRA_STATE, LOCAL
@@ -159,7 +160,7 @@ def _metadata(content: _Content, args: Mapping[str, Any], form: _Form) -> bytes:
         tensors[on_disk(key)], chunks[on_disk(key)] = _flattened(
             content.tensors[key], content.cells[key], content.chunks[key]
         )
-    return dcp.metadata_bytes(tensors, chunks, content.objects, unflattened)
+    return metadata_bytes(tensors, chunks, content.objects, unflattened)
 
 
 def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[TensorMeta, list[dcp.Chunk]]:

@@ -75,11 +75,7 @@ class FsdpCheckpoint(Checkpoint):
 
     @cached_property
     def optimizer(self) -> FsdpState:
-        """Where the optimizer's state is.
-
-        Raises:
-            MappingError: one of its tensors has no place.
-        """
+        """Where the optimizer's state is."""
         return FsdpState.of(self.directory, self.prefix)
 
     @property

@@ -32,20 +32,20 @@ NOT_REST = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "r
 
 @dataclass(frozen=True)
 class FsdpState:
-    """The keys of the states of each parameter, by its name, and of the fields of its group."""
+    """The keys of the states of each parameter, by its name, of its steps, and of the fields of its group.
+
+    `unknown` are tensors that are none of these.
+    """
 
     directory: dcp.Directory
     by_name: Mapping[str, Mapping[str, str]]
     steps: tuple[str, ...]
     fields: Mapping[str, Mapping[str, str]]
+    unknown: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, directory: dcp.Directory, prefix: str) -> FsdpState:
-        """Find the state of a model whose weights have a prefix.
-
-        Raises:
-            MappingError: a tensor that has no place in a weight's state; nothing is left out in silence.
-        """
+        """Find the state of a model whose weights have a prefix."""
         inner = re.sub(r"^model\d*\.(module\.)*", "", prefix)
         wrapped = re.compile(rf"(?:module\.)*{re.escape(inner)}(.+)\.(\w+)")
         by_name: dict[str, dict[str, str]] = {}
@@ -60,22 +60,27 @@ class FsdpState:
                 by_name.setdefault(found[1], {})[KINDS[found[2]]] = key
             else:
                 unknown.append(key)
-        if unknown:
-            raise MappingError(
-                f"{len(unknown)} keys of the optimizer in `{directory.path}` have no place in the state of a weight",
-                items=fold(unknown),
-                hint=f"only Adam's state is known; {WITHOUT}",
-            )
         fields: dict[str, dict[str, str]] = {}
         for key in directory.under(GROUPS):
             found = wrapped.fullmatch(key.removeprefix(GROUPS))
             if found is not None and any(f"{prefix}{found[1]}{half}" in directory.tensors for half in ("", GATE)):
                 fields.setdefault(found[1], {})[found[2]] = key
-        return cls(directory, by_name, tuple(steps), fields)
+        return cls(directory, by_name, tuple(steps), fields, tuple(unknown))
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What is kept of every trained weight; the main weights are those of the model unless they stand apart."""
+        """What is kept of every trained weight; the main weights are those of the model unless they stand apart.
+
+        Raises:
+            MappingError: a tensor that has no place in a weight's state; nothing is left out in silence.
+        """
+        if self.unknown:
+            raise MappingError(
+                f"{len(self.unknown)} keys of the optimizer in `{self.directory.path}` have no place in the state of a "
+                "weight",
+                items=fold(self.unknown),
+                hint=f"only Adam's state is known; {WITHOUT}",
+            )
         kinds = {MASTER}.union(*(kinds for kinds in self.by_name.values()))
         return tuple(state for state in OPTIMIZER_STATES if state in kinds)
 

@@ -13,7 +13,7 @@ from mcore_convert.checkpoints.families import Choice
 from mcore_convert.checkpoints.manifest import check_manifest
 from mcore_convert.checkpoints.runs import find_run
 from mcore_convert.errors import ConfigError, UnreadableCheckpoint
-from mcore_convert.formats.base import Checkpoint
+from mcore_convert.formats.base import Checkpoint, Side
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, resolve
@@ -170,6 +170,13 @@ def model_of(checkpoint: Checkpoint, **options: Unpack[FamilyOptions]) -> Model:
     config = _read_config(hf_config)
     if hf_config is not None and hf_config.is_dir():
         folder = hf_config
+    if checkpoint.side is Side.HUGGING_FACE:
+        if config is None:
+            raise ConfigError(
+                f"`{checkpoint.path}` has no `{CONFIG}`, so its architecture is not known",
+                hint="pass the model's configuration: --hf-config PATH",
+            )
+        return replace(_identify_by_config(checkpoint, config, family, ignore_keys), folder=folder)
     if config is None and folder is not None and (folder / CONFIG).is_file():
         config = read_json(folder / CONFIG)
     model = _identify_megatron(checkpoint, family, config, options.get("vocab_size"), ignore_keys)

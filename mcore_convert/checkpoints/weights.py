@@ -40,6 +40,14 @@ class Sources:
             dtypes[key] = last
         return dtypes
 
+    def in_masters(self) -> Sources:
+        """The same without what a master copy stands for, which is proven to round to the weight that is left out."""
+        left = {item for item in self.slots if item.state == PARAM and item._replace(state=MASTER) in self.slots}
+        known = {(check.view, check.other) for check in self.checks if check.rounded}
+        checks = [check for check in _master_checks(self.slots) if (check.view, check.other) not in known]
+        slots = {item: places for item, places in self.slots.items() if item not in left}
+        return Sources(slots, (*self.checks, *checks))
+
 
 def find_weights(
     family: Family,
@@ -97,6 +105,8 @@ def _master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
             failure = f"the master copy of `{param}` does not round to the weight"
             for slot in masters:
                 for check in equal_checks(slot, slots[param], failure, hint=ALONE_HINT):
+                    if check.view == check.other:  # the weight is held as its master copy
+                        continue
                     yield replace(check, rounded=check.other is not None and check.view.dtype != check.other.dtype)
 
 

@@ -85,5 +85,7 @@ def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> P
         notes.append(f"optimizer state is left behind: the format `{target.format}` has no place for it")
     sources = find_weights(family, held, source, states, allow_drift=target.allow_drift)
     checkpoint, reservation = lay_out_megatron(model, family, dims, target, sources, notes)
+    if checkpoint.weights_are_masters:
+        sources = sources.in_masters()
     moves = moves_between(family, dims, sources, checkpoint)
     return Plan(family, dims, source, checkpoint, reservation, moves, sources, tuple(notes), model.num_parameters)

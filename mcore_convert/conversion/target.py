@@ -22,7 +22,7 @@ from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
-from mcore_convert.formats.registry import options_for, target_named
+from mcore_convert.formats.registry import arguments_of, options_for, target_named
 from mcore_convert.options import SourceOptions
 from mcore_convert.spec import releases
 from mcore_convert.spec.config import arguments, bridge
@@ -31,6 +31,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.gpt import WEIGHT_SHARDS
 from mcore_convert.spec.layout import Layout
+from mcore_convert.spec.names import PARAM
 from mcore_convert.spec.releases import Release
 
 COMMAND_FILE = "megatron_args.txt"
@@ -98,10 +99,14 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         rounded = "" if target.dtype == "float32" else ", rounded to nearest"
         notes.append(f"weights in {' and '.join(sorted(set(dtype_of.values())))} become {target.dtype}{rounded}")
         dtype_of = dict.fromkeys(dtype_of, target.dtype)
+    run = _rounded_to(model.checkpoint)
+    if target.dtype is None and run is not None:
+        notes.append(f"weights stay float32, as the optimizer trains them: --dtype {run} rounds them as the run does")
     args = {**model.args, **_dtype_flags(dtype_of)}
     from_hf = model.checkpoint.side is Side.HUGGING_FACE
-    if from_hf and not cast and model.config is not None:
-        config: Mapping[str, Any] = model.config
+    own = model.checkpoint.original_config
+    if own is not None and not cast:
+        config: Mapping[str, Any] = own
     elif model.config is None:
         config = model.family.config.to_hf(args)
         if model.folder is None and target.tokenizer is None:
@@ -140,7 +145,8 @@ def lay_out_megatron(
     name = name_of(target.iteration)
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
-    args = _stored_arguments(model, dims, target, sources.dtype_of, hf_folder, carried)
+    dtype_of = _dtypes_of_run(model.checkpoint, sources.dtype_of)
+    args = _stored_arguments(model, dims, target, dtype_of, hf_folder, carried)
     release = target.release or releases.of_run(args) or releases.NEWEST
     args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
     if training is not None:
@@ -156,7 +162,7 @@ def lay_out_megatron(
         target.path,
         family,
         dims,
-        sources.dtype_of,
+        dtype_of,
         _options(target),
         common=common,
         layout=layout,
@@ -168,6 +174,8 @@ def lay_out_megatron(
         release=release,
     )
     checkpoint, reservation = _reserve(target, request)
+    if not checkpoint.weights_are_masters and dtype_of != sources.dtype_of:
+        notes.append(f"weights that are held in float32 become {_rounded_to(model.checkpoint)}, as the run rounds them")
     flags = command_line(args, optimizer=training is not None)
     if training is not None:
         flags += ["--use-checkpoint-opt_param-scheduler"] if training.scheduler is not None else []
@@ -215,8 +223,26 @@ def _stored_arguments(
         )
     decided = layout_arguments(layout, dims)
     shards = {name: decided[size] for name, size in WEIGHT_SHARDS.items() if args.get(name) is not None}
-    known = target_named(target.format).ckpt_format
-    return {**args, **decided, **shards, **({} if known is None else {"ckpt_format": known})}
+    return {**args, **decided, **shards, **arguments_of(target_named(target.format), args)}
+
+
+def _rounded_to(source: Checkpoint) -> str | None:
+    """The dtype in which the run of a source computes with its fp32 weights; None where weights are held in their own.
+
+    Those that are held as master copies are rounded in use.
+    """
+    args = source.common.args or {}
+    if not source.weights_are_masters:
+        return None
+    return "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else None
+
+
+def _dtypes_of_run(source: Checkpoint, dtype_of: Mapping[Item, str]) -> dict[Item, str]:
+    """The dtypes of the tensors, with weights that are held as master copies in that of the run."""
+    run = _rounded_to(source)
+    if run is None:
+        return dict(dtype_of)
+    return {item: run if item.state == PARAM and item.weight.trained else dtype for item, dtype in dtype_of.items()}
 
 
 def _with_true_vocabulary(args: Mapping[str, Any], model: Model) -> dict[str, Any]:

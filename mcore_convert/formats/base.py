@@ -217,6 +217,14 @@ class Checkpoint(ABC):
         return None
 
     @property
+    def weights_are_masters(self) -> bool:
+        """Whether what it holds as a weight is the fp32 master copy that an optimizer trains.
+
+        A run in bf16 or fp16 computes with these, rounded.
+        """
+        return False
+
+    @property
     def found_by_order(self) -> bool:
         """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
         return False

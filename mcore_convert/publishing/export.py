@@ -98,7 +98,7 @@ def _prepare(
     source = directory_of(source)
     run = find_run(source) or run_around(source)
     if model.checkpoint.side is Side.HUGGING_FACE:
-        _refuse_idle(options)
+        _refuse_idle(model, options)
     history = history_of(model.checkpoint.common)
     notes: list[str] = []
     tokenizer = None
@@ -209,10 +209,10 @@ def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path
     return place.with_name(f"{place.stem if place.is_file() else place.name}-hf")
 
 
-def _refuse_idle(options: ModelFolderOptions) -> None:
-    """Refuse what only a Megatron checkpoint has a use for."""
+def _refuse_idle(model: Model, options: ModelFolderOptions) -> None:
+    """Refuse what only a Megatron checkpoint has a use for, or one without a configuration of its own."""
     of_megatron = {
-        "--hf-config": options.get("hf_config"),
+        "--hf-config": options.get("hf_config") if model.checkpoint.original_config is not None else None,
         "--vocab-size": options.get("vocab_size"),
         "--arg": options.get("given"),
     }

@@ -40,7 +40,6 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "moe_shared_expert_glu_interleave_size": (None,),
     "moe_extended_tp": (None, False),
     "enable_mhc_connections": (None, False),
-    "use_megatron_fsdp": (None, False),
 }
 
 

@@ -131,6 +131,16 @@ class Slot(NamedTuple):
         """The view of a box of the global tensor that lies in the slot's own."""
         return self.view if box == self.box else self.view.narrow(box.relative_to(self.box.offsets))
 
+    def select(self, index: int) -> Slot:
+        """The slot at one index of the first dimension, which lies in its box and goes away."""
+        inside = self.view.select(index - self.box.offsets[0])
+        return Slot(inside, Box(self.box.offsets[1:], self.box.sizes[1:]))
+
+    def moved(self, rows: int) -> Slot:
+        """The slot of a tensor that has so many rows before those of this one's."""
+        offsets = (self.box.offsets[0] + rows, *self.box.offsets[1:]) if rows else self.box.offsets
+        return Slot(self.view, Box(offsets, self.box.sizes))
+
 
 class Sum(NamedTuple):
     """The CRC-32 that a writer stored of some bytes of a file, under the name of their record."""

@@ -83,7 +83,8 @@ def together(size: int, work: Callable[[int], Any]) -> list[Any]:
 def test_the_bytes_are_those_of_one_process(size: int, what: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint("llama-gqa", fill="normal")
     options: dict[str, Any] = {"workers": 1}
-    function: Callable[..., Any] = {"convert": convert, "reshard": reshard, "export": export}[what]
+    functions: dict[str, Callable[..., Any]] = {"convert": convert, "reshard": reshard, "export": export}
+    function = functions[what]
     if what == "convert":
         options |= {"to": "torch_dist", "tp": 2, "max_shard_size": 100_000}
     if what == "reshard":

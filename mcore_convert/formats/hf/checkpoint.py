@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
-from mcore_convert.formats.base import Checkpoint, Findings, Request, Reservation, Side, Storage
+from mcore_convert.formats.base import Request, Reservation, Side, Storage
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
 from mcore_convert.formats.files.sharing import refuse_shared
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Family, Item, Spelling
-from mcore_convert.spec.names import placeholders_of, spell
+from mcore_convert.formats.hf.names import HfNames
+from mcore_convert.spec.family import Family
+from mcore_convert.spec.names import spell
+from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -58,7 +59,7 @@ class HfOptions:
 
 
 @dataclass(frozen=True)
-class HfCheckpoint(Checkpoint):
+class HfCheckpoint(HfNames):
     """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's).
 
     `sums` are the checksums in what `torch.save` has written; safetensors has none.
@@ -93,39 +94,15 @@ class HfCheckpoint(Checkpoint):
     def named_for(self, family: Family) -> HfCheckpoint:
         return replace(self, prefix=family.optional_prefix)
 
-    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        weight, at, _ = item
-        shape = dims.shape(weight.shape)
-        spelling = self._spelling(item)
-        views = []
-        for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
-            name = self.name_of(spell(template, at))
-            view = self.views.get(name)
-            meta = None if view is None else TensorMeta(view.shape, view.dtype)
-            joined = at.expert if "expert" not in placeholders_of(template) else None
-            expected = one if joined is None else (dims.num_experts or 0, *one)
-            if findings.expect(name, meta, expected) and view is not None:
-                views.append(view if joined is None else view.select(joined))
-        if len(views) < len(spelling.hf):
-            return []
-        slots = []
-        for piece in spelling.pack.pieces(shape, dims):
-            view = views[piece.tensor].narrow(piece.hf)
-            slots.append(Slot(view.transposed if piece.transposed else view, piece.mcore))
-        return slots
+    def meta_of(self, name: str) -> TensorMeta | None:
+        """The shape and the dtype of a tensor; None where there is none of this name."""
+        view = self.views.get(name)
+        return None if view is None else TensorMeta(view.shape, view.dtype)
 
-    def _spelling(self, item: Item) -> Spelling:
-        """The first spelling of a weight of which the directory has a tensor; where it has none, the usual one."""
-        spellings = item.weight.spellings
-        if len(spellings) == 1:
-            return spellings[0]
-        there = (s for s in spellings if any(self.name_of(spell(name, item.at)) in self.views for name in s.hf))
-        return next(there, spellings[0])
-
-    def name_of(self, name: str) -> str:
-        """The name under which the directory has a tensor: without the optional prefix where it is stored so."""
-        short = name.removeprefix(self.prefix)
-        return short if name not in self.views and short in self.views else name
+    def parts_of(self, name: str) -> list[Slot]:
+        """The parts of a tensor, as they lie in files."""
+        view = self.views[name]
+        return [Slot(view, Box.whole(view.shape))]
 
 
 def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:

@@ -7,6 +7,7 @@ the run was built from, and the flat buffers of a distributed optimizer follow t
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -46,6 +47,18 @@ LOCAL_ORDER = (
     "mlp.linear_fc2.",
     "mlp.shared_experts.",
 )
+
+
+def implementation_in(names: Iterable[str]) -> str:
+    """Return the layer spec whose modules have these names."""
+    fused = any("linear_qkv.layer_norm_weight" in name for name in names)
+    return TRANSFORMER_ENGINE if fused else LOCAL
+
+
+def experts_in(names: Iterable[str]) -> str:
+    """Return how modules with these names keep experts."""
+    numbered = re.compile(r"mlp\.experts\.linear_fc1\.weight\d+(_[wv])?$")
+    return GROUPED if any(numbered.search(name) for name in names) else SEQUENTIAL
 
 
 @lru_cache

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.megatron.modules import FINAL_NORM, GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
+from mcore_convert.formats.megatron.modules import FINAL_NORM, experts_in, implementation_in
 from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
 from mcore_convert.formats.mp_rank import old_classes
@@ -117,8 +117,8 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
         merged,
         layout,
         layout.stages(sum(counts.values())),
-        TRANSFORMER_ENGINE if any("linear_qkv.layer_norm_weight" in name for name in names) else LOCAL,
-        GROUPED if any(re.search(r"mlp\.experts\.linear_fc1\.weight\d+$", name) for name in names) else SEQUENTIAL,
+        implementation_in(names),
+        experts_in(names),
         norm_state,
     )
 

@@ -10,14 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mcore_convert.formats.megatron.flat import ALIGNMENT
+from mcore_convert.formats.megatron.param_groups import kind_of, kinds_of
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ
 
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 FLOAT16 = ("float16", "bfloat16")
 BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert)$")  # in a state dict, but no parameters
 EXPERTS = ".mlp.experts."
-EMBEDDING_OR_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class Parameter(NamedTuple):
@@ -56,11 +57,6 @@ def parameters_of(file: RankFile) -> Iterator[Parameter]:
                 yield Parameter(number, name, local)
 
 
-def is_undecayed(parameter: Parameter) -> bool:
-    """Whether weight decay passes it by: norms and biases (Megatron Core, `get_standard_config_overrides`)."""
-    return len(parameter.local.view.shape) == 1 or parameter.name.endswith(".bias")
-
-
 def is_expert(parameter: Parameter) -> bool:
     """Whether it belongs to an expert, which has an optimizer of its own under expert parallelism."""
     return EXPERTS in parameter.name
@@ -81,18 +77,10 @@ def dealt_to(
     for the embedding and the output layer."""
     if len(groups) == 1:
         return [parameters]
-    apart = args.get("decoupled_lr")
-    kinds = [
-        (group.get("wd_mult") == 0, bool(group.get("is_decoupled_lr") or (apart and group.get("max_lr") == apart)))
-        for group in groups
-    ]
+    kinds = [kind_of(parameter.name, len(parameter.local.view.shape), args) for parameter in parameters]
     return [
-        [
-            parameter
-            for parameter in parameters
-            if kind == (is_undecayed(parameter), bool(apart) and parameter.name in EMBEDDING_OR_OUTPUT)
-        ]
-        for kind in kinds
+        [parameter for parameter, own in zip(parameters, kinds, strict=True) if own == kind]
+        for kind in kinds_of(groups, args)
     ]
 
 
@@ -107,7 +95,7 @@ def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Par
 def are_shared(parameter: Parameter, args: Mapping[str, Any]) -> bool:
     """Whether it is an embedding of which another pipeline stage has a copy."""
     tied = not args.get("untie_embeddings_and_output_weights")
-    return tied and (args.get("pipeline_model_parallel_size") or 1) > 1 and parameter.name in EMBEDDING_OR_OUTPUT
+    return tied and (args.get("pipeline_model_parallel_size") or 1) > 1 and parameter.name in (EMBEDDING, OUTPUT)
 
 
 def bucket_size_of(args: Mapping[str, Any]) -> int:

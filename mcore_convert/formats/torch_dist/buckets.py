@@ -18,9 +18,9 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Findings
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.flat import slots_of_flat
 from mcore_convert.formats.megatron.module_buffers import Buffer, Found, Misfit, Place, Run, arranged, orders_of
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.keys import StateKeys
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments

@@ -15,11 +15,12 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Storage, Training
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.megatron import modules
+from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE, Kind, kind_of
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
 from mcore_convert.formats.torch_dist.optimizer import OptimizerState, find
@@ -30,7 +31,7 @@ from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
 from mcore_convert.spec.names import PARAM
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
-BACKEND_FILE, TORCH_DIST, ZARR = "metadata.json", "torch_dist", "zarr"
+TORCH_DIST, ZARR = "torch_dist", "zarr"
 COMMON = "common.pt"
 COMMON_STATE = "common_state/shard_0_1"
 
@@ -40,13 +41,8 @@ ANCHORS = (EMBEDDING, FINAL_NORM)
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory has `.metadata`, and no `metadata.json` that names another storage."""
-    return dcp.exists(path) and backend_of(path) != ZARR
-
-
-def directory_of(path: Path) -> Path | None:
-    """Return the directory that one of its files lies in; None for any other path."""
-    return path.parent if path.is_file() and detect(path.parent) else None
+    """Whether a directory has `.metadata` with Megatron's names, and no `metadata.json` that names another storage."""
+    return dcp.exists(path) and backend_of(path) != ZARR and kind_of(path) is Kind.MEGATRON
 
 
 def backend_of(path: Path) -> str:
@@ -194,10 +190,8 @@ class TorchDistCheckpoint(Checkpoint):
         ]
 
     def storage(self) -> Storage:
-        chunks = (chunk for chunks in self.directory.chunks.values() for chunk in chunks)
-        files = {chunk.place.file for chunk in chunks} | {place.file for place in self.directory.objects.values()}
         return Storage(
-            len(files),
+            self.directory.num_files,
             written_by(self.common, self.path),
             self.dialect,
             optimizer_form(self.common, self.optimizer_keys),

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from mcore_convert.formats.base import Findings
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.flat import Local, slots_of_flat
 from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.names import Index, drop, placeholders_of, spell
@@ -111,7 +111,7 @@ class StateKeys:
             if not findings.expect(f"{self.label}{part}", meta, wanted, rows_at_least=weight.vocab):
                 continue
             for slot in self._slots_at(part, len(place)).get(place, ()):
-                slots.append(_moved(_select(slot, place), number * shape[0]))
+                slots.append(_select(slot, place).moved(number * shape[0]))
         return slots
 
     def dtype_of(self, weight: Weight, at: Index) -> str | None:
@@ -145,16 +145,9 @@ def with_expert_norms(keys: Mapping[str, str]) -> dict[str, str]:
 
 def _select(slot: Slot, place: tuple[int, ...]) -> Slot:
     """The part of a chunk that lies at one index of each leading axis, which it reaches, without those axes."""
-    view, box = slot.view, slot.box
     for index in place:
-        view = view.select(index - box.offsets[0])
-        box = Box(box.offsets[1:], box.sizes[1:])
-    return Slot(view, box)
-
-
-def _moved(slot: Slot, rows: int) -> Slot:
-    box = slot.box
-    return Slot(slot.view, Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)) if rows else slot
+        slot = slot.select(index)
+    return slot
 
 
 def _unflattened(slot: Slot, grid: Shape, whole: Shape) -> Iterator[Slot]:

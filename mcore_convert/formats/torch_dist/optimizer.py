@@ -19,8 +19,8 @@ from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Findings
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.module_buffers import Place
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState
 from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types

@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Training
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.torch_archive import scalar
-from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.megatron.param_groups import identifiers_of, step_of
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import MASTER, placeholders_of
@@ -21,9 +21,6 @@ from mcore_convert.storage.views import View
 
 GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
 FULLY_RESHARDABLE, MODEL_SPACE = "fully_reshardable", "fully_sharded_model_space"
-
-# What tells two parameter groups apart (Megatron Core, `optimizer.py`, `param_group_identifier_keys`).
-IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 # What has a place of its own in `Training`, or describes the form and not the run.
 NOT_REST = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "content_metadata")
@@ -68,18 +65,7 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
                 groups[-1]["step"], by_group = _value(step), False
         if optimizer.get("grad_scaler"):
             rest["grad_scaler"] = {name: _value(value) for name, value in optimizer["grad_scaler"].items()}
-    steps = {group["step"] for group in groups if group.get("step") is not None}
-    if len(steps) != 1:
-        raise UnreadableCheckpoint(
-            f"the parameter groups of the optimizer in `{directory.path}` "
-            + (
-                f"took {' and '.join(map(str, sorted(steps)))} steps"
-                if steps
-                else "do not say how many steps they took"
-            ),
-            hint="leave the optimizer state behind with --no-optimizer",
-        )
-    (step,) = steps
+    step = step_of(groups, directory.path)
     iteration, scheduler = common.get("iteration"), common.get("opt_param_scheduler")
     return Training(
         iteration if isinstance(iteration, int) else 0,
@@ -106,14 +92,10 @@ def _add_rank(optimizer: dict[str, Any], name: str, content: Any) -> None:
         optimizer.setdefault(name, content)
         return
     groups = optimizer.setdefault("optimizer", {"param_groups": []})["param_groups"]
-    known = [(_identifiers(group), group.get("step")) for group in groups]
+    known = [(identifiers_of(group), group.get("step")) for group in groups]
     for group in content.get("param_groups", ()):
-        if (_identifiers(group), group.get("step")) not in known:
+        if (identifiers_of(group), group.get("step")) not in known:
             groups.append(group)
-
-
-def _identifiers(group: Mapping[str, Any]) -> list[Any]:
-    return [group.get(name, group.get(f"pre_{name}")) for name in IDENTIFIERS]  # NeMo's names have a prefix
 
 
 def _natural(key: str) -> list[tuple[int, str]]:

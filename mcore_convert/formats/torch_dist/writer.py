@@ -13,17 +13,17 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, fold
 from mcore_convert.formats.base import Request, Reservation, Training
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.files.dcp_metadata import metadata_bytes
+from mcore_convert.formats.files.dcp_writer import DcpFiles, archive_of, bounded
 from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, EXTRA_STATE, LOCAL
-from mcore_convert.formats.megatron.options import MegatronOptions
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, NO_WEIGHT, TorchDistCheckpoint
 from mcore_convert.formats.torch_dist.keys import axes_of
 from mcore_convert.formats.torch_dist.training import FULLY_RESHARDABLE, MODEL_SPACE, common_of
@@ -33,11 +33,8 @@ from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
 from mcore_convert.spec.releases import Release
 from mcore_convert.spec.shard import Box, Shape, Shard
-from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View
+from mcore_convert.storage.views import Slot, TensorMeta, View
 
-# A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
-MAX_CHUNK = 2**30
-ALIGNMENT = 64
 STATE_PREFIX = "optimizer.state."
 
 METADATA_JSON = {
@@ -46,42 +43,6 @@ METADATA_JSON = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-
-
-@dataclass(frozen=True)
-class TorchDistOptions(MegatronOptions):
-    """What a user may choose for a target: `max_shard_size` is the largest size of a file, in bytes.
-
-    A chunk is never cut, so that a file of one chunk may be larger. Files of the size that it has unless given are read
-    by several threads.
-    """
-
-    max_shard_size: int = 2**31
-
-
-@dataclass
-class _Files:
-    """The `.distcp` files as they fill up."""
-
-    folder: Path
-    reservation: Reservation
-    limit: int
-    number: int = 0
-    end: int = 0
-    path: Path = field(init=False)  # of the current file
-
-    def __post_init__(self) -> None:
-        self.path = self.folder / f"__{self.number}_0.distcp"
-
-    def place(self, archive: torch_file.Archive) -> dcp.Place:
-        """Append an archive to the current file, or to a new one."""
-        start = -(-self.end // ALIGNMENT) * ALIGNMENT
-        if start and start + archive.size > self.limit:
-            self.number, start = self.number + 1, 0
-            self.path = self.folder / f"__{self.number}_0.distcp"
-        self.end = self.reservation.sizes[self.path] = start + archive.size
-        self.reservation.literals += [(self.path, start + at, content) for at, content in archive.literals]
-        return dcp.Place(self.path.name, start, archive.size)
 
 
 @dataclass
@@ -158,7 +119,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     common, training = request.common, request.training
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
-    files = _Files(folder, reservation, request.options.max_shard_size)
+    files = DcpFiles(folder, reservation, request.options.max_shard_size)
     content = _Content()
     form = _Form.of(training, common["args"], request.release)
     for item, dtype in dtype_of.items():
@@ -199,7 +160,7 @@ def _metadata(content: _Content, args: Mapping[str, Any], form: _Form) -> bytes:
         tensors[on_disk(key)], chunks[on_disk(key)] = _flattened(
             content.tensors[key], content.cells[key], content.chunks[key]
         )
-    return dcp.metadata_bytes(tensors, chunks, content.objects, unflattened)
+    return metadata_bytes(tensors, chunks, content.objects, unflattened)
 
 
 def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[TensorMeta, list[dcp.Chunk]]:
@@ -239,7 +200,9 @@ def _common_state(
     return torch_file.lay_out(tree, [TensorMeta((1,), "float32")]).filled(struct.pack("<f", scaler["scale"]))
 
 
-def _reserve_weight(item: Item, form: _Form, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
+def _reserve_weight(
+    item: Item, form: _Form, dtype: str, dims: Dims, tp: int, files: DcpFiles, content: _Content
+) -> None:
     """Add the chunks of one state of one weight of one layer to its key."""
     weight, at, _ = item
     assert weight.mcore is not None
@@ -257,33 +220,17 @@ def _reserve_weight(item: Item, form: _Form, dtype: str, dims: Dims, tp: int, fi
         chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
         meta = TensorMeta(chunk.sizes, dtype)
         stored = (*(1 for _ in meta.shape), meta.numel) if form.flattens(key) else meta.shape
-        archive = _archive_of(TensorMeta(stored, dtype))
+        archive = archive_of(TensorMeta(stored, dtype))
         where = files.place(archive)
         chunks.append(dcp.Chunk(chunk, where))
         slots.append(Slot(View.of(files.path, where.offset + archive.holes[0], meta), chunk))
 
 
 @lru_cache(maxsize=4096)
-def _archive_of(meta: TensorMeta) -> torch_file.Archive:
-    """The archive of one tensor: chunks of one shape, as those of experts are, differ in their content alone."""
-    return torch_file.lay_out(lambda refs: refs[0], [meta])
-
-
-@lru_cache(maxsize=4096)
 def _cells(shard: Shard, shape: Shape, tp: int, dtype: str) -> tuple[list[Box], list[Box]]:
     """What tensor-parallel ranks hold of a tensor, and the same in boxes that are small enough."""
     cells = shard.grid(shape, tp)
-    return cells, [box for cell in cells for box in _bounded(cell, dtype)]
-
-
-def _bounded(box: Box, dtype: str) -> list[Box]:
-    """The box cut along its first dimension into boxes of at most MAX_CHUNK bytes."""
-    row = box.numel // box.sizes[0] * DTYPE_SIZES[dtype]
-    rows = max(1, MAX_CHUNK // row)
-    return [
-        Box((box.offsets[0] + at, *box.offsets[1:]), (min(rows, box.sizes[0] - at), *box.sizes[1:]))
-        for at in range(0, box.sizes[0], rows)
-    ]
+    return cells, [box for cell in cells for box in bounded(cell, dtype)]
 
 
 def _axes(template: str, dims: Dims) -> tuple[str, ...]:

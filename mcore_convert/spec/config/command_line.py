@@ -165,7 +165,15 @@ EXPERTS = Flags(
     },
 )
 
-ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING, LATENT_ATTENTION, EXPERTS)
+# Megatron-FSDP loads its own form and no other (`arguments.py`, `validate_args`).
+FSDP = Flags(
+    lambda args: args.get("ckpt_format") == "fsdp_dtensor",
+    {"--data-parallel-sharding-strategy": "data_parallel_sharding_strategy"},
+    {"--use-megatron-fsdp": ("use_megatron_fsdp", True)},
+    plain={"--data-parallel-sharding-strategy": "no_shard"},
+)
+
+ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING, LATENT_ATTENTION, EXPERTS, FSDP)
 
 # What an optimizer's state needs. 0.19 finds parameter groups by their learning rates, too (`optimizer.py`,
 # `param_group_identifier_keys`), and every version compares the scheduler's numbers with those of the command line

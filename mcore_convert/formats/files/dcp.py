@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
-from mcore_convert.formats.files import pickle_writer, pickles
-from mcore_convert.formats.files.pickle_writer import Call, Global, Instance
+from mcore_convert.formats.files import pickles
+from mcore_convert.formats.files.pickle_writer import Global
 from mcore_convert.formats.files.pickles import are_counts
-from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.files.torch_archive import TorchFile, scalar
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.collection import without_collection
@@ -93,6 +91,16 @@ class Directory:
         if problems:
             raise UnreadableCheckpoint(f"the chunks in `{self.path}` do not make whole tensors", items=problems)
 
+    def under(self, prefix: str) -> list[str]:
+        """The keys of tensors and objects that begin with a prefix."""
+        return [key for keys in (self.tensors, self.objects) for key in keys if key.startswith(prefix)]
+
+    @property
+    def num_files(self) -> int:
+        """How many files hold tensors and objects."""
+        chunks = (chunk for chunks in self.chunks.values() for chunk in chunks)
+        return len({chunk.place.file for chunk in chunks} | {place.file for place in self.objects.values()})
+
     @property
     def unreferenced(self) -> list[str]:
         """The files of tensors that nothing refers to."""
@@ -127,6 +135,10 @@ class Directory:
     def object(self, key: str) -> Any:
         """The object of a key."""
         return self._tree(self.objects[key])
+
+    def value(self, key: str) -> Any:
+        """The object of a key, or the number that its tensor is."""
+        return self.object(key) if key in self.objects else scalar(self.view(key, self.chunks[key][0]))
 
     def _tree(self, place: Place) -> Any:
         archive = TorchFile(self.path / place.file, place.offset, place.length)
@@ -267,60 +279,6 @@ def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> 
             raise ValueError(f"{key} {list(stored.shape)} is not made of equal parts of {shape!r}")
         found[key] = whole.shape
     return found
-
-
-def metadata_bytes(
-    tensors: Mapping[str, TensorMeta],
-    chunks: Mapping[str, list[Chunk]],
-    objects: Mapping[str, Place],
-    unflattened: Mapping[str, Shape] = MappingProxyType({}),
-) -> bytes:
-    """The content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it.
-
-    `unflattened` is as Directory has it, for Megatron Core 0.8 to 0.15.
-    """
-    entries: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
-    for key, meta in tensors.items():
-        boxes = [
-            Instance(_dcp("ChunkStorageMetadata"), {"offsets": _size(c.box.offsets), "sizes": _size(c.box.sizes)})
-            for c in chunks[key]
-        ]
-        layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-        memory_format = Call(_dcp("_MEM_FORMAT_ENCODING"), (0,))
-        properties = (TorchDtype(meta.dtype), layout, False, memory_format, False)
-        entries[key] = Instance(
-            _dcp("TensorStorageMetadata"),
-            {"properties": Instance(_dcp("TensorProperties"), properties), "size": _size(meta.shape), "chunks": boxes},
-        )
-        for chunk in chunks[key]:
-            storage[_index(key, _size(chunk.box.offsets))] = _info(chunk.place)
-    for key, place in objects.items():
-        entries[key] = Instance(_dcp("BytesStorageMetadata"), None)
-        storage[_index(key, None)] = _info(place)
-    state = {"state_dict_metadata": entries, "planner_data": None, "storage_data": storage, "storage_meta": None}
-    shapes = {key: {"nd_reformulated_orig_global_shape": shape} for key, shape in unflattened.items()}
-    flattened = {"mcore_data": shapes} if shapes else {}
-    return pickle_writer.dumps(Instance(_dcp("Metadata"), {**state, "version": None, **flattened}))
-
-
-def _index(key: str, offset: Call | None) -> Instance:
-    return Instance(_dcp("MetadataIndex"), {"fqn": key, "offset": offset, "index": None})
-
-
-def _info(place: Place) -> Instance:
-    state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
-    return Instance(STORAGE_INFO, state)
-
-
-def _size(shape: Shape) -> Call:
-    return Call(SIZE, (shape,))
-
-
-@lru_cache
-def _dcp(name: str) -> Global:
-    """A class of torch's metadata; always the same object, so that its name is written once."""
-    return Global("torch.distributed.checkpoint.metadata", name)
 
 
 def exists(path: Path) -> bool:

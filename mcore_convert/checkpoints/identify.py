@@ -233,14 +233,15 @@ def _identify_megatron(
             )
         family = families.named(name) if name else families.of_config(config)
         family, ignored, notes = _ignoring(family, config, ignore_keys)
-        args = arguments.normalise(family.config.to_megatron(config))
+        architecture = family.config.to_megatron(config)
         recorded = checkpoint.common.recorded
         if recorded is None:
             notes.append(
                 "the checkpoint stores no arguments: its architecture is taken from the Hugging Face configuration"
             )
         else:
-            args = agreed(args, recorded)
+            architecture = agreed(architecture, recorded)
+        args = arguments.normalise(architecture)
         checkpoint = checkpoint.described_by(args)
     else:
         args = arguments.normalise(stored)

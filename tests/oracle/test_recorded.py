@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -261,6 +263,43 @@ def test_a_nested_model_says_the_same(tmp_path: Path) -> None:
     again = yaml.safe_load((tmp_path / "again/iter_0000010/run_config.yaml").read_text())
     assert again["model"]["transformer"]["tensor_model_parallel_size"] == 1
     assert "tensor_model_parallel_size" not in again["model"]
+
+
+@pytest.mark.parametrize("package", ["slime", "miles"])
+def test_plain_runs_with_classes_of_their_own_are_read(
+    package: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slime and miles store Megatron-LM's arguments, and with them their data sets for evaluation."""
+    shutil.copytree(plain("llama_tp2pp2"), tmp_path / "iter_0000010")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    (tmp_path / "rollout").mkdir()
+    module = types.ModuleType(f"{package}.utils.eval_config")
+    kind = type("EvalDatasetConfig", (), {"__module__": module.__name__})
+    vars(module)["EvalDatasetConfig"] = kind
+    common = tmp_path / "iter_0000010/common.pt"
+    state = torch.load(common, weights_only=False)
+    state["args"].eval_datasets = [kind()]
+    with monkeypatch.context() as patched:
+        for name in (package, f"{package}.utils", module.__name__):
+            patched.setitem(sys.modules, name, module)
+        torch.save(state, common)
+    convert(tmp_path, tmp_path / "hf")
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+    assert package not in sys.modules
+
+
+def test_rank_files_with_a_run_config(tmp_path: Path) -> None:
+    source = real_checkpoint("llama_legacy_tp2pp2")
+    shutil.copytree(source, tmp_path / "run")
+    folder = next((tmp_path / "run").glob("iter_*"))
+    for file in folder.glob("mp_rank_*/model_optim_rng.pt"):
+        state = torch.load(file, weights_only=False, map_location="cpu")
+        del state["args"]
+        torch.save(state, file)
+    core = {**CORE, "pipeline_model_parallel_size": 2}
+    gpt = {**LLAMA_GPT, "vocab_size": 500, "should_pad_vocab": True}
+    write_yaml(folder / "run_config.yaml", run_config(core, gpt))
+    assert verify(tmp_path / "run", source).equal
 
 
 def test_weights_that_verl_left_to_hugging_face_are_found_there(exported: Path, tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def test_names_that_the_programs_write_are_known(name: str) -> None:
 )
 def test_models_that_compute_more_than_their_fields_say_are_refused(name: str | None) -> None:
     with pytest.raises(ConfigError, match="not known as one of Megatron Core's GPT models"):
-        recorded.of_bridge({"model": {**bridged()["model"], "_target_": name or "megatron.core.x.y"}}, "run_config.yaml")
+        recorded.of_bridge(
+            {"model": {**bridged()["model"], "_target_": name or "megatron.core.x.y"}}, "run_config.yaml"
+        )
     with pytest.raises(ConfigError, match="no section `model`"):
         recorded.of_bridge({"model": None}, "run_config.yaml")
 

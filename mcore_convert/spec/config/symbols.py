@@ -37,12 +37,13 @@ KNOWN = re.compile(
     megatron\.(bridge|core|training|energon)\.[\w.<>]+
     | nemo(_rl|_run)?\.[\w.<>]+
     | (nvidia_resiliency_ext|transformer_engine|modelopt|lightning|pytorch_lightning|fiddle)\.[\w.<>]+
-    | transformers\.([\w.]+\.)?\w*(Config|Config\.from_dict)
+    | (transformers|numpy|nvidia)\.[\w.<>]+
     | torch\.(dtype|(bfloat|float|int|uint)\d+(_\w+)?|half|float|double|bool|long|int|short|device)
     | torch\.jit\.ScriptFunction
     | torch\.nn\.(functional|init|modules|parameter)\.[\w.]+
     | torch\._C\._nn\.\w+
-    | torch\.(optim|distributed)\.[\w.]+
+    | torch\._C\._distributed_c10d\.\w+
+    | torch\.(optim|distributed|cuda|utils\.data)\.[\w.]+
     | signal\.Signals | contextlib\.nullcontext | pathlib\.(Posix|Windows|PurePosix|)Path | functools\.partial
     """,
     re.VERBOSE,

@@ -17,6 +17,7 @@ from mcore_convert.spec.family import Family, Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.names import MASTER, PARAM, Index, match
 from mcore_convert.spec.shard import Box
+from mcore_convert.storage.joining import REMAINDER
 from mcore_convert.storage.views import Slot, cut, untiled
 
 DRIFT_HINT = "old runs drift a little: --allow-drift takes the first rank's copy"
@@ -96,6 +97,8 @@ def _master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
             param = item._replace(state=PARAM)
             failure = f"the master copy of `{param}` does not round to the weight"
             for slot in masters:
+                if slot.view.stored == REMAINDER:  # joined with any weight it rounds to that weight
+                    continue
                 for check in equal_checks(slot, slots[param], failure, hint=ALONE_HINT):
                     yield replace(check, rounded=check.other is not None and check.view.dtype != check.other.dtype)
 

@@ -20,6 +20,11 @@ from mcore_convert.text.quantities import in_bytes
 
 logger = logging.getLogger(__name__)
 
+REMAINDERS_NOTE = (
+    "master weights, kept as 16-bit remainders of the weights, are written whole, in fp32: load them with "
+    "`store_param_remainders` off"
+)
+
 
 @without_collection()
 def plan_conversion(model: Model, target: Target) -> Plan:
@@ -84,6 +89,8 @@ def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> P
     elif not keeps and source.training is not None:
         notes.append(f"optimizer state is left behind: the format `{target.format}` has no place for it")
     sources = find_weights(family, held, source, states, allow_drift=target.allow_drift)
+    if any(slot.view.high is not None for slots in sources.slots.values() for slot in slots):
+        notes.append(REMAINDERS_NOTE)
     checkpoint, reservation = lay_out_megatron(model, family, dims, target, sources, notes)
     moves = moves_between(family, dims, sources, checkpoint)
     return Plan(family, dims, source, checkpoint, reservation, moves, sources, tuple(notes), model.num_parameters)

@@ -15,6 +15,7 @@ from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Training
 from mcore_convert.formats.files import pickles
 from mcore_convert.formats.files.torch_archive import scalar
+from mcore_convert.formats.megatron.remainders import are_gathered
 from mcore_convert.formats.mp_rank.parameters import (
     FLOAT16,
     MOMENTS,
@@ -243,9 +244,15 @@ def _in_buffer(
         )
     views = {MASTER: tensors["param"], **{state: tensors[state] for state in MOMENTS}}
     length = views[MASTER].shape[0]
-    starts = _fitting_starts([member.local.meta.numel for member in members], members, length, args)
-    if starts is None or any(view.shape != (length,) for view in views.values()):
+    fitting = _fitting_starts([member.local.meta.numel for member in members], members, length, args)
+    if not fitting or any(view.shape != (length,) for view in views.values()):
         raise _refusal(file, [f"a buffer has {length} elements, which is not what {len(members)} parameters take"])
+    starts, *others = fitting
+    if others and are_gathered(args, [views[MASTER]]):
+        raise _refusal(
+            file,
+            ["a buffer fits two ways of cutting buckets, and master weights kept as remainders do not tell which"],
+        )
     for member, start in zip(members, starts, strict=True):
         for state, view in views.items():
             meta = TensorMeta(member.local.view.shape, view.dtype)
@@ -254,15 +261,16 @@ def _in_buffer(
 
 def _fitting_starts(
     sizes: list[int], members: list[Parameter], length: int, args: Mapping[str, Any]
-) -> list[int] | None:
-    """Where the parameters begin, by the first way of cutting buckets that gives a buffer of this length."""
+) -> list[list[int]]:
+    """Where the parameters begin, by each way of cutting buckets that gives a buffer of this length."""
     alone = [are_shared(member, args) for member in members]
     cuts = [None, bucket_size_of(args)]
+    found: list[list[int]] = []
     for cut in reversed(cuts) if args.get("overlap_grad_reduce") else cuts:
         starts, end = buffer_starts(sizes, alone, cut)
-        if end == length:
-            return starts
-    return None
+        if end == length and starts not in found:
+            found.append(starts)
+    return found
 
 
 def _groups_with_steps(inner: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

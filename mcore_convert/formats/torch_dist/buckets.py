@@ -13,13 +13,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.megatron.flat import slots_of_flat
 from mcore_convert.formats.megatron.module_buffers import Buffer, Found, Misfit, Place, Run, arranged, orders_of
+from mcore_convert.formats.megatron.remainders import whole_masters
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.keys import StateKeys
 from mcore_convert.spec import gpt
@@ -28,7 +29,9 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, Index
 from mcore_convert.spec.shard import Box
-from mcore_convert.storage.elements import Files, round_to
+from mcore_convert.storage.elements import Files
+from mcore_convert.storage.joining import REMAINDER
+from mcore_convert.storage.rounding import rounds_to
 from mcore_convert.storage.views import Slot, View, cut
 
 BUCKET_KEY = re.compile(
@@ -65,14 +68,21 @@ class BucketState:
                 slots += self._slots(each, item.state)
         if not found:
             findings.missing.append(str(item))
-        return slots
+        return self._whole(item, dims, slots)
 
     def replicas(self, item: Item, dims: Dims) -> Iterator[tuple[Slot, str]]:
         """The copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
         for each in self._founds.get((item.weight.mcore or "", item.at), []):
             if each.is_replica:
-                for slot in self._slots(each, item.state):
+                for slot in self._whole(item, dims, self._slots(each, item.state)):
                     yield slot, f"{each.rank} holds another value of its optimizer state"
+
+    def _whole(self, item: Item, dims: Dims, slots: list[Slot]) -> list[Slot]:
+        """The slots, those of remainders joined with the weights."""
+        if item.state != MASTER:
+            return slots
+        weights = partial(self.weights.locate, item.weight, item.at, dims, Findings())
+        return whole_masters(slots, weights, gathered=False)
 
     @cached_property
     def run(self) -> Run:
@@ -99,18 +109,32 @@ class BucketState:
         """Where every parameter lies, in the one order of which a sample of the data proves that it is right.
 
         Raises:
-            UnreadableCheckpoint: in no known order do the parameters fit the buckets and round to the weights.
+            UnreadableCheckpoint: in no known order do the parameters fit the buckets and round to the weights, or
+                remainders, which fit to any weight, do so in several.
         """
         buffers = self._buffers()
         reasons = []
+        fitting: dict[str, Mapping[tuple[str, Index], list[Found]]] = {}
         for order in orders_of(self.run):
             try:
                 founds = arranged(self.run, order, buffers, self.weights.dtype_of)
-                self._probe(founds)
+                (self._check_bounds if self._keeps_remainders else self._probe)(founds)
             except Misfit as misfit:
                 reasons.append(f"{order}: {misfit}")
             else:
-                return founds
+                if not self._keeps_remainders:
+                    return founds
+                if founds not in fitting.values():
+                    fitting[str(order)] = founds
+        if len(fitting) == 1:
+            return next(iter(fitting.values()))
+        if fitting:
+            raise UnreadableCheckpoint(
+                f"the optimizer state in `{self.directory.path}` fits in several orders, and master weights kept as "
+                "remainders do not tell which is right",
+                items=list(fitting),
+                hint=f"save it again without `store_param_remainders`, or {WITHOUT}",
+            )
         raise UnreadableCheckpoint(
             f"the optimizer state in `{self.directory.path}` is not in the order of any known layer spec",
             items=reasons,
@@ -134,6 +158,31 @@ class BucketState:
             ((size,),) = sizes
             known.sizes.append(size)
         return buffers
+
+    @cached_property
+    def _keeps_remainders(self) -> bool:
+        kind = KINDS[MASTER]
+        return any(self.directory.tensors[keys[kind]].dtype == REMAINDER for keys in self.keys.values() if kind in keys)
+
+    def _check_bounds(self, founds: Mapping[tuple[str, Index], list[Found]]) -> None:
+        """Prove that every parameter begins and ends where a chunk does, as each was saved by itself.
+
+        It is the proof where remainders are kept: joined with any weight one rounds to that weight.
+
+        Raises:
+            Misfit: one does not.
+        """
+        for found in (found for places in founds.values() for found in places):
+            key = self.keys[found.place][KINDS[self.states[0]]]
+            if key not in self._bounds:
+                spans = ((chunk.box.offsets[0], chunk.box.sizes[0]) for chunk in self.directory.chunks[key])
+                self._bounds[key] = {bound for start, size in spans for bound in (start, start + size)}
+            if not {found.start, found.start + found.local.numel} <= self._bounds[key]:
+                raise Misfit(f"`{found.name}` on {found.rank} does not begin and end where a tensor was saved")
+
+    @cached_property
+    def _bounds(self) -> dict[str, set[int]]:
+        return {}
 
     def _probe(self, founds: Mapping[tuple[str, Index], list[Found]]) -> None:
         """Prove on the first elements of every parameter that its master copy rounds to the weight.
@@ -180,6 +229,6 @@ def _rounds_to(files: Files, master: Slot, weight: Slot) -> bool:
     """Whether a master copy, rounded to the weight's dtype, is the weight, which lies within its box."""
     view = master.part(weight.box)
     values, wanted = files.read(view), files.read(weight.view)
-    if view.dtype != weight.view.dtype:
-        values = round_to(values, weight.view.dtype)
-    return bool((values == wanted).all())
+    if view.dtype == weight.view.dtype:
+        return bool((values == wanted).all())
+    return bool(rounds_to(values, wanted, weight.view.dtype).all())

@@ -14,12 +14,14 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.megatron.module_buffers import Place
+from mcore_convert.formats.megatron.remainders import are_gathered, whole_masters
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState
 from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
@@ -45,11 +47,13 @@ class NamedState:
     """Optimizer state under the names of the weights.
 
     What was flattened is `found_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
-    transposed parameter, flattens that, and says the shape only.
+    transposed parameter, flattens that, and says the shape only. `gathered`: master copies are remainders in fp32.
     """
 
+    weights: StateKeys
     by_state: Mapping[str, StateKeys]
     found_by_order: bool
+    gathered: bool = False
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -61,7 +65,11 @@ class NamedState:
         if item.state not in self.by_state:
             findings.missing.append(str(item))
             return []
-        return self.by_state[item.state].locate(item.weight, item.at, dims, findings)
+        slots = self.by_state[item.state].locate(item.weight, item.at, dims, findings)
+        if item.state != MASTER:
+            return slots
+        weights = partial(self.weights.locate, item.weight, item.at, dims, Findings())
+        return whole_masters(slots, weights, gathered=self.gathered)
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
         """None: every element is stored once."""
@@ -116,7 +124,10 @@ def find(
     if buckets:
         args = common.get("args")
         return BucketState(directory, buckets, weights, dict(vars(args)) if isinstance(args, Namespace) else None)
-    return _named_state(directory, weights, named, reserved) if named else None
+    if not named:
+        return None
+    by_name = _named_state(directory, weights, named, reserved)
+    return by_name if reserved is not None else _with_remainders(by_name, common)
 
 
 def _named_state(
@@ -141,7 +152,26 @@ def _named_state(
         )
     # Megatron Core 0.16 cuts `fully_reshardable` states at shifted places where a buffer has padding between buckets
     # (`sharded_param_state_fully_reshardable`), with a warning only: so master copies are held against the weights.
-    return NamedState(by_state, bool(directory.unflattened) or "param" in named)
+    return NamedState(weights, by_state, bool(directory.unflattened) or "param" in named)
+
+
+def _with_remainders(state: NamedState, common: Mapping[str, Any]) -> NamedState:
+    """The state, with master copies read as remainders where they were gathered as numbers.
+
+    Raises:
+        UnreadableCheckpoint: they were, at places that may be shifted (see `_named_state`), which nothing would show.
+    """
+    masters = state.by_state.get(MASTER)
+    args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}
+    if masters is None or not are_gathered(args, (masters.slots(key)[0].view for key in masters.keys)):
+        return state
+    if args.get("overlap_grad_reduce"):
+        raise UnreadableCheckpoint(
+            f"the master weights in `{masters.directory.path}` are remainders that were gathered from several buckets",
+            items=["Megatron Core shifts such state where buckets are padded, and remainders fit to any weight"],
+            hint=f"save it again with `dp_reshardable` state, Megatron-LM's default, or {WITHOUT}",
+        )
+    return replace(state, gathered=True)
 
 
 def _refuse_types(directory: dcp.Directory, common: Mapping[str, Any]) -> None:

@@ -64,7 +64,7 @@ def find_weights(
     slots: dict[Item, list[Slot]] = {}
     checks: list[Check] = []
     broken = []
-    for item in items_of(family, dims, states):
+    for item in (item for item in items_of(family, dims, states) if source.keeps(item, dims)):
         found = without_padding(item.weight, dims, source.locate(item, dims, findings))
         slots[item] = found
         if not found:

@@ -90,6 +90,10 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
     family, states, notes = _common_ground(a, b)
     with phase(progress, "checking"):
         mine, theirs = (_found(each, family, states).slots for each in (a, b))
+    apart = sorted({item.state for item in mine.keys() ^ theirs.keys()})
+    if apart:  # of optimizers that are chained by kinds of weights
+        notes = [*notes, f"only one has {', '.join(apart)} of some weights"]
+        mine = {item: slots for item, slots in mine.items() if item in theirs}
     nbytes = [sum(slot.view.nbytes for slots in side.values() for slot in slots) for side in (mine, theirs)]
     with phase(progress, "comparing", sum(nbytes)), Files() as files:
         pairs = ((slots, theirs[item]) for item, slots in mine.items())

@@ -31,6 +31,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.gpt import WEIGHT_SHARDS
 from mcore_convert.spec.layout import Layout
+from mcore_convert.spec.names import PARAM
 from mcore_convert.spec.releases import Release
 
 COMMAND_FILE = "megatron_args.txt"
@@ -140,7 +141,8 @@ def lay_out_megatron(
     name = name_of(target.iteration)
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
-    args = _stored_arguments(model, dims, target, sources.dtype_of, hf_folder, carried)
+    dtype_of = _whole_states(sources.dtype_of)
+    args = _stored_arguments(model, dims, target, dtype_of, hf_folder, carried)
     release = target.release or releases.of_run(args) or releases.NEWEST
     args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
     if training is not None:
@@ -156,7 +158,7 @@ def lay_out_megatron(
         target.path,
         family,
         dims,
-        sources.dtype_of,
+        dtype_of,
         _options(target),
         common=common,
         layout=layout,
@@ -179,6 +181,11 @@ def lay_out_megatron(
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried = {hf_folder / file: folder / file for file in there}
     return checkpoint, reservation
+
+
+def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:
+    """The dtypes with every state of an optimizer in fp32, as Megatron Core stores it, whatever precision it has."""
+    return {item: dtype if item.state == PARAM else "float32" for item, dtype in dtype_of.items()}
 
 
 def _options(target: Target) -> Any:

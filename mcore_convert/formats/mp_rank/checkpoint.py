@@ -23,7 +23,7 @@ from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
-from mcore_convert.spec.names import MASTER, PARAM, spell
+from mcore_convert.spec.names import MASTER, MOMENTS, PARAM, spell
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.joining import join_views
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
@@ -68,6 +68,13 @@ class MpRankCheckpoint(Checkpoint):
     @property
     def states(self) -> tuple[str, ...]:
         return (PARAM, *mp_rank_optimizer.states_in(self._first))
+
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        if item.state not in MOMENTS or item.weight.mcore is None:
+            return True
+        place = self._places(item, dims)[0]
+        held = self._states[place.rank][place.chunk].get(place.name)
+        return held is None or item.state in held  # what has none at all is missing
 
     @property
     def optimizer_keys(self) -> list[str]:
@@ -172,8 +179,7 @@ class MpRankCheckpoint(Checkpoint):
     @cached_property
     def _gathered(self) -> bool:
         """Whether the distributed optimizer's master copies are remainders in fp32; what is written here has none."""
-        training = None if self._first.reserved_buffers is not None else self.training
-        if training is None or not training.distributed:
+        if self._first.reserved_buffers is not None or self._first.distributed is None:
             return False
         held = (states for chunks in self._states.values() for chunk in chunks for states in chunk.values())
         return are_gathered(self.args, (states[MASTER] for states in held if MASTER in states))

@@ -27,7 +27,7 @@ from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, Index
+from mcore_convert.spec.names import MASTER, MOMENTS, Index
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.joining import REMAINDER
@@ -38,7 +38,7 @@ BUCKET_KEY = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
     r"\.dtype_\((?:torch\.)?(?P<dtype>\w+),[^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
 )
-KINDS = {MASTER: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
+KINDS = {MASTER: "param"} | {moment: moment for moment in MOMENTS}
 PROBE = 64  # elements of each parameter that are compared to find the order
 WITHOUT = "leave the optimizer state behind with --no-optimizer"
 
@@ -58,6 +58,10 @@ class BucketState:
         """What it keeps of every trained weight."""
         kinds = set().union(*(by_kind.keys() for by_kind in self.keys.values()))
         return tuple(state for state, kind in KINDS.items() if kind in kinds)
+
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        """Buckets have all states of all their parameters."""
+        return True
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """The boxes of one state of one weight; vocabulary rows come with their padding."""

@@ -5,8 +5,9 @@
     optimizer.state.param.<key>         the distributed optimizer's `fully_reshardable` (0.15 and later)
     optimizer.distributed.dp_group_..   its `dp_reshardable` (0.15 and later): flat buckets, see `buckets`
 
-`exp_avg` and `exp_avg_sq` stand beside either. `<key>` is the weight's own. Optimizers may be chained, one for the
-parameters of experts and one for all others: then a form that is bound to its layout has `chained_N.` before its keys.
+Moments stand beside either: Adam's `exp_avg` and `exp_avg_sq`, Lion's `exp_avg`, `momentum_buffer` of SGD and Muon.
+`<key>` is the weight's own. Optimizers may be chained, one for the parameters of experts and one for all others, or
+Muon for matrices and Adam for the rest: a form that is bound to its layout has `chained_N.` before its keys then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
@@ -28,11 +29,11 @@ from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, OPTIMIZER_STATES
+from mcore_convert.spec.names import ADAM, BY_MOMENTUM, LION, MASTER, MOMENTS, MOMENTUM, OPTIMIZER_STATES
 from mcore_convert.storage.views import Slot
 
 STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
-KINDS = {"param": MASTER, "fp32_param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+KINDS = {"param": MASTER, "fp32_param": MASTER} | {moment: moment for moment in MOMENTS}
 
 UNREADABLE_TYPES = {
     "dp_zero_gather_scatter": "save it again without `--no-ckpt-fully-parallel-save`, or",
@@ -59,6 +60,18 @@ class NamedState:
     def states(self) -> tuple[str, ...]:
         """What it keeps of every trained weight."""
         return tuple(state for state in OPTIMIZER_STATES if state in self.by_state)
+
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        """Whether the optimizer of this weight keeps this state."""
+        if item.state not in MOMENTS:
+            return True
+        by_momentum = MOMENTUM in self.by_state and self.by_state[MOMENTUM].holds(item.weight, item.at)
+        return item.state in (BY_MOMENTUM if by_momentum else self._others)
+
+    @cached_property
+    def _others(self) -> tuple[str, ...]:
+        """What is kept of a weight without a momentum of SGD or Muon; where there is nothing else, it is missing."""
+        return next((kept for kept in (ADAM, LION, BY_MOMENTUM) if kept[-1] in self.by_state), ())
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """The boxes of one state of one weight."""
@@ -117,7 +130,7 @@ def find(
         raise MappingError(
             f"{len(unknown)} keys of the optimizer in `{directory.path}` have no place in the state of a weight",
             items=fold(unknown),
-            hint=f"only Adam's state is known; {WITHOUT}",
+            hint=f"only the states of Adam, Lion, SGD and Muon are known; {WITHOUT}",
         )
     if named and buckets:
         raise UnreadableCheckpoint(f"`{directory.path}` holds optimizer state in two forms", hint=WITHOUT)
@@ -140,8 +153,13 @@ def _named_state(
         raise UnreadableCheckpoint(f"`{directory.path}` holds two master copies of its weights", hint=WITHOUT)
     by_state = {}
     strangers = []
+    twice = named.get(MOMENTUM, {}).keys() & {key for moment in ADAM for key in named.get(moment, {})}
+    if twice:
+        raise MappingError(
+            f"weights in `{directory.path}` have moments of two optimizers", items=fold(sorted(twice)), hint=WITHOUT
+        )
     for kind, keys in named.items():
-        keys = with_expert_norms(keys)
+        keys = with_expert_norms(keys, weights.keys)
         strangers += [on_disk for key, on_disk in keys.items() if key not in weights.keys]
         by_state[KINDS[kind]] = StateKeys(directory, keys, f"optimizer.state.{kind}.", reserved)
     if strangers:

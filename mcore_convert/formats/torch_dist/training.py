@@ -56,20 +56,23 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
                 (content,) = content
             _add_rank(by_chain.setdefault(int(found[1] or 0), {}), found[3], content)
     groups: list[dict[str, Any]] = []
+    chain: list[int] = []
     by_group = True
     rest = arguments.plain({name: value for name, value in common.items() if name not in NOT_REST})
-    for optimizer in [by_chain[chain] for chain in sorted(by_chain)] or _optimizers(common):
+    optimizers = [by_chain[number] for number in sorted(by_chain)] or _optimizers(common)
+    for number, optimizer in enumerate(optimizers):
         inner = optimizer.get("optimizer", optimizer)
         state = inner.get("state")
         step = state.get("common_step") if isinstance(state, dict) else None
         for group in inner.get("param_groups", ()):
             groups.append({name: _value(value) for name, value in group.items() if name != "params"})
+            chain.append(number)
             if step is not None:
                 groups[-1]["step"], by_group = _value(step), False
         if optimizer.get("grad_scaler"):
             rest["grad_scaler"] = {name: _value(value) for name, value in optimizer["grad_scaler"].items()}
     steps = {group["step"] for group in groups if group.get("step") is not None}
-    if len(steps) != 1:
+    if len(steps) > 1 or (not steps and (not groups or any(map(counts_steps, groups)))):
         raise UnreadableCheckpoint(
             f"the parameter groups of the optimizer in `{directory.path}` "
             + (
@@ -79,16 +82,22 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
             ),
             hint="leave the optimizer state behind with --no-optimizer",
         )
-    (step,) = steps
+    counted = dict.fromkeys(("step",), max(steps)) if steps else {}
     iteration, scheduler = common.get("iteration"), common.get("opt_param_scheduler")
     return Training(
         iteration if isinstance(iteration, int) else 0,
         bool(sharding_types(common)),
-        tuple({**group, "step": step} for group in groups),
+        tuple({**group, **counted} if counts_steps(group) else group for group in groups),
         by_group,
         {name: _value(value) for name, value in scheduler.items()} if isinstance(scheduler, dict) else None,
         rest,
+        tuple(chain),
     )
+
+
+def counts_steps(group: Mapping[str, Any]) -> bool:
+    """Whether the optimizer of a parameter group has to know its steps: Adam, which alone has an epsilon."""
+    return "eps" in group
 
 
 def _optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -146,7 +155,7 @@ def common_of(
     rest = dict(training.rest)
     scaler = rest.pop("grad_scaler", None)
     optimizers = []
-    for groups in _chained(training.groups, args, has_expert_biases):
+    for groups in _chained(training, args, has_expert_biases):
         optimizer = _optimizer(groups, training, form, has_masters)
         if scaler is not None and (has_masters or training.distributed):
             optimizer["grad_scaler"] = {**scaler, "scale": scale}
@@ -162,7 +171,8 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], training: Training, form: st
         return {"optimizer": inner, "param_state_sharding_type": form}
     # torch's Adam counts steps for each parameter, Megatron stores their one number; Apex and Transformer Engine count
     # for each group, and would not take it
-    counted = {"common_step": groups[0]["step"]} if groups and not training.steps_by_group else {}
+    steps = [group["step"] for group in groups if counts_steps(group)]
+    counted = {"common_step": steps[0]} if steps and not training.steps_by_group else {}
     without = "step" if counted else None
     plain = {
         "state": counted,
@@ -171,15 +181,18 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], training: Training, form: st
     return {"optimizer": plain} if has_masters else plain
 
 
-def _chained(
-    groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any], has_expert_biases: bool
-) -> list[list[Mapping[str, Any]]]:
+def _chained(training: Training, args: Mapping[str, Any], has_expert_biases: bool) -> list[list[Mapping[str, Any]]]:
     """The groups of each optimizer (Megatron Core, `optimizer/__init__.py`, `get_megatron_optimizer`)."""
+    apart = bool(args.get("num_experts")) and (args.get("expert_model_parallel_size") or 1) > 1
+    by_kind = training.chained_by_kind(apart=apart)
+    if by_kind:
+        return by_kind
+    groups = training.groups
     dense = [group for group in groups if not group.get("is_expert_parallel")]
     experts = [group for group in groups if group.get("is_expert_parallel")]
     is_split = args.get("overlap_param_gather_with_optimizer_step")  # the first model chunk is apart
     chain = [dense, dense] if is_split else [dense]
-    if not args.get("num_experts") or (args.get("expert_model_parallel_size") or 1) == 1:
+    if not apart:
         return chain
     if not experts:
         alike = [group for group in dense if not group.get("is_decoupled_lr") and group.get("lr_mult", 1.0) == 1.0]

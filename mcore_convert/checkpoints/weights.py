@@ -84,13 +84,34 @@ def find_weights(
             failure = f"the ranks do not agree on `{item}`: {where} differs from the first"
             checks += equal_checks(replica, found, failure, hint=DRIFT_HINT)
     if source.found_by_order:
-        checks += _master_checks(slots)
+        checks += master_checks(slots)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
     return Sources(slots, tuple(checks))
 
 
-def _master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
+def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift: bool = False) -> Sources:
+    """Find the master copy of every weight in its place, proven to round to it; what is not trained has none.
+
+    Raises:
+        MappingError: as `find_weights`; or there are no master copies.
+    """
+    if MASTER not in source.states:
+        raise MappingError(
+            f"`{source.path}` holds no master copies of its weights",
+            hint="leave out --from-master: an optimizer keeps them for weights in bfloat16 or float16 alone",
+        )
+    both = find_weights(family, dims, source, (PARAM, MASTER), allow_drift=allow_drift)
+    taken = {
+        item: both.slots.get(item._replace(state=MASTER), slots)
+        for item, slots in both.slots.items()
+        if item.state == PARAM
+    }
+    proofs = () if source.found_by_order else tuple(master_checks(both.slots))
+    return Sources(taken, (*both.checks, *proofs))
+
+
+def master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
     """That every master copy rounds to its weight: the proof that state found by its order was found right."""
     for item, masters in slots.items():
         if item.state == MASTER:

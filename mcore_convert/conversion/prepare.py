@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from mcore_convert.checkpoints.identify import Model
-from mcore_convert.checkpoints.weights import find_weights
+from mcore_convert.checkpoints.weights import find_masters, find_weights
 from mcore_convert.conversion.plan import Plan, moves_between
 from mcore_convert.conversion.target import Target, lay_out_hf, lay_out_megatron
 from mcore_convert.formats.base import Side
@@ -52,9 +52,12 @@ def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
     if model.refusal is not None:
         raise model.refusal
     source = model.checkpoint
-    if source.optimizer_keys:
+    if target.from_master:
+        notes.append("weights are the optimizer's fp32 master copies; the rest of its state is left behind")
+    elif source.optimizer_keys:
         notes.append(f"optimizer state is left behind ({len(source.optimizer_keys)} keys)")
-    sources = find_weights(model.family, model.dims, source, allow_drift=target.allow_drift)
+    find = find_masters if target.from_master else find_weights
+    sources = find(model.family, model.dims, source, allow_drift=target.allow_drift)
     if target_named(target.format).side is Side.HUGGING_FACE:
         if model.choice is not None and model.choice.note is not None:
             notes.append(model.choice.note)

@@ -45,6 +45,7 @@ class Target:
     one, or, on Hugging Face's side, where the one comes from that the caller adds. `release` of Megatron-LM is the one
     to load it; that which wrote the source where it can be told, else the newest.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
+    `from_master` takes master copies in place of the weights on Hugging Face's side.
     `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
     None stands for what was not given. `reading` is what a user has said of the source, for the manifest.
     """
@@ -57,6 +58,7 @@ class Target:
     optimizer: bool = True
     allow_drift: bool = False
     dtype: str | None = None
+    from_master: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     release: Release | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class Target:
             "no_optimizer": not self.optimizer or None,
             "allow_drift": self.allow_drift or None,
             "dtype": self.dtype,
+            "from_master": self.from_master or None,
             "for_megatron": None if self.release is None else releases.spelled(self.release),
             **self.options,
             **self.reading,

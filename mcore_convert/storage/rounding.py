@@ -1,4 +1,4 @@
-"""Whether fp32 values round to others: the proof that a master copy is that of a weight."""
+"""The proof that a master copy is that of a weight: it rounds to it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
 def wanted(model: str, kind: Kind) -> dict[tuple[str, str], Tensor]:
     """The state that was saved: of Muon the matrices inside the layers have a momentum, the rest Adam's moments."""
     state = random_state(MODELS[model])
-    held = {}
+    held: dict[tuple[str, str], Tensor] = {}
     for name, master in state.master.items():
         by_muon = "muon" in kind and master.dim() == 2 and name.startswith("decoder.")
         one = {"lion": "exp_avg", "sgd": "momentum_buffer"}.get(kind, "momentum_buffer" if by_muon else None)

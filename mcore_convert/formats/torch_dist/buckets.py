@@ -69,6 +69,7 @@ class BucketState:
         found = self._founds.get((item.weight.mcore or "", item.at), [])
         for each in found:
             if not each.is_replica:
+                findings.used.add(self.keys[each.place][KINDS[item.state]])
                 slots += self._slots(each, item.state)
         if not found:
             findings.missing.append(str(item))

@@ -75,6 +75,11 @@ class Training:
     rest: Mapping[str, Any] = field(default_factory=dict)
     chain: tuple[int, ...] = ()
 
+    @property
+    def is_chained_by_kind(self) -> bool:
+        """Whether optimizers of different kinds are chained, as Muon and Adam."""
+        return len({is_by_momentum(group) for group in self.groups}) > 1
+
     def chained_by_kind(self, *, apart: bool) -> list[list[Mapping[str, Any]]]:
         """Return the groups of each optimizer where different ones are chained, as Muon and Adam; else nothing.
 
@@ -86,7 +91,7 @@ class Training:
         Raises:
             LayoutError: they are not in the run that saved it, or the other way round.
         """
-        if len({is_by_momentum(group) for group in self.groups}) < 2:
+        if not self.is_chained_by_kind:
             return []
         if apart != any(group.get("is_expert_parallel") for group in self.groups):
             raise LayoutError(

@@ -112,6 +112,21 @@ def test_experts_are_chained_as_they_were(kind: Kind, to: Format, tmp_path: Path
     reshard(tmp_path / "first", tmp_path / "other", pp=2, optimizer=False)
 
 
+@pytest.mark.parametrize("form", ["dp_reshardable", "fully_reshardable"])
+def test_muon_chained_with_a_distributed_optimizer(form: str, tmp_path: Path) -> None:
+    """Each has its own form of master copies, in what is read and in what is written, where Megatron Core loads it."""
+    args, state = MODELS["llama"], random_state(MODELS["llama"])
+    kind: Kind = "muon_and_distributed"
+    run_ranks(2, lambda: save(args, kind, state, tmp_path / "first", "torch_dist", tp=2, form=form))
+    assert_is(states_in(tmp_path / "first"), wanted("llama", "muon"))
+    reshard(tmp_path / "first", tmp_path / "second")
+    assert_is(states_in(tmp_path / "second"), wanted("llama", "muon"))
+    ((differing, count),) = run_ranks(
+        1, lambda: load(args, kind, state, tmp_path / "second/iter_0000010", "torch_dist")
+    )
+    assert (differing, count) == ([], len(wanted("llama", "muon")) - len(state.master))
+
+
 def test_a_layer_wise_optimizer_in_rank_files(tmp_path: Path) -> None:
     """What one data-parallel rank has saved is whole, and goes to `torch_dist`; parts of several are refused."""
     args, state = MODELS["experts"], random_state(MODELS["experts"])

@@ -26,7 +26,7 @@ from mcore_convert.formats.torch_dist.keys import StateKeys
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Item
+from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.names import MASTER, MOMENTS, Index
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.elements import Files
@@ -45,12 +45,16 @@ WITHOUT = "leave the optimizer state behind with --no-optimizer"
 
 @dataclass(frozen=True)
 class BucketState:
-    """Optimizer state in buckets. `keys` has the key on disk of each kind of state in each bucket."""
+    """Optimizer state in buckets. `keys` has the key on disk of each kind of state in each bucket.
+
+    `without_matrices`: those inside the layers are another optimizer's, as Muon's is.
+    """
 
     directory: dcp.Directory
     keys: Mapping[Place, Mapping[str, str]]
     weights: StateKeys
     stored_args: Mapping[str, Any] | None
+    without_matrices: bool = False
     found_by_order = True
 
     @property
@@ -60,8 +64,8 @@ class BucketState:
         return tuple(state for state, kind in KINDS.items() if kind in kinds)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Buckets have all states of all their parameters."""
-        return True
+        """Whether it is among these states: buckets have all states of all their parameters."""
+        return item.state in self.states
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """The boxes of one state of one weight; vocabulary rows come with their padding."""
@@ -105,9 +109,10 @@ class BucketState:
             raise UnreadableCheckpoint(
                 f"{where} cannot be found: the weights of such a model are not known", items=reasons, hint=WITHOUT
             )
-        rows = self.weights.tensors[gpt.EMBEDDING].shape[0]
-        dims = Dims.of(args, vocab_size=rows, padded_vocab_size=rows)
-        return Run.of(args, dims, [weight for weight in gpt.weights(args) if weight.trained])
+        padded = self.weights.tensors[gpt.EMBEDDING].shape[0]
+        dims = Dims.of(args, vocab_size=padded, padded_vocab_size=padded)
+        rows = [weight for weight in gpt.weights(args) if weight.trained]
+        return Run.of(args, dims, [row for row in rows if not (self.without_matrices and is_matrix(row))])
 
     @cached_property
     def _founds(self) -> Mapping[tuple[str, Index], list[Found]]:
@@ -228,6 +233,11 @@ class BucketState:
     @cached_property
     def _chunks(self) -> dict[str, tuple[list[dcp.Chunk], list[int], dict[int, View]]]:
         return {}
+
+
+def is_matrix(weight: Weight) -> bool:
+    """Whether Muon takes a weight: a matrix, and neither the embedding nor the output layer."""
+    return len(weight.shape) == 2 and weight.mcore not in (gpt.EMBEDDING, gpt.OUTPUT)
 
 
 def _rounds_to(files: Files, master: Slot, weight: Slot) -> bool:

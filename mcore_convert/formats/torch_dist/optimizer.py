@@ -24,7 +24,7 @@ from mcore_convert.formats.base import Findings
 from mcore_convert.formats.megatron.module_buffers import Place
 from mcore_convert.formats.megatron.remainders import are_gathered, whole_masters
 from mcore_convert.formats.torch_dist import dcp
-from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState
+from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState, is_matrix
 from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
 from mcore_convert.spec.dims import Dims
@@ -89,7 +89,39 @@ class NamedState:
         return ()
 
 
-OptimizerState = NamedState | BucketState
+@dataclass(frozen=True)
+class ChainedState:
+    """State of Muon under the names of the weights, and that of a distributed optimizer for the rest in buckets.
+
+    Megatron Core 0.19 chains them so (`optimizer/__init__.py`, `_get_megatron_emerging_optimizer`).
+    """
+
+    named: NamedState
+    buckets: BucketState
+    found_by_order = True
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What either keeps."""
+        return tuple(state for state in OPTIMIZER_STATES if state in (*self.named.states, *self.buckets.states))
+
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        """Whether the optimizer of this weight keeps this state."""
+        return self._of(item).keeps(item, dims)
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        """The boxes of one state of one weight."""
+        return self._of(item).locate(item, dims, findings)
+
+    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
+        """The copies on further ranks of what lies in buckets."""
+        return self._of(item).replicas(item, dims)
+
+    def _of(self, item: Item) -> NamedState | BucketState:
+        return self.named if is_matrix(item.weight) else self.buckets
+
+
+OptimizerState = NamedState | BucketState | ChainedState
 
 
 def find(
@@ -132,11 +164,13 @@ def find(
             items=fold(unknown),
             hint=f"only the states of Adam, Lion, SGD and Muon are known; {WITHOUT}",
         )
-    if named and buckets:
+    if named and buckets and named.keys() != {"fp32_param", MOMENTUM}:
         raise UnreadableCheckpoint(f"`{directory.path}` holds optimizer state in two forms", hint=WITHOUT)
     if buckets:
         args = common.get("args")
-        return BucketState(directory, buckets, weights, dict(vars(args)) if isinstance(args, Namespace) else None)
+        stored = dict(vars(args)) if isinstance(args, Namespace) else None
+        in_buckets = BucketState(directory, buckets, weights, stored, without_matrices=bool(named))
+        return ChainedState(_named_state(directory, weights, named, reserved), in_buckets) if named else in_buckets
     if not named:
         return None
     by_name = _named_state(directory, weights, named, reserved)
@@ -149,9 +183,10 @@ def _named_state(
     named: Mapping[str, Mapping[str, str]],
     reserved: Mapping[str, list[Slot]] | None,
 ) -> NamedState:
-    if {"param", "fp32_param"} <= named.keys():
+    if named.get("param", {}).keys() & named.get("fp32_param", {}).keys():
         raise UnreadableCheckpoint(f"`{directory.path}` holds two master copies of its weights", hint=WITHOUT)
     by_state = {}
+    masters: dict[str, str] = {}
     strangers = []
     twice = named.get(MOMENTUM, {}).keys() & {key for moment in ADAM for key in named.get(moment, {})}
     if twice:
@@ -161,6 +196,9 @@ def _named_state(
     for kind, keys in named.items():
         keys = with_expert_norms(keys, weights.keys)
         strangers += [on_disk for key, on_disk in keys.items() if key not in weights.keys]
+        if kind in ("param", "fp32_param"):  # Muon's masters may be of one kind, and those of the rest of the other
+            keys |= masters
+            masters = keys
         by_state[KINDS[kind]] = StateKeys(directory, keys, f"optimizer.state.{kind}.", reserved)
     if strangers:
         raise MappingError(

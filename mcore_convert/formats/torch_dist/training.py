@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.base import Training
+from mcore_convert.formats.base import Training, is_by_momentum
 from mcore_convert.formats.files.torch_archive import scalar
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.config import arguments
@@ -59,8 +59,8 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
     chain: list[int] = []
     by_group = True
     rest = arguments.plain({name: value for name, value in common.items() if name not in NOT_REST})
-    optimizers = [by_chain[number] for number in sorted(by_chain)] or _optimizers(common)
-    for number, optimizer in enumerate(optimizers):
+    optimizers = {**dict(enumerate(_optimizers(common))), **by_chain}
+    for number, optimizer in sorted(optimizers.items()):
         inner = optimizer.get("optimizer", optimizer)
         state = inner.get("state")
         step = state.get("common_step") if isinstance(state, dict) else None
@@ -166,7 +166,7 @@ def common_of(
 
 
 def _optimizer(groups: Sequence[Mapping[str, Any]], training: Training, form: str, has_masters: bool) -> dict[str, Any]:
-    if training.distributed:
+    if training.distributed and not (training.is_chained_by_kind and any(map(is_by_momentum, groups))):
         inner = {"param_groups": [dict(group) for group in groups]}
         return {"optimizer": inner, "param_state_sharding_type": form}
     # torch's Adam counts steps for each parameter, Megatron stores their one number; Apex and Transformer Engine count

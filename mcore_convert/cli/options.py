@@ -225,6 +225,14 @@ Tokenizer = Annotated[
 NoTokenizer = Annotated[
     bool, typer.Option("--no-tokenizer", rich_help_panel=TARGET, help="Export the model without a tokenizer")
 ]
+FromMaster = Annotated[
+    bool,
+    typer.Option(
+        "--from-master",
+        rich_help_panel=TARGET,
+        help="Take the optimizer's fp32 master copies in place of the weights",
+    ),
+]
 ToDtype = Annotated[
     Dtype | None, typer.Option(rich_help_panel=TARGET, help="Round weights to it; as stored unless given")
 ]

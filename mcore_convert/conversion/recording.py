@@ -16,6 +16,7 @@ from mcore_convert.conversion.beside import together
 from mcore_convert.conversion.plan import Copy, Plan
 from mcore_convert.errors import counted
 from mcore_convert.formats.base import Findings
+from mcore_convert.spec.names import MASTER
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.digests import Region, checksum_of_runs, gaps_between
 from mcore_convert.storage.elements import Files
@@ -60,7 +61,8 @@ def _made_of(plan: Plan) -> dict[str, set[str]]:
     for move in plan.moves:
         findings = Findings()
         if not (plan.source.whole_views and plan.target.whole_views):
-            plan.source.locate(move.item, plan.dims, findings)
+            is_master = plan.options.get("from_master") and move.item.weight.trained
+            plan.source.locate(move.item._replace(state=MASTER) if is_master else move.item, plan.dims, findings)
         if not plan.target.whole_views:
             made_of[str(move.item)] = findings.used
         else:

@@ -46,6 +46,7 @@ class Target:
     one, or, on Hugging Face's side, where the one comes from that the caller adds. `release` of Megatron-LM is the one
     to load it; that which wrote the source where it can be told, else the newest.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
+    `from_master` takes master copies in place of the weights on Hugging Face's side.
     `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
     None stands for what was not given. `reading` is what a user has said of the source, for the manifest.
     """
@@ -58,6 +59,7 @@ class Target:
     optimizer: bool = True
     allow_drift: bool = False
     dtype: str | None = None
+    from_master: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     release: Release | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Target:
             "no_optimizer": not self.optimizer or None,
             "allow_drift": self.allow_drift or None,
             "dtype": self.dtype,
+            "from_master": self.from_master or None,
             "for_megatron": None if self.release is None else releases.spelled(self.release),
             **self.options,
             **self.reading,
@@ -146,7 +149,8 @@ def lay_out_megatron(
     name = name_of(target.iteration)
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
-    dtype_of = _dtypes_of_run(model.checkpoint, sources.dtype_of)
+    of_run = _dtypes_of_run(model.checkpoint, sources.dtype_of)
+    dtype_of = _whole_states(of_run)
     args = _stored_arguments(model, dims, target, dtype_of, hf_folder, carried)
     release = target.release or releases.of_run(args) or releases.NEWEST
     args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
@@ -173,7 +177,7 @@ def lay_out_megatron(
         release=release,
     )
     checkpoint, reservation = _reserve(target, request)
-    if not checkpoint.weights_are_masters and dtype_of != sources.dtype_of:
+    if not checkpoint.weights_are_masters and of_run != sources.dtype_of:
         notes.append(f"weights that are held in float32 become {_rounded_to(model.checkpoint)}, as the run rounds them")
     if training is not None and model.checkpoint.format == target.format:
         reservation.carried = dict(model.checkpoint.progress_files(target.path, name))
@@ -198,6 +202,11 @@ def _run_config(model: Model, args: Mapping[str, Any], *, optimizer: bool) -> st
     if model.refusals:  # of a model that no family knows, the stored arguments say more than a partial one
         return None
     return bridge.run_config(_with_true_vocabulary(args, model), model.family.name)
+
+
+def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:
+    """The dtypes with every state of an optimizer in fp32, as Megatron Core stores it, whatever precision it has."""
+    return {item: dtype if item.state == PARAM else "float32" for item, dtype in dtype_of.items()}
 
 
 def _options(target: Target) -> Any:

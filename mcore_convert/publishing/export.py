@@ -117,6 +117,7 @@ def _prepare(
         tokenizer=tokenizer.place if tokenizer else None,
         allow_drift=options.get("allow_drift", False),
         dtype=dtype,
+        from_master=options.get("from_master", False),
         reading=reading_of(options),
     )
     plan = plan_conversion(model, target)
@@ -215,6 +216,7 @@ def _refuse_idle(model: Model, options: ModelFolderOptions) -> None:
         "--hf-config": options.get("hf_config") if model.checkpoint.original_config is not None else None,
         "--vocab-size": options.get("vocab_size"),
         "--arg": options.get("given"),
+        "--from-master": options.get("from_master"),
     }
     idle = [name for name, value in of_megatron.items() if value]
     if idle:

@@ -10,8 +10,10 @@ PLACEHOLDERS = ("layer", "expert")
 
 
 # The states of a weight: the model's own tensor, and what an optimizer keeps for it, each of the weight's shape.
-PARAM, MASTER, EXP_AVG, EXP_AVG_SQ = "param", "master", "exp_avg", "exp_avg_sq"
-OPTIMIZER_STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
+PARAM, MASTER, EXP_AVG, EXP_AVG_SQ, MOMENTUM = "param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"
+MOMENTS = (EXP_AVG, EXP_AVG_SQ, MOMENTUM)
+OPTIMIZER_STATES = (MASTER, *MOMENTS)
+ADAM, LION, BY_MOMENTUM = (EXP_AVG, EXP_AVG_SQ), (EXP_AVG,), (MOMENTUM,)  # the last of SGD and Muon
 
 
 @dataclass(frozen=True, order=True)

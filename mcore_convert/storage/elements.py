@@ -26,6 +26,7 @@ from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.digests import STEP, Feed, hand_on
 from mcore_convert.storage.disk import Shrunk, copy_range, read_at, stream_range
 from mcore_convert.storage.gather import gathered, scratch
+from mcore_convert.storage.joining import joined
 from mcore_convert.storage.sources import open_fd
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, View
 
@@ -82,6 +83,13 @@ class Files:
         Raises:
             UnreadableCheckpoint: the file ends before them.
         """
+        if view.high is not None:
+            stored = view._replace(dtype=view.stored, high=None, stored="")
+            array = joined(self.read(stored), self.read(view.high), view)
+            if into is None:
+                return array
+            into[...] = array
+            return into
         with _as_unreadable():
             return gathered(self.fd(view.path), view, into)
 
@@ -140,7 +148,7 @@ def copy_view(files: Files, source: View, target: View, feed: Feed | None = None
     Raises:
         OverflowError: as `cast`.
     """
-    if source.dtype != target.dtype:
+    if source.dtype != target.dtype or source.high is not None:
         yield from _cast_view(files, source, target, feed)
         return
     shape, source_strides, target_strides = _joined(source, target)

@@ -60,13 +60,19 @@ def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
 
 
 class View(NamedTuple):
-    """Some elements of a file as a tensor: `offset` and `strides` in bytes. Slicing a view reads nothing."""
+    """Some elements of a file as a tensor: `offset` and `strides` in bytes. Slicing a view reads nothing.
+
+    Elements that are rebuilt from two places (`storage/joining.py`) have the view of the other one in `high`. Then
+    `dtype` is that of the result, and `stored` that of the bytes here.
+    """
 
     path: Path
     offset: int
     shape: Shape
     strides: Shape
     dtype: str
+    high: View | None = None
+    stored: str = ""
 
     @staticmethod
     def of(path: Path, offset: int, meta: TensorMeta) -> View:
@@ -90,6 +96,8 @@ class View(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements are one run of bytes in row-major order."""
+        if self.high is not None:
+            return False
         step = self.itemsize
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -100,7 +108,8 @@ class View(NamedTuple):
     def narrow(self, box: Box) -> View:
         """The view of a box."""
         offset = self.offset + sum(start * stride for start, stride in zip(box.offsets, self.strides, strict=True))
-        return View(self.path, offset, box.sizes, self.strides, self.dtype)
+        high = None if self.high is None else self.high.narrow(box)
+        return View(self.path, offset, box.sizes, self.strides, self.dtype, high, self.stored)
 
     def block(self, where: tuple[slice, ...]) -> View:
         """The view of slices of the first dimensions, each with its start and stop."""
@@ -108,17 +117,25 @@ class View(NamedTuple):
         for axis, part in enumerate(where):
             offset += part.start * self.strides[axis]
             shape[axis] = part.stop - part.start
-        return View(self.path, offset, tuple(shape), self.strides, self.dtype)
+        high = None if self.high is None else self.high.block(where)
+        return View(self.path, offset, tuple(shape), self.strides, self.dtype, high, self.stored)
 
     def select(self, index: int) -> View:
         """The view of one index of the first dimension, which goes away."""
         offset = self.offset + index * self.strides[0]
-        return View(self.path, offset, self.shape[1:], self.strides[1:], self.dtype)
+        high = None if self.high is None else self.high.select(index)
+        return View(self.path, offset, self.shape[1:], self.strides[1:], self.dtype, high, self.stored)
 
     @property
     def transposed(self) -> View:
         """The view with its dimensions reversed."""
-        return View(self.path, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)
+        high = None if self.high is None else self.high.transposed
+        return View(self.path, self.offset, self.shape[::-1], self.strides[::-1], self.dtype, high, self.stored)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that the elements come from."""
+        return (self.path,) if self.high is None else (self.path, self.high.path)
 
 
 class Slot(NamedTuple):

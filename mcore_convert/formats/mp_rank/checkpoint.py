@@ -13,6 +13,7 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
 from mcore_convert.formats.megatron.flat import local_of, slots_in_global
 from mcore_convert.formats.megatron.modules import name_in_module
+from mcore_convert.formats.megatron.remainders import are_gathered
 from mcore_convert.formats.megatron.run_directory import carried_in
 from mcore_convert.formats.mp_rank import optimizer as mp_rank_optimizer
 from mcore_convert.formats.mp_rank.optimizer import Proof
@@ -22,9 +23,10 @@ from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
-from mcore_convert.spec.names import MASTER, PARAM, spell
+from mcore_convert.spec.names import MASTER, MOMENTS, PARAM, spell
 from mcore_convert.spec.shard import Shape
-from mcore_convert.storage.views import Slot, Sum, TensorMeta
+from mcore_convert.storage.joining import join_views
+from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,13 @@ class MpRankCheckpoint(Checkpoint):
     @property
     def states(self) -> tuple[str, ...]:
         return (PARAM, *mp_rank_optimizer.states_in(self._first))
+
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        if item.state not in MOMENTS or item.weight.mcore is None:
+            return True
+        place = self._places(item, dims)[0]
+        held = self._states[place.rank][place.chunk].get(place.name)
+        return held is None or item.state in held  # what has none at all is missing
 
     @property
     def optimizer_keys(self) -> list[str]:
@@ -153,11 +162,27 @@ class MpRankCheckpoint(Checkpoint):
                 for name, states in self._states[rank][number].items():
                     if MASTER in states:
                         local = chunk[name]
-                        yield Proof(states[MASTER], local.view, f"{file.label(number)}{local.key}")
+                        yield Proof(
+                            self._whole(MASTER, states[MASTER], local.view),
+                            local.view,
+                            f"{file.label(number)}{local.key}",
+                        )
 
     @cached_property
     def _states(self) -> Mapping[Rank, Sequence[mp_rank_optimizer.ChunkStates]]:
         return {rank: mp_rank_optimizer.find_states(file, self.args) for rank, file in self.files.items()}
+
+    def _whole(self, state: str, view: View, weight: View) -> View:
+        """A state in whole: a master copy that is kept as a remainder is joined with its weight."""
+        return join_views(view, weight) if state == MASTER and weight.dtype == "bfloat16" and self._gathered else view
+
+    @cached_property
+    def _gathered(self) -> bool:
+        """Whether the distributed optimizer's master copies are remainders in fp32; what is written here has none."""
+        if self._first.reserved_buffers is not None or self._first.distributed is None:
+            return False
+        held = (states for chunks in self._states.values() for chunk in chunks for states in chunk.values())
+        return are_gathered(self.args, (states[MASTER] for states in held if MASTER in states))
 
     def _places(self, item: Item, dims: Dims) -> list[Place]:
         """Where the first copy of each part is: one place for each tensor rank, or one where the weight is not cut."""
@@ -236,7 +261,7 @@ class MpRankCheckpoint(Checkpoint):
         if state != PARAM:
             states = self._states[place.rank][place.chunk].get(place.name, {})
             if state in states:
-                view = states[state]
+                view = self._whole(state, states[state], view)
             elif state != MASTER or view.dtype != "float32":  # a parameter in fp32 is its own master copy
                 findings.missing.append(f"{key} ({state})")
                 return []

@@ -37,13 +37,15 @@ def as_it_is(view: View) -> list[Slot]:
 class LocalTensor:
     """A rank's part of a weight: its key on disk, its view, and how a view of its stored shape holds its boxes.
 
-    `arrange` also serves the optimizer's states, which are stored as the parameter is.
+    `arrange` also serves the optimizer's states, which are stored as the parameter is; of one that is yet to be written
+    `moments` names those that its optimizer keeps.
     """
 
     key: str
     view: View
     arrange: Arrange = as_it_is
     joined: str | None = None  # the key on disk, where one tensor joins it with others
+    moments: tuple[str, ...] = ()
 
     @property
     def meta(self) -> TensorMeta:

@@ -120,6 +120,9 @@ class TorchDistCheckpoint(Checkpoint):
     def found_by_order(self) -> bool:
         return self.optimizer is not None and self.optimizer.found_by_order
 
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        return item.state == PARAM or self.optimizer is None or self.optimizer.keeps(item, dims)
+
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         if item.state == PARAM or item.weight.mcore is None:
             return self.weights.locate(item.weight, item.at, dims, findings)
@@ -244,7 +247,7 @@ def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchD
         key = on_disk.removeprefix(prefix)
         if not NO_WEIGHT.match(key) and not NO_WEIGHT.match(on_disk) and "_extra_state" not in key:
             keys[key] = on_disk
-    return TorchDistCheckpoint(path, directory, with_expert_norms(keys), prefix)
+    return TorchDistCheckpoint(path, directory, with_expert_norms(keys, keys), prefix)
 
 
 def prefix_of(path: Path, directory: dcp.Directory) -> str:

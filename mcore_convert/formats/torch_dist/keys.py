@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -116,10 +116,18 @@ class StateKeys:
 
     def dtype_of(self, weight: Weight, at: Index) -> str | None:
         """The dtype of a weight; None where it is not there."""
-        assert weight.mcore is not None
-        name = spell(drop(weight.mcore, *self._axes(weight.mcore)), at)
+        name = self._name(weight, at)
         meta = self.tensors.get(name) or self.tensors.get(f"{name}_w")
         return None if meta is None else meta.dtype
+
+    def holds(self, weight: Weight, at: Index) -> bool:
+        """Whether there is a key for a weight, or for the first of its parts."""
+        name = self._name(weight, at)
+        return name in self.keys or f"{name}_w" in self.keys
+
+    def _name(self, weight: Weight, at: Index) -> str:
+        assert weight.mcore is not None
+        return spell(drop(weight.mcore, *self._axes(weight.mcore)), at)
 
     def _axes(self, template: str) -> tuple[str, ...]:
         """Which placeholders are leading axes here."""
@@ -133,12 +141,16 @@ def axes_of(template: str, dialect: str) -> tuple[str, ...]:
     return {"stacked": held, "per_layer": tuple(axis for axis in held if axis == "expert"), "singleton": ()}[dialect]
 
 
-def with_expert_norms(keys: Mapping[str, str]) -> dict[str, str]:
-    """The pre-MLP norm of layers with experts under the one name that Transformer Engine models give it."""
+def with_expert_norms(keys: Mapping[str, str], model: Collection[str]) -> dict[str, str]:
+    """The pre-MLP norm of layers with experts under the one name that Transformer Engine models give it.
+
+    Args:
+        model: the names of the model's weights, which tell the layers with experts.
+    """
     renamed = {}
     for key, on_disk in keys.items():
         head, found, tail = key.partition(DENSE_NORM)
-        has_experts = found and f"{head}{ROUTER}" in keys
+        has_experts = found and f"{head}{ROUTER}" in model
         renamed[f"{head}{EXPERT_NORM}{tail}" if has_experts else key] = on_disk
     return renamed
 

@@ -21,22 +21,18 @@ from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files import torch_archive as torch_file
 from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.formats.files.dcp_writer import DcpFiles, archive_of, bounded
-from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, EXTRA_STATE, LOCAL
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.torch_dist.checkpoint import NO_WEIGHT, TorchDistCheckpoint
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE
+from mcore_convert.formats.torch_dist.form import Form
 from mcore_convert.formats.torch_dist.keys import axes_of
-from mcore_convert.formats.torch_dist.training import FULLY_RESHARDABLE, MODEL_SPACE, common_of
-from mcore_convert.spec import releases
+from mcore_convert.formats.torch_dist.training import common_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
-from mcore_convert.spec.releases import Release
+from mcore_convert.spec.names import PARAM, drop, spell
 from mcore_convert.spec.shard import Box, Shape, Shard
 from mcore_convert.storage.views import Slot, TensorMeta, View
-
-STATE_PREFIX = "optimizer.state."
 
 METADATA_JSON = {
     "sharded_backend": "torch_dist",
@@ -57,59 +53,6 @@ class _Content:
     objects: dict[str, dcp.Place] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How the optimizer's states are named and cut.
-
-    `name` is what Megatron Core calls the form of a distributed optimizer. That of 0.8 to 0.14, MODEL_SPACE, names them
-    as plain optimizers do, and flattens them. `chained`: keys begin with the number of the optimizer, as up to 0.13
-    where experts have one of their own (`optimizer.py`, `ChainedOptimizer`).
-    """
-
-    distributed: bool
-    name: str
-    chained: bool
-
-    @classmethod
-    def of(cls, training: Training | None, args: Mapping[str, Any], release: Release) -> _Form:
-        distributed = training is not None and training.distributed
-        apart = bool(args.get("num_experts")) and (args.get("expert_model_parallel_size") or 1) > 1
-        name = FULLY_RESHARDABLE if release >= releases.FULLY_RESHARDABLE else MODEL_SPACE
-        return cls(distributed, name, apart and release < releases.CHAINS_WITHOUT_PREFIX)
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether states are stored flattened."""
-        return self.distributed and self.name == MODEL_SPACE
-
-    def flattens(self, key: str) -> bool:
-        """Whether this key is stored flattened."""
-        return self.is_flat and NO_WEIGHT.match(key) is not None
-
-    def prefix(self, item: Item) -> str:
-        """What stands before a weight's key in the key of one of its states."""
-        if item.state == PARAM:
-            return ""
-        masters = "param" if self.distributed and not self.is_flat else "fp32_param"
-        number = int("expert" in placeholders_of(item.weight.mcore or ""))
-        chain = f"chained_{number}." if self.chained else ""
-        return f"{chain}{STATE_PREFIX}{masters if item.state == MASTER else item.state}."
-
-
-def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
-    """Return what Megatron-LM must be told of a distributed optimizer's state, and which versions load it."""
-    if not training.distributed:
-        return Resume()
-    since = releases.spelled(releases.FULLY_RESHARDABLE)
-    if release >= releases.FULLY_RESHARDABLE:
-        named = {"dist_ckpt_optim_fully_reshardable": True}
-        form, which = FULLY_RESHARDABLE, f"Megatron-LM {since} and later load it, --for-megatron 0.14 is for older ones"
-    else:
-        named = {"ckpt_fully_parallel_save": True}  # 0.12 takes from it whether state is named by its parameters
-        form, which = MODEL_SPACE, f"Megatron-LM up to {since} loads it, --for-megatron {since} is for newer ones"
-    return Resume(named, (f"optimizer state is written as `{form}`: {which}",))
-
-
 def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     """Lay out a checkpoint directory with its tracker file.
 
@@ -122,7 +65,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     reservation = Reservation(path)
     files = DcpFiles(folder, reservation, request.options.max_shard_size)
     content = _Content()
-    form = _Form.of(training, common["args"], request.release)
+    form = Form.of(training, common["args"], request.release, dtype_of.keys())
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
             cut = tp if item.at.expert is None else request.layout.expert_tp
@@ -144,7 +87,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     return TorchDistCheckpoint(folder, directory, keys, "", content.slots), reservation
 
 
-def _metadata(content: _Content, args: Mapping[str, Any], form: _Form) -> bytes:
+def _metadata(content: _Content, args: Mapping[str, Any], form: Form) -> bytes:
     """`.metadata`, with the norm of layers with experts under the name that the run's layer spec asks for.
 
     Megatron's own spec maps it to the name that dense layers use (`gpt_layer_specs.py`, `sharded_state_dict_keys_map`).
@@ -183,7 +126,7 @@ def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[
 
 
 def _common_state(
-    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], form: _Form, *, listed: bool
+    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], form: Form, *, listed: bool
 ) -> torch_file.Archive:
     """The archive of the common state, complete: as it stands, or `listed` as objects are saved."""
     state = {**common, "args": argparse.Namespace(**common["args"])}
@@ -201,7 +144,7 @@ def _common_state(
 
 
 def _reserve_weight(
-    item: Item, form: _Form, dtype: str, dims: Dims, tp: int, files: DcpFiles, content: _Content
+    item: Item, form: Form, dtype: str, dims: Dims, tp: int, files: DcpFiles, content: _Content
 ) -> None:
     """Add the chunks of one state of one weight of one layer to its key."""
     weight, at, _ = item

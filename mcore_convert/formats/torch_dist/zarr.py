@@ -122,7 +122,7 @@ def open_zarr(path: Path, args: Mapping[str, Any] | None = None) -> TorchDistChe
         key = on_disk.removeprefix(prefix)
         if not NO_WEIGHT.match(key) and not NO_WEIGHT.match(on_disk):
             keys[key] = on_disk
-    return TorchDistCheckpoint(path, directory, with_expert_norms(keys), prefix, format=ZARR)
+    return TorchDistCheckpoint(path, directory, with_expert_norms(keys, keys), prefix, format=ZARR)
 
 
 def read(path: Path) -> ZarrDirectory:

@@ -60,7 +60,7 @@ def _made_of(plan: Plan) -> dict[str, set[str]]:
     for move in plan.moves:
         findings = Findings()
         if not (plan.source.whole_views and plan.target.whole_views):
-            plan.source.locate(move.item, plan.dims, findings)
+            plan.source.locate(plan.family.original_of(move.item), plan.dims, findings)
         if not plan.target.whole_views:
             made_of[str(move.item)] = findings.used
         else:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from mcore_convert.formats.megatron.flat import ALIGNMENT
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ
 
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 FLOAT16 = ("float16", "bfloat16")
 BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert)$")  # in a state dict, but no parameters
 EXPERTS = ".mlp.experts."
-EMBEDDING_OR_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")
+EMBEDDING_OR_OUTPUT = (EMBEDDING, OUTPUT)
 
 
 class Parameter(NamedTuple):
@@ -106,8 +107,11 @@ def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Par
 
 def are_shared(parameter: Parameter, args: Mapping[str, Any]) -> bool:
     """Whether it is an embedding of which another pipeline stage has a copy."""
+    if (args.get("pipeline_model_parallel_size") or 1) == 1:
+        return False
     tied = not args.get("untie_embeddings_and_output_weights")
-    return tied and (args.get("pipeline_model_parallel_size") or 1) > 1 and parameter.name in EMBEDDING_OR_OUTPUT
+    copied = args.get("mtp_num_layers") and parameter.name == EMBEDDING
+    return bool(copied or (tied and parameter.name in EMBEDDING_OR_OUTPUT))
 
 
 def bucket_size_of(args: Mapping[str, Any]) -> int:

@@ -22,7 +22,7 @@ from mcore_convert.formats.base import Findings
 from mcore_convert.formats.megatron.module_buffers import Place
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState
-from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
+from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
@@ -130,7 +130,7 @@ def _named_state(
     by_state = {}
     strangers = []
     for kind, keys in named.items():
-        keys = with_expert_norms(keys)
+        keys = with_fused_norms(keys)
         strangers += [on_disk for key, on_disk in keys.items() if key not in weights.keys]
         by_state[KINDS[kind]] = StateKeys(directory, keys, f"optimizer.state.{kind}.", reserved)
     if strangers:

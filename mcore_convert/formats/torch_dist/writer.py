@@ -20,7 +20,15 @@ from mcore_convert.errors import MappingError, fold
 from mcore_convert.formats.base import Request, Reservation, Training
 from mcore_convert.formats.files import torch_archive as torch_file
 from mcore_convert.formats.format import Resume
-from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, EXTRA_STATE, LOCAL
+from mcore_convert.formats.megatron.modules import (
+    DENSE_NORM,
+    EXPERT_NORM,
+    EXTRA_STATE,
+    FUSED_NORMS,
+    LOCAL,
+    has_extra_state,
+    shard_of,
+)
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, NO_WEIGHT, TorchDistCheckpoint
@@ -152,7 +160,10 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
             cut = tp if item.at.expert is None else request.layout.expert_tp
-            _reserve_weight(item, form, dtype, dims, cut, files, content)
+            shard = item.weight.shard
+            if form.is_flat:  # its cells are what a rank holds
+                shard = shard_of(item.weight, common["args"].get("transformer_impl") or "", request.release)
+            _reserve_weight(item, shard, form, dtype, dims, cut, files, content)
     _refuse_mixed(dtype_of, dims)
     blob = torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]).filled(EXTRA_STATE)
     for key in _extra_state_keys(dtype_of, dims):
@@ -171,14 +182,17 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
 
 
 def _metadata(content: _Content, args: Mapping[str, Any], form: _Form) -> bytes:
-    """`.metadata`, with the norm of layers with experts under the name that the run's layer spec asks for.
+    """`.metadata`, with norms under the names that the run's layer spec asks for.
 
-    Megatron's own spec maps it to the name that dense layers use (`gpt_layer_specs.py`, `sharded_state_dict_keys_map`).
+    Megatron's own spec maps that of layers with experts to the name that dense layers use; where attention is latent it
+    maps nothing, and norms have the names of their modules (`gpt_layer_specs.py`, `sharded_state_dict_keys_map`).
     """
-    local = args.get("transformer_impl") == LOCAL and args.get("num_experts")
+    names: Mapping[str, str] = {}
+    if args.get("transformer_impl") == LOCAL:
+        names = FUSED_NORMS if args.get("multi_latent_attention") else {EXPERT_NORM: DENSE_NORM}
 
     def on_disk(key: str) -> str:
-        return key.replace(EXPERT_NORM, DENSE_NORM) if local else key
+        return next((key.replace(ours, theirs) for ours, theirs in names.items() if ours in key), key)
 
     tensors = {on_disk(key): meta for key, meta in content.tensors.items()}
     chunks = {on_disk(key): parts for key, parts in content.chunks.items()}
@@ -227,7 +241,9 @@ def _common_state(
     return torch_file.lay_out(tree, [TensorMeta((1,), "float32")]).filled(struct.pack("<f", scaler["scale"]))
 
 
-def _reserve_weight(item: Item, form: _Form, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
+def _reserve_weight(
+    item: Item, shard: Shard, form: _Form, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content
+) -> None:
     """Add the chunks of one state of one weight of one layer to its key."""
     weight, at, _ = item
     assert weight.mcore is not None
@@ -239,7 +255,7 @@ def _reserve_weight(item: Item, form: _Form, dtype: str, dims: Dims, tp: int, fi
     content.tensors.setdefault(key, TensorMeta((*lead, *shape), dtype))
     chunks = content.chunks.setdefault(key, [])
     slots = content.slots.setdefault(key, [])
-    cells, boxes = _cells(weight.shard, shape, tp, dtype)
+    cells, boxes = _cells(shard, shape, tp, dtype)
     content.cells[key] = (*(1 for _ in axes), *cells[0].sizes)
     for box in boxes:
         chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
@@ -309,7 +325,7 @@ def _extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
             continue
         module = weight.mcore.rpartition(".")[0]
         last = module.rpartition(".")[2]
-        modules = [module] if last.startswith("linear_") or last.endswith("layernorm") else []
+        modules = [module] if has_extra_state(last, norms=True) else []
         if last == "linear_proj":
             modules.append(f"{module.rpartition('.')[0]}.core_attention")
         for each in modules:

@@ -45,6 +45,8 @@ def enable() -> bool:
     import_megatron()
     if _replaced or torch.cuda.is_available():
         return False
+    # torch remembers which functions `with torch.device(..)` is for, as they are when it is first entered, as YaRN does
+    torch.utils._device._device_constructors()
     for owner, attribute, replacement in _replacements():
         _replaced.append((owner, attribute, getattr(owner, attribute)))
         setattr(owner, attribute, replacement)

@@ -86,7 +86,7 @@ def count(layout: Layout) -> int:
 @pytest.mark.parametrize(
     ("start", "options", "optimizer"),
     [
-        ({"pp": 2, "ep": 2}, {"to": "torch", "tp": 2}, "distributed"),
+        ({"ep": 2}, {"to": "torch", "tp": 2}, "distributed"),
         ({"tp": 2}, {"to": "torch_dist", "pp": 2}, "plain"),
         ({"pp": 2}, {"to": "torch", "ep": 2}, "distributed"),
     ],

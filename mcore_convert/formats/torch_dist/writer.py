@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -26,13 +26,12 @@ from mcore_convert.formats.megatron.modules import (
     EXTRA_STATE,
     FUSED_NORMS,
     LOCAL,
-    has_extra_state,
     shard_of,
 )
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, NO_WEIGHT, TorchDistCheckpoint
-from mcore_convert.formats.torch_dist.keys import axes_of
+from mcore_convert.formats.torch_dist.extra_states import axes_written, extra_state_keys, sizes_of
 from mcore_convert.formats.torch_dist.training import FULLY_RESHARDABLE, MODEL_SPACE, common_of
 from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
@@ -166,7 +165,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
             _reserve_weight(item, shard, form, dtype, dims, cut, files, content)
     _refuse_mixed(dtype_of, dims)
     blob = torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]).filled(EXTRA_STATE)
-    for key in _extra_state_keys(dtype_of, dims):
+    for key in extra_state_keys(dtype_of, dims):
         content.objects[key] = files.place(blob)
     content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, form, listed=True))
     reservation.texts = {
@@ -247,8 +246,8 @@ def _reserve_weight(
     """Add the chunks of one state of one weight of one layer to its key."""
     weight, at, _ = item
     assert weight.mcore is not None
-    axes = _axes(weight.mcore, dims)
-    lead = _sizes(axes, dims)
+    axes = axes_written(weight.mcore, dims)
+    lead = sizes_of(axes, dims)
     place = tuple(getattr(at, axis) for axis in axes)
     key = form.prefix(item) + spell(drop(weight.mcore, *axes), at)
     shape = dims.padded_shape(weight.shape, vocab=weight.vocab)
@@ -290,47 +289,15 @@ def _bounded(box: Box, dtype: str) -> list[Box]:
     ]
 
 
-def _axes(template: str, dims: Dims) -> tuple[str, ...]:
-    """The placeholders of a name that are leading axes in what is written."""
-    return axes_of(template, "stacked" if dims.stacked else "per_layer")
-
-
-def _sizes(axes: tuple[str, ...], dims: Dims) -> Shape:
-    leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
-    return tuple(leading[axis] for axis in axes)
-
-
 def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
     """A key has one dtype for all its layers and experts."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
-            key = spell(drop(item.weight.mcore, *_axes(item.weight.mcore, dims)), item.at)
+            key = spell(drop(item.weight.mcore, *axes_written(item.weight.mcore, dims)), item.at)
             found.setdefault((key, item.state), {}).setdefault(dtype, str(item))
     mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
     if mixed:
         raise MappingError(
             "a weight has another dtype in other layers, which `torch_dist` cannot hold", items=fold(mixed)
         )
-
-
-def _extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
-    """The `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
-
-    Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14.
-    """
-    keys: dict[str, None] = {}
-    for weight, at, state in items:
-        if weight.mcore is None or state != PARAM:
-            continue
-        module = weight.mcore.rpartition(".")[0]
-        last = module.rpartition(".")[2]
-        modules = [module] if has_extra_state(last, norms=True) else []
-        if last == "linear_proj":
-            modules.append(f"{module.rpartition('.')[0]}.core_attention")
-        for each in modules:
-            axes = _axes(each, dims)
-            place = [getattr(at, axis) for axis in axes] or [0]
-            shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, _sizes(axes, dims) or (1,)))}"
-            keys[f"{spell(drop(each, *axes), at)}._extra_state/{shard}"] = None
-    return keys

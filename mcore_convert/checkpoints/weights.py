@@ -73,6 +73,10 @@ def find_weights(
     checks: list[Check] = []
     broken = []
     for item in (item for item in items_of(family, dims, states) if source.keeps(item, dims)):
+        if item.weight.copy_of is not None:
+            slots[item] = slots[family.original_of(item)]
+            checks += _copy_checks(item, dims, source, slots[item], findings)
+            continue
         found = without_padding(item.weight, dims, source.locate(item, dims, findings))
         slots[item] = found
         if not found:
@@ -145,6 +149,19 @@ def equal_checks(replica: Slot, slots: list[Slot], failure: str, *, hint: str | 
     """That a slot holds what others hold of the same box."""
     for part in cut(slots, replica.box):
         yield Check(replica.part(part.box), part.view, failure, hint=hint)
+
+
+def _copy_checks(item: Item, dims: Dims, source: Checkpoint, slots: list[Slot], findings: Findings) -> Iterator[Check]:
+    """A copy of a weight may be absent; where it is not, it must be equal."""
+    there = Findings()
+    found = source.locate(item, dims, there)
+    if there.missing or not there.used:
+        return
+    findings.used |= there.used
+    findings.misshapen += there.misshapen
+    failure = f"`{item}` in `{source.path}` differs from the `{item.weight.copy_of}` that it should be a copy of"
+    for slot in found:
+        yield from equal_checks(slot, slots, failure)
 
 
 def _tied_checks(

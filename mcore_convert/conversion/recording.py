@@ -61,8 +61,9 @@ def _made_of(plan: Plan) -> dict[str, set[str]]:
     for move in plan.moves:
         findings = Findings()
         if not (plan.source.whole_views and plan.target.whole_views):
-            is_master = plan.options.get("from_master") and move.item.weight.trained
-            plan.source.locate(move.item._replace(state=MASTER) if is_master else move.item, plan.dims, findings)
+            item = plan.family.original_of(move.item)
+            is_master = plan.options.get("from_master") and item.weight.trained
+            plan.source.locate(item._replace(state=MASTER) if is_master else item, plan.dims, findings)
         if not plan.target.whole_views:
             made_of[str(move.item)] = findings.used
         else:

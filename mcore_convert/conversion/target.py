@@ -98,11 +98,12 @@ def reading_of(options: SourceOptions) -> dict[str, Any]:
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
     """A Hugging Face directory: its configuration is synthesised, or the original one corrected."""
     dtype_of = sources.dtype_of
-    cast = target.dtype is not None and set(dtype_of.values()) != {target.dtype}
+    trained = {dtype for item, dtype in dtype_of.items() if item.weight.trained}  # buffers stay as they are
+    cast = target.dtype is not None and trained != {target.dtype}
     if target.dtype is not None and cast:
         rounded = "" if target.dtype == "float32" else ", rounded to nearest"
-        notes.append(f"weights in {' and '.join(sorted(set(dtype_of.values())))} become {target.dtype}{rounded}")
-        dtype_of = dict.fromkeys(dtype_of, target.dtype)
+        notes.append(f"weights in {' and '.join(sorted(trained))} become {target.dtype}{rounded}")
+        dtype_of = {item: target.dtype if item.weight.trained else dtype for item, dtype in dtype_of.items()}
     run = _rounded_to(model.checkpoint)
     if target.dtype is None and run is not None:
         notes.append(f"weights stay float32, as the optimizer trains them: --dtype {run} rounds them as the run does")

@@ -183,7 +183,7 @@ def _statistics(tensor: Tensor, tally: Tally, files: Files) -> WeightStatistics:
     return WeightStatistics(
         tensor.name,
         tensor.weight,
-        at.layer,
+        at.number,
         at.expert,
         tensor.state,
         tensor.shape,

@@ -12,7 +12,7 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
 from mcore_convert.formats.megatron.flat import local_of, slots_in_global
-from mcore_convert.formats.megatron.modules import name_in_module
+from mcore_convert.formats.megatron.modules import name_in_module, shard_of
 from mcore_convert.formats.megatron.remainders import are_gathered
 from mcore_convert.formats.megatron.run_directory import carried_in
 from mcore_convert.formats.mp_rank import optimizer as mp_rank_optimizer
@@ -20,11 +20,12 @@ from mcore_convert.formats.mp_rank.optimizer import Proof
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
-from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
+from mcore_convert.spec.gpt import EMBEDDING
 from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, MOMENTS, PARAM, spell
-from mcore_convert.spec.shard import Shape
+from mcore_convert.spec.releases import NEWEST, Release
+from mcore_convert.spec.shard import Shape, Shard
 from mcore_convert.storage.joining import join_views
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
@@ -53,6 +54,7 @@ class MpRankCheckpoint(Checkpoint):
     implementation: str
     experts: str
     norm_state: bool = False  # whether the norm at the end has an `_extra_state`
+    release: Release = NEWEST  # whose modules these are, as far as it decides how they are cut
     format: str = "torch"
     side: Side = Side.MEGATRON
 
@@ -187,15 +189,19 @@ class MpRankCheckpoint(Checkpoint):
     def _places(self, item: Item, dims: Dims) -> list[Place]:
         """Where the first copy of each part is: one place for each tensor rank, or one where the weight is not cut."""
         stage, ep, name = self._position(item, dims)
-        return [Place(rank, stage.vpp, name) for rank in self._first_ranks(stage.pp, ep, item.weight.shard.dim)]
+        return [Place(rank, stage.vpp, name) for rank in self._first_ranks(stage.pp, ep, self._shard(item.weight).dim)]
+
+    def _shard(self, weight: Weight) -> Shard:
+        """How the modules cut a weight."""
+        return shard_of(weight, self.implementation, self.release)
 
     def _copies(self, item: Item, dims: Dims) -> list[Place]:
         """Where further copies are: on other tensor or expert ranks, and a tied embedding's on the last stage."""
         stage, ep, name = self._position(item, dims)
         ends = [(stage, name)]
-        if item.weight.mcore == EMBEDDING and self._holding.shares_embedding(dims):
-            ends.append((self._holding.last, OUTPUT))
-        first = self._first_ranks(stage.pp, ep, item.weight.shard.dim)
+        if item.weight.mcore == EMBEDDING:
+            ends += [(at, copied_as) for copied_as, at in self._holding.copies_of_embedding(dims).items()]
+        first = self._first_ranks(stage.pp, ep, self._shard(item.weight).dim)
         return [
             Place(rank, end.vpp, end_name)
             for end, end_name in ends
@@ -254,7 +260,9 @@ class MpRankCheckpoint(Checkpoint):
         shape: Shape = dims.shape(weight.shape)
         if rows is not None and rows >= shape[0]:
             shape = (rows, *shape[1:])
-        local = local_of(weight.shard, shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None))
+        local = local_of(
+            self._shard(weight), shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None)
+        )
         if not findings.expect(key, found.meta, local.shape):
             return []
         view = found.view

@@ -20,6 +20,7 @@ Groups = Sequence[Mapping[str, Any]]
 FLOAT16 = ("float16", "bfloat16")
 BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert)$")  # in a state dict, but no parameters
 EXPERTS = ".mlp.experts."
+EMBEDDING_OR_OUTPUT = (EMBEDDING, OUTPUT)
 
 
 class Parameter(NamedTuple):
@@ -119,8 +120,11 @@ def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Par
 
 def are_shared(parameter: Parameter, args: Mapping[str, Any]) -> bool:
     """Whether it is an embedding of which another pipeline stage has a copy."""
+    if (args.get("pipeline_model_parallel_size") or 1) == 1:
+        return False
     tied = not args.get("untie_embeddings_and_output_weights")
-    return tied and (args.get("pipeline_model_parallel_size") or 1) > 1 and parameter.name in (EMBEDDING, OUTPUT)
+    copied = args.get("mtp_num_layers") and parameter.name == EMBEDDING
+    return bool(copied or (tied and parameter.name in EMBEDDING_OR_OUTPUT))
 
 
 def is_layer_wise(args: Mapping[str, Any]) -> bool:

@@ -18,23 +18,34 @@ from mcore_convert.formats.megatron.modules import (
     EXTRA_STATE,
     FINAL_NORM,
     GROUPED,
+    MTP_LAYER,
+    MTP_MODEL_LAYER,
     SEQUENTIAL,
     TRANSFORMER_ENGINE,
+    has_extra_state,
     in_module_order,
     name_in_module,
+    shard_of,
 )
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
 from mcore_convert.formats.mp_rank.checkpoint import MpRankCheckpoint
 from mcore_convert.formats.mp_rank.optimizer_writer import buffers_of, groups_of, optimizer_of
 from mcore_convert.formats.mp_rank.parameters import Groups, bucket_size_of, is_layer_wise
-from mcore_convert.formats.mp_rank.rank_file import DISTRIBUTED_FILE, MODEL_FILE, Chunk, LocalTensor, RankFile
+from mcore_convert.formats.mp_rank.rank_file import (
+    DISTRIBUTED_FILE,
+    MODEL_FILE,
+    Chunk,
+    LocalTensor,
+    RankFile,
+    name_of_weight,
+)
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
-from mcore_convert.spec.gpt import OUTPUT
 from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, MOMENTS, Index, spell
+from mcore_convert.spec.releases import MTP_MODEL_LAYER as MTP_NAMES
 from mcore_convert.spec.releases import Release
 from mcore_convert.storage.views import TensorMeta, View
 
@@ -52,6 +63,7 @@ class _Model:
     implementation: str
     experts: str
     norm_state: bool
+    release: Release
 
     def state(self, rank: Rank, vpp: int) -> State:
         """The state dict of a model chunk: its tensors in the order of the modules, each module's extra state last."""
@@ -66,7 +78,7 @@ class _Model:
                 state[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = extra
             cut = self.layout.cut_at(rank, is_expert=at.expert is not None)
             whole = self.dims.padded_shape(weight.shape, vocab=weight.vocab)
-            shape = local_of(weight.shard, whole, *cut).shape
+            shape = local_of(shard_of(weight, self.implementation, self.release), whole, *cut).shape
             state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
@@ -92,18 +104,18 @@ class _Model:
         The norm at the end is Transformer Engine's wherever that is installed, in Megatron's own layer spec too
         (`transformer_block.py`, `LayerNormImpl`).
         """
-        last = module.rpartition(".")[2]
-        norms = self.implementation == TRANSFORMER_ENGINE and last.endswith("layernorm")
         if self.norm_state and module == FINAL_NORM:
             return True
-        return last.startswith("linear_") or norms
+        return has_extra_state(module.rpartition(".")[2], norms=self.implementation == TRANSFORMER_ENGINE)
 
     def _entries(self, stage: Stage, ep: int) -> Iterator[tuple[str, Weight, Index]]:
         """The tensors of a chunk as its modules register them."""
         for held in self._holding.held_on(self.rows, self.dims, stage, ep, grouped=self.experts == GROUPED):
             assert held.weight.mcore is not None
-            template = OUTPUT if held.is_copy else held.weight.mcore
+            template = held.copied_as or held.weight.mcore
             name = spell(name_in_module(template, self.implementation, self.experts), held.local)
+            if self.release >= MTP_NAMES:
+                name = name.replace(MTP_LAYER, MTP_MODEL_LAYER)
             yield name, held.weight, held.at
 
 
@@ -141,7 +153,7 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     reservation = Reservation(path)
     present = [weight for weight in request.family.weights if weight.mcore is not None and weight.exists(dims)]
     rows = in_module_order(present, spec.implementation)
-    model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts, request.norm_state)
+    model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts, request.norm_state, request.release)
     apart = bool(dims.num_experts) and layout.ep > 1
     chained = None if training is None else groups_of(training, rows, apart=apart)
     masters = any(item.state == MASTER for item in dtype_of)
@@ -151,7 +163,9 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     }
     reservation.texts = {path / TRACKER: tracker_bytes(request.iteration)}
     stages = layout.stages(dims.num_layers)
-    reserved = MpRankCheckpoint(folder, files, common["args"], layout, stages, spec.implementation, spec.experts)
+    reserved = MpRankCheckpoint(
+        folder, files, common["args"], layout, stages, spec.implementation, spec.experts, release=request.release
+    )
     return reserved, reservation
 
 
@@ -198,12 +212,15 @@ def _reserve_rank(
 def _planned(path: Path, state: State, moments: Mapping[str, tuple[str, ...]]) -> Chunk:
     """A chunk before it is laid out: its tensors' shapes and dtypes count, their offsets do not."""
     held = {key: hole for key, hole in state.items() if hole is not None and hole.content is None}
-    return {key: LocalTensor(key, View.of(path, 0, hole.meta), moments=moments[key]) for key, hole in held.items()}
+    return {
+        name_of_weight(key): LocalTensor(key, View.of(path, 0, hole.meta), moments=moments[key])
+        for key, hole in held.items()
+    }
 
 
 def _chunk(views: Mapping[str, View | None]) -> Chunk:
     return {
-        key: LocalTensor(key, view)
+        name_of_weight(key): LocalTensor(key, view)
         for key, view in views.items()
         if view is not None and not key.endswith("_extra_state")
     }

@@ -24,7 +24,7 @@ from mcore_convert.formats.megatron.run_directory import carried_in, name_of, re
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.directories import inner_directory, optimizer_beside, with_optimizer
-from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
+from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.optimizer import OptimizerState, find
 from mcore_convert.formats.torch_dist.training import training_of
 from mcore_convert.spec.dims import Dims
@@ -247,7 +247,7 @@ def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchD
         key = on_disk.removeprefix(prefix)
         if not NO_WEIGHT.match(key) and not NO_WEIGHT.match(on_disk) and "_extra_state" not in key:
             keys[key] = on_disk
-    return TorchDistCheckpoint(path, directory, with_expert_norms(keys, keys), prefix)
+    return TorchDistCheckpoint(path, directory, with_fused_norms(keys, keys), prefix)
 
 
 def prefix_of(path: Path, directory: dcp.Directory) -> str:

@@ -25,7 +25,7 @@ from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.module_buffers import Place
 from mcore_convert.formats.megatron.remainders import are_gathered, whole_masters
 from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState, is_matrix
-from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
+from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
@@ -194,7 +194,7 @@ def _named_state(
             f"weights in `{directory.path}` have moments of two optimizers", items=fold(sorted(twice)), hint=WITHOUT
         )
     for kind, keys in named.items():
-        keys = with_expert_norms(keys, weights.keys)
+        keys = with_fused_norms(keys, weights.keys)
         strangers += [on_disk for key, on_disk in keys.items() if key not in weights.keys]
         if kind in ("param", "fp32_param"):  # Muon's masters may be of one kind, and those of the rest of the other
             keys |= masters

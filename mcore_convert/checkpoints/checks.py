@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mcore_convert.errors import ConvertError
-from mcore_convert.storage.elements import CAST_BLOCK, WORKERS, Files, blocks_of, differing, round_to
+from mcore_convert.storage.elements import CAST_BLOCK, WORKERS, Files, blocks_of, differing
+from mcore_convert.storage.values import round_to
 from mcore_convert.storage.views import View
 
 

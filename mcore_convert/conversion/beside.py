@@ -11,8 +11,9 @@ import numpy as np
 
 from mcore_convert.conversion.plan import Copy
 from mcore_convert.storage.digests import Feed, hand_on
-from mcore_convert.storage.elements import KERNEL_RUN, Files, cast, copy_view
+from mcore_convert.storage.elements import KERNEL_RUN, Files, copy_view
 from mcore_convert.storage.gather import LIMIT, scratch
+from mcore_convert.storage.values import cast
 from mcore_convert.storage.views import View
 
 
@@ -36,7 +37,7 @@ def together(copies: Sequence[Copy]) -> list[list[Copy]]:
 
 
 def _in_short_runs(view: View) -> bool:
-    if len(view.shape) < 2 or not view.nbytes or view.is_contiguous:
+    if len(view.shape) < 2 or not view.nbytes or view.is_contiguous or view.coded is not None:
         return False
     return max(view.strides) == view.strides[0] and view.shape[-1] * view.itemsize < KERNEL_RUN
 

@@ -65,7 +65,8 @@ def _made_of(plan: Plan) -> dict[str, set[str]]:
             made_of[str(move.item)] = findings.used
         else:
             for copy in move.copies:
-                made_of[here.name_at(copy.target)] |= findings.used or {there.name_at(copy.source)}
+                for name in here.names_of(copy.target):
+                    made_of[name] |= findings.used or there.names_of(copy.source)
     return made_of
 
 
@@ -75,9 +76,11 @@ class _Places:
     def __init__(self, views: Mapping[str, View]) -> None:
         self._names = sorted((view.path, view.offset, name) for name, view in views.items() if view.nbytes)
 
-    def name_at(self, view: View) -> str:
-        """The tensor that a view is of; of those at one place the last by name."""
-        return self._names[bisect.bisect(self._names, (view.path, view.offset, MAX_NAME)) - 1][2]
+    def names_of(self, view: View) -> set[str]:
+        """The tensor that a view is of; of those at one place the last by name. Of a coded one all that is stored."""
+        if view.coded is not None:
+            return {*view.coded.names}
+        return {self._names[bisect.bisect(self._names, (view.path, view.offset, MAX_NAME)) - 1][2]}
 
 
 class Recording:

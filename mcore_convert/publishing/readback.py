@@ -17,7 +17,7 @@ import numpy as np
 from mcore_convert.conversion.reopening import FAULTY_HINT
 from mcore_convert.errors import UnwritableTarget
 from mcore_convert.publishing.hf_tensors import HfTensor
-from mcore_convert.storage.elements import WORKERS, Files, cast
+from mcore_convert.storage.elements import WORKERS, Files
 from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.views import View
 
@@ -42,7 +42,8 @@ def read_back(tensors: Sequence[HfTensor], written: Mapping[str, View], meter: M
                 break
             block = tensor.read(files, box)
             digest.update(block.data)
-            if not np.array_equal(cast(block, tensor.meta.dtype, view.dtype), files.read(view.narrow(box))):
+            rounded = block if view.dtype == tensor.meta.dtype else tensor.read(files, box, view.dtype)
+            if not np.array_equal(rounded, files.read(view.narrow(box))):
                 raise UnwritableTarget(
                     f"`{tensor.name}` in `{view.path.name}` is not what was written",
                     hint=FAULTY_HINT,

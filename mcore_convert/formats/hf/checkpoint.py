@@ -14,9 +14,11 @@ from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
 from mcore_convert.formats.files.sharing import refuse_shared
 from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.hf.quantised import KEY, read_quantised
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item, Spelling
 from mcore_convert.spec.names import placeholders_of, spell
+from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -61,19 +63,27 @@ class HfOptions:
 class HfCheckpoint(Checkpoint):
     """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's).
 
-    `sums` are the checksums in what `torch.save` has written; safetensors has none.
+    `sums` are the checksums in what `torch.save` has written; safetensors has none. Where some tensors are `quantised`,
+    `stored` are all as files hold them, `views` what they stand for, and `config` is that of a model of those.
     """
 
     views: Mapping[str, View]
     config: Mapping[str, Any]
     sums: tuple[Sum, ...] = ()
     prefix: str = ""
+    stored: Mapping[str, View] | None = None
+    quantised: Quantised | None = None
+    undecoded: tuple[str, ...] = ()
     format: str = "hf"
     side: Side = Side.HUGGING_FACE
 
     @property
     def tensors(self) -> Mapping[str, TensorMeta]:
         return {name: TensorMeta(view.shape, view.dtype) for name, view in self.views.items()}
+
+    @property
+    def headers(self) -> Mapping[str, TensorMeta]:
+        return {name: TensorMeta(view.shape, view.dtype) for name, view in self.whole_views.items()}
 
     @property
     def original_config(self) -> Mapping[str, Any]:
@@ -85,10 +95,15 @@ class HfCheckpoint(Checkpoint):
 
     @property
     def whole_views(self) -> Mapping[str, View]:
-        return self.views
+        return self.views if self.stored is None else self.stored
 
     def storage(self) -> Storage:
-        return Storage(len({view.path for view in self.views.values()}))
+        return Storage(len({view.path for view in self.whole_views.values()}))
+
+    def remarks(self) -> list[str]:
+        if self.quantised is None:
+            return []
+        return [f"{self.quantised} are decoded to {self.quantised.dtype}"]
 
     def named_for(self, family: Family) -> HfCheckpoint:
         return replace(self, prefix=family.optional_prefix)
@@ -145,7 +160,10 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
         views, sums = _read_indexed(path, found)
     else:
         views, sums = _read_file(path / found)
-    return HfCheckpoint(path, views, config, sums)
+    read = read_quantised(views, config)
+    if read.quantised is not None:
+        config = {key: value for key, value in config.items() if key != KEY}
+    return HfCheckpoint(path, read.views, config, sums, stored=views, quantised=read.quantised, undecoded=read.problems)
 
 
 def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, ...]]:

@@ -28,7 +28,8 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, Index
 from mcore_convert.spec.shard import Box
-from mcore_convert.storage.elements import Files, round_to
+from mcore_convert.storage.elements import Files
+from mcore_convert.storage.values import round_to
 from mcore_convert.storage.views import Slot, View, cut
 
 BUCKET_KEY = re.compile(

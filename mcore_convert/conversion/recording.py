@@ -6,6 +6,7 @@ import bisect
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,6 +206,9 @@ class Recording:
             "family": plan.family.name,
             "options": dict(plan.options),
         }
+        for name, quantised in (("decoded", plan.source.quantised), ("quantised", plan.target.quantised)):
+            if quantised is not None:
+                facts[name] = asdict(quantised)
         headers = {} if plan.target.whole_views else plan.target.tensors  # which go by the names of tensors
         write_manifest(folder / MANIFEST, manifest_lines(facts, listed, headers, self._tensors(folder)))
 

@@ -211,6 +211,8 @@ def _provenance(card: Card) -> Iterator[tuple[str, str]]:
     cast = card.dtypes != (card.dtype,)
     rounded = "" if card.dtype == "float32" else ", rounded to nearest"
     yield "dtype of the source", f"{stored}, cast to {card.dtype}{rounded}" if cast else stored
+    if checkpoint.quantised is not None:
+        yield "decoded", f"{checkpoint.quantised}, to {checkpoint.quantised.dtype}"
     if card.model.ignored:
         yield "unknown keys of `config.json`, taken to change nothing", ", ".join(card.model.ignored)
     if dims.padded_vocab_size != dims.vocab_size:

@@ -25,6 +25,8 @@ from mcore_convert.storage.views import Access, Coded, View, contiguous_strides
 Floats = NDArray[np.float32]
 
 LOOKED_UP = 32 * 2**10  # elements that are looked up at once: their indices stay in the cache
+LARGEST = {"float32": 3.4e38, "bfloat16": 3.38e38, "float16": 65504.0}  # that no product is infinite below
+INFINITE = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 class Code(NamedTuple):
@@ -68,12 +70,15 @@ CODES = {
 
 
 class Tables(NamedTuple):
-    """What each code stands for in each block of some rows: `numbers` by row of blocks, block and code.
+    """What each code stands for in each block of some rows.
 
-    `beyond`: which of them are infinite for no other reason than the dtype; None where none is.
+    `numbers` are flat; that of a code of a block stands at `by_code` times the code plus `by_block` times the number of
+    the block. `beyond`: which of them are infinite for no other reason than the dtype; None where none is.
     """
 
     numbers: Bytes
+    by_code: int
+    by_block: int
     beyond: NDArray[np.bool_] | None = None
 
 
@@ -152,21 +157,24 @@ class Blocks(Coded):
             ((row + count - 1) // high - row // high + 1, (column + width - 1) // wide - first + 1),
         )
         scales, zeros = self._scales(files, matrix, at)
-        columns = (np.arange(column, column + width) // wide - first) * len(values)
+        columns = np.arange(column, column + width) // wide - first
         at_once = max(1, LOOKED_UP // width)
         for rows in self._of_one_table(row, count, at_once):
-            top, end = (rows.start + row) // high - at.offsets[0], (rows.stop - 1 + row) // high - at.offsets[0] + 1
+            top = (rows.start + row) // high - at.offsets[0]
+            end = (rows.stop - 1 + row) // high - at.offsets[0] + 1
             tables = _tables(values, scales[top:end], None if zeros is None else zeros[top:end], dtype)
-            below = np.arange(end - top)[:, None] * tables.numbers[0].size
+            inside = columns * tables.by_block
+            if end - top > 1:
+                inside = inside + np.arange(end - top)[:, None] * (scales.shape[1] * tables.by_block)
             for start in range(rows.start, rows.stop, at_once):
                 part = slice(start, min(start + at_once, rows.stop))
                 index = scratch((part.stop - start) * width * 8).view(np.intp).reshape(-1, width)
                 np.copyto(index, codes[part])
-                index += columns
-                if end - top > 1:
-                    index += below
-                tables.numbers.reshape(-1).take(index, out=into[part], mode="clip")
-                if tables.beyond is not None and tables.beyond.reshape(-1).take(index, mode="clip").any():
+                if tables.by_code > 1:
+                    index *= tables.by_code
+                index += inside
+                tables.numbers.take(index, out=into[part], mode="clip")
+                if tables.beyond is not None and tables.beyond.take(index, mode="clip").any():
                     raise OverflowError(f"a number beyond the largest of {dtype}")
 
     def _of_one_table(self, row: int, count: int, at_once: int) -> Iterator[range]:
@@ -186,11 +194,11 @@ class Blocks(Coded):
             return files.read(view.narrow(box))
         first, last = column // 2, (column + width - 1) // 2
         pairs = files.read(view.narrow(Box((row, first), (count, last - first + 1))))
-        apart = np.empty((count, pairs.shape[1], 2), np.uint8)
-        np.bitwise_and(pairs, 15, out=apart[..., 0])
-        np.right_shift(pairs, 4, out=apart[..., 1])
+        apart = pairs.astype("<u2")  # a byte becomes two, the lower one first
+        apart |= apart << 4
+        apart &= 0x0F0F
         start = column - 2 * first
-        return apart.reshape(count, -1)[:, start : start + width]
+        return apart.view(np.uint8)[:, start : start + width]
 
     def _scales(self, files: Access, matrix: Shape, box: Box) -> tuple[Floats, Floats | None]:
         """The scales of a box of blocks, and their zero points."""
@@ -229,15 +237,19 @@ def _unsigned(dtype: str) -> str:
 
 
 def _tables(values: Floats, scales: Floats, zeros: Floats | None, dtype: str) -> Tables:
-    """What each code stands for in each of some blocks."""
+    """What each code stands for in each of some blocks. The longer of codes and blocks varies fastest."""
+    by_code, by_block = (scales.size, 1) if scales.size > len(values) else (1, len(values))
+    codes, blocks = (values[:, None], scales.reshape(-1)) if by_block == 1 else (values, scales.reshape(-1, 1))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        numbers = values if zeros is None else values - zeros[..., None]
-        exact = np.multiply(numbers, scales[..., None], dtype=np.float32)
+        numbers = codes if zeros is None else codes - zeros.reshape(blocks.shape)
+        exact = np.multiply(numbers, blocks, dtype=np.float32).reshape(-1)
+        bound = np.fmax.reduce(np.abs(numbers), axis=None) * np.fmax.reduce(np.abs(blocks), axis=None)
         rounded = exact.view(np.uint32) if dtype == "float32" else round_to(exact.view(np.uint32), dtype)
-    largest = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[dtype]
-    infinite = rounded & (2 ** (8 * rounded.itemsize - 1) - 1) == largest
-    beyond = infinite & np.isfinite(scales)[..., None] & np.isfinite(values)
-    return Tables(rounded, beyond if beyond.any() else None)
+    if bound < LARGEST[dtype]:
+        return Tables(rounded, by_code, by_block)
+    infinite = rounded & (2 ** (8 * rounded.itemsize - 1) - 1) == INFINITE[dtype]
+    beyond = infinite & (np.isfinite(blocks) & np.isfinite(codes)).reshape(-1)
+    return Tables(rounded, by_code, by_block, beyond if beyond.any() else None)
 
 
 @dataclass(frozen=True)

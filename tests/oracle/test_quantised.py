@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fixtures.quantised import FORMS, Tensors, mxfp4, quantise
 from mcore_convert import convert, diff, export, inspect, load_hf_model, verify
+from mcore_convert.cli.inspect import report
 from mcore_convert.errors import ConfigError, MappingError
 from tests.conftest import HfMaker
 from tests.tensors import assert_same_tensors, hf_tensors
@@ -199,3 +200,46 @@ def test_codes_without_scales_and_scales_without_codes_have_no_place(fp8: tuple[
     with pytest.raises(ConfigError) as refused:
         convert(tmp_path / "source", tmp_path / "dist")
     assert len(refused.value.items) == 2
+
+
+def test_a_quantised_source_is_told_with_what_decoding_costs(
+    fp8: tuple[Path, Tensors], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, decoded = fp8
+    stored = load_file(path / "model.safetensors")
+    coded = [name for name in decoded if f"{name}_scale_inv" in stored]
+    nbytes = sum(stored[n].nbytes for name in coded for n in (name, f"{name}_scale_inv"))
+    told = inspect(path, html=tmp_path / "page.html")
+    assert told.nbytes == sum(tensor.nbytes for tensor in stored.values())
+    assert told.dtypes == ("bfloat16", "float32", "float8_e4m3fn")
+    assert told.quantised is not None
+    form = "float8_e4m3fn, blocks of 128 x 128"
+    assert (told.quantised.method, told.quantised.forms, told.quantised.num_tensors) == ("fp8", (form,), 10)
+    assert told.quantised.nbytes == nbytes
+    assert told.quantised.decoded == sum(decoded[name].nbytes for name in coded)
+    assert told.as_dict()["quantised"]["dtype"] == "bfloat16"
+    assert f"bfloat16, from {form}" in (tmp_path / "page.html").read_text().replace("<wbr>", "")
+    report(told)
+    assert f"10 tensors in {form} (fp8); decoded, " in capsys.readouterr().out
+    assert inspect(path).weights[1].name == "model.layers.{0...1}.input_layernorm.weight"
+
+    export(path, tmp_path / "hf")
+    assert f"| decoded | 10 tensors in {form}, to bfloat16 |" in (tmp_path / "hf/README.md").read_text()
+    manifest = json.loads((tmp_path / "hf/mcore_convert.json").read_text())
+    assert manifest["decoded"] == {
+        "method": "fp8",
+        "forms": [form],
+        "num_tensors": 10,
+        "nbytes": nbytes,
+        "decoded": told.quantised.decoded,
+        "dtype": "bfloat16",
+    }
+    name = coded[0]
+    assert manifest["tensors"][name]["from"] == [name, f"{name}_scale_inv"]
+    assert "decoded" not in json.loads(convert_plain(tmp_path).read_text())
+
+
+def convert_plain(tmp_path: Path) -> Path:
+    """The manifest of a conversion of what is not quantised any more."""
+    convert(tmp_path / "hf", tmp_path / "again")
+    return tmp_path / "again/release/mcore_convert.json"

@@ -168,7 +168,7 @@ def _fill(plan: Plan, files: Files, meter: Meter, recording: Recording) -> None:
             item, groups = drawn
             try:
                 for group in groups:
-                    here = [c._replace(target=c.target._replace(path=recording.here(c.target.path))) for c in group]
+                    here = [copy._replace(target=copy.target.moved(recording.here)) for copy in group]
                     for done in copy_together(files, here, feed):
                         meter.add(done)
                         if stop.is_set():

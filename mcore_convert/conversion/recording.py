@@ -113,9 +113,10 @@ class Recording:
         self._starts = {path: [region.start for region in regions] for path, regions in self._regions.items()}
         assert all(path.is_relative_to(final) for path, *_ in spans)
         for copy in (copy for move in plan.moves for copy in move.copies):
-            region = self._at(self.here(copy.target.path), copy.target.offset)
-            if region is not None:
-                region.pending += 1
+            for view in copy.target.stored:
+                region = self._at(self.here(view.path), view.offset)
+                if region is not None:
+                    region.pending += 1
 
     def here(self, path: Path) -> Path:
         """Where a file of the destination is while it is written."""
@@ -142,7 +143,8 @@ class Recording:
         parts: dict[Region, list[list[Copy]]] = {}
         alone: list[list[list[Copy]]] = []
         for group in together(copies):
-            places = ((self.here(copy.target.path), copy.target.offset) for copy in group)
+            views = (view for copy in group for view in copy.target.stored)
+            places = ((self.here(view.path), view.offset) for view in views)
             touched = {region for place in places if (region := self._at(*place)) is not None}
             if not touched:
                 alone.append([group])
@@ -156,7 +158,7 @@ class Recording:
             parts.update(dict.fromkeys(touched, merged))
         distinct = [*{id(part): part for part in parts.values()}.values()]
         for part in distinct:
-            part.sort(key=lambda group: (group[0].target.path, group[0].target.offset))
+            part.sort(key=lambda group: (group[0].target.stored[0].path, group[0].target.stored[0].offset))
         return [*alone, *distinct]
 
     def done(self, copies: Iterable[Copy], files: Files) -> None:
@@ -164,11 +166,12 @@ class Recording:
         full = []
         with self._lock:
             for copy in copies:
-                region = self._at(copy.target.path, copy.target.offset)
-                if region is not None:
-                    region.pending -= 1
-                    if not region.pending:
-                        full.append(region)
+                for view in copy.target.stored:
+                    region = self._at(view.path, view.offset)
+                    if region is not None:
+                        region.pending -= 1
+                        if not region.pending:
+                            full.append(region)
         for region in full:
             region.finish(files.fd(region.path, write=True))
 
@@ -208,7 +211,7 @@ class Recording:
         }
         for name, quantised in (("decoded", plan.source.quantised), ("quantised", plan.target.quantised)):
             if quantised is not None:
-                facts[name] = asdict(quantised)
+                facts[name] = {field: value for field, value in asdict(quantised).items() if value is not None}
         headers = {} if plan.target.whole_views else plan.target.tensors  # which go by the names of tensors
         write_manifest(folder / MANIFEST, manifest_lines(facts, listed, headers, self._tensors(folder)))
 

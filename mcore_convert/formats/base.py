@@ -184,6 +184,11 @@ class Checkpoint(ABC):
         return {}
 
     @property
+    def coded_views(self) -> Mapping[str, View]:
+        """The tensors that are decoded as they are read, by the names that they have then."""
+        return {}
+
+    @property
     def embedding_rows(self) -> int | None:
         """Rows of the word embedding, padding included; None where no tensor has its name."""
         embedding = self.tensors.get(EMBEDDING)

@@ -25,6 +25,7 @@ from mcore_convert.storage.views import Access, Coded, View, contiguous_strides
 Floats = NDArray[np.float32]
 
 LOOKED_UP = 32 * 2**10  # elements that are looked up at once: their indices stay in the cache
+SLACK = 2.0**-20  # of a bound, for the rounding of fp32
 LARGEST = {"float32": 3.4e38, "bfloat16": 3.38e38, "float16": 65504.0}  # that no product is infinite below
 INFINITE = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
@@ -101,11 +102,19 @@ class Blocks(Coded):
     def read(self, files: Access, view: View, dtype: str) -> Bytes:
         return self._computed(files, view, CODES[self.code].values, dtype)
 
-    def bounds(self, files: Access, view: View) -> tuple[Floats, Floats]:
-        """The least and the largest number that each element of a view may have been rounded from."""
+    def may_hold(self, files: Access, view: View, exact: Floats) -> NDArray[np.bool_]:
+        """Whether each element of a view may be what a number was rounded to.
+
+        A number may lie beyond the middle between two neighbours of the code by the rounding of fp32, in which whoever
+        encoded it has divided by the scale.
+        """
         code = CODES[self.code]
         ends = [self._computed(files, view, each, "float32").view(np.float32) for each in (code.low, code.high)]
-        return np.minimum(*ends), np.maximum(*ends)  # a scale may be negative
+        low, high = np.minimum(*ends), np.maximum(*ends)  # a scale may be negative
+        slack = np.maximum(np.abs(low), np.abs(high)) * np.float32(SLACK)
+        with np.errstate(invalid="ignore"):
+            inside: NDArray[np.bool_] = (low - slack <= exact) & (exact <= high + slack)
+        return inside
 
     def _computed(self, files: Access, view: View, values: Floats, dtype: str) -> Bytes:
         """The elements of a view, with these numbers for the codes."""
@@ -258,6 +267,7 @@ class Quantised:
 
     `method` is the `quant_method` of its `config.json`, `forms` say bits and blocks in words, one for each kind of
     tensor. `nbytes` are those of `num_tensors` tensors in files, scales included, and `decoded` theirs as `dtype`.
+    `loss` is what values lose at most where they are quantised as they are written.
     """
 
     method: str
@@ -266,6 +276,7 @@ class Quantised:
     nbytes: int
     decoded: int
     dtype: str
+    loss: str | None = None
 
     def __str__(self) -> str:
         tensors = counted(self.num_tensors, "tensor", "tensors")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
@@ -125,6 +125,13 @@ class View(NamedTuple):
     def stored(self) -> tuple[View, ...]:
         """What files hold of it: itself, or the parts of the coded tensor that it is of."""
         return (self,) if self.coded is None else self.coded.parts
+
+    def moved(self, place: Callable[[Path], Path]) -> View:
+        """The view of the same bytes of other files."""
+        coded = self.coded
+        if coded is not None:
+            coded = replace(coded, parts=tuple(part.moved(place) for part in coded.parts))
+        return self._replace(path=place(self.path), coded=coded)
 
     @property
     def itemsize(self) -> int:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
+from mcore_convert.errors import ConfigError, MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Checkpoint, Findings, Request, Reservation, Side, Storage
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
 from mcore_convert.formats.files.sharing import refuse_shared
 from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.hf.encodings import encoding
 from mcore_convert.formats.hf.quantised import KEY, read_quantised
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item, Spelling
@@ -53,10 +54,11 @@ def directory_of(file: Path) -> Path | None:
 class HfOptions:
     """What a user may choose for a target: `max_shard_size` is the largest size of a file, in bytes.
 
-    A larger tensor gets a file of its own.
+    A larger tensor gets a file of its own. `quantize` is one of ENCODINGS.
     """
 
     max_shard_size: int = DEFAULT_SHARD_SIZE
+    quantize: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,10 @@ class HfCheckpoint(Checkpoint):
     @property
     def whole_views(self) -> Mapping[str, View]:
         return self.views if self.stored is None else self.stored
+
+    @property
+    def coded_views(self) -> Mapping[str, View]:
+        return {name: view for name, view in self.views.items() if view.coded is not None}
 
     def storage(self) -> Storage:
         return Storage(len({view.path for view in self.whole_views.values()}))
@@ -209,17 +215,46 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
 
     Raises:
         MappingError: two weights have one name.
+        ConfigError: weights shall be quantised to an unknown form, or to one that none of them fits.
     """
     path, family, dims = request.path, request.family, request.dims
+    wanted = request.options.quantize
+    chosen = None if wanted is None else encoding(wanted)
     metas: dict[str, TensorMeta] = {}
+    coded: dict[str, TensorMeta] = {}
     for (weight, at, _), dtype in request.dtype_of.items():
-        for template, shape in zip(weight.hf, weight.pack.shapes(family.shape(weight, dims), dims), strict=True):
+        pack, whole = weight.pack, family.shape(weight, dims)
+        turned = {piece.tensor for piece in pack.pieces(whole, dims) if piece.transposed} if chosen else set()
+        for number, (template, shape) in enumerate(zip(weight.hf, pack.shapes(whole, dims), strict=True)):
             name = spell(template, at)
-            if name in metas:
+            if name in metas or name in coded:
                 raise MappingError(f"two weights of family `{family.name}` are called `{name}`")
-            metas[name] = TensorMeta(shape, dtype)
-    shards = list(_shards(metas, request.options.max_shard_size))
+            if chosen is not None and chosen.takes(weight, name, shape, turned=number in turned):
+                coded[name] = TensorMeta(shape, dtype)
+                metas |= chosen.stored(name, coded[name])
+            else:
+                metas[name] = TensorMeta(shape, dtype)
     reservation = Reservation(path)
+    stored = _lay_out(reservation, path, metas, request.options.max_shard_size)
+    if chosen is None:
+        reservation.texts[path / CONFIG] = json_bytes(request.config)
+        return HfCheckpoint(path, stored, request.config), reservation
+    if not coded:
+        raise ConfigError(f"no weight of this model can be quantised to `{wanted}`", hint=chosen.fitting)
+    views, quantised = chosen.views(stored, coded)
+    left = [name.removesuffix(".weight") for name in views if name not in coded and name.endswith(".weight")]
+    reservation.literals += [
+        (stored[name].path, stored[name].offset, content)
+        for each, meta in coded.items()
+        for name, content in chosen.literals(each, meta.shape).items()
+    ]
+    reservation.texts[path / CONFIG] = json_bytes({**request.config, KEY: chosen.settings(left)})
+    return HfCheckpoint(path, views, request.config, stored=stored, quantised=quantised), reservation
+
+
+def _lay_out(reservation: Reservation, path: Path, metas: Mapping[str, TensorMeta], limit: int) -> dict[str, View]:
+    """Reserve the files of tensors, with an index where there are several; returns where each lies."""
+    shards = list(_shards(metas, limit))
     views: dict[str, View] = {}
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -237,8 +272,7 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
             "total_parameters": sum(m.numel for m in metas.values()),
         }
         reservation.texts[path / INDEX] = json_bytes({"metadata": total, "weight_map": weight_map})
-    reservation.texts[path / CONFIG] = json_bytes(request.config)
-    return HfCheckpoint(path, views, request.config), reservation
+    return views
 
 
 def _shards(metas: Mapping[str, TensorMeta], limit: int) -> Iterable[dict[str, TensorMeta]]:

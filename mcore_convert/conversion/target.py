@@ -122,7 +122,7 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
     checkpoint, reservation = _reserve(target, request)
     quantised = checkpoint.quantised
     if quantised is not None:
-        notes.append(f"{quantised.num_tensors} tensors become {'; '.join(quantised.forms)}: loss {quantised.loss}")
+        notes.append(f"quantised: {quantised}; {quantised.loss} is lost")
     folder = model.folder
     if folder is not None:
         there = [name for name in carried_files(folder) if from_hf or name != CARD]  # it describes the original

@@ -217,7 +217,7 @@ def _provenance(card: Card) -> Iterator[tuple[str, str]]:
     if checkpoint.quantised is not None:
         yield "decoded", f"{checkpoint.quantised}, to {checkpoint.quantised.dtype}"
     if card.quantised is not None:
-        yield "quantised", f"{card.quantised}, loss {card.quantised.loss}"
+        yield "quantised", f"{card.quantised}; {card.quantised.loss} is lost"
     if card.model.ignored:
         yield "unknown keys of `config.json`, taken to change nothing", ", ".join(card.model.ignored)
     if dims.padded_vocab_size != dims.vocab_size:

@@ -104,7 +104,7 @@ def change_settings(path: Path, **settings: Any) -> Path:
 def test_an_export_and_a_dry_run_of_a_quantised_model(fp8: tuple[Path, Tensors], tmp_path: Path) -> None:
     path, decoded = fp8
     planned = convert(path, tmp_path / "nowhere", dry_run=True)
-    assert planned.notes[0] == "10 tensors in float8_e4m3fn, blocks of 128 x 128 are decoded to bfloat16"
+    assert planned.notes[0] == "decoded to bfloat16: 10 tensors in float8_e4m3fn, blocks of 128 x 128"
     assert planned.as_dict()["expected_memory"] < 512 * 2**20
     assert not (tmp_path / "nowhere").exists()
     export(path, tmp_path / "wide", dtype="float32")

@@ -109,7 +109,7 @@ class HfCheckpoint(Checkpoint):
     def remarks(self) -> list[str]:
         if self.quantised is None:
             return []
-        return [f"{self.quantised} are decoded to {self.quantised.dtype}"]
+        return [f"decoded to {self.quantised.dtype}: {self.quantised}"]
 
     def named_for(self, family: Family) -> HfCheckpoint:
         return replace(self, prefix=family.optional_prefix)

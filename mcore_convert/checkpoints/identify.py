@@ -166,6 +166,12 @@ def model_of(checkpoint: Checkpoint, **options: Unpack[FamilyOptions]) -> Model:
     family, ignore_keys = options.get("family"), options.get("ignore_keys", ())
     given_config = options.get("hf_config")
     hf_config = None if given_config is None else Path(given_config)
+    if checkpoint.undecoded:
+        raise ConfigError(
+            f"the weights in `{checkpoint.path}` are quantised in a way that is not known",
+            items=checkpoint.undecoded,
+            hint="convert the model that it was made from",
+        )
     if checkpoint.original_config is not None:
         return _identify_by_config(checkpoint, checkpoint.original_config, family, ignore_keys)
     folder = checkpoint.companions
@@ -181,6 +187,8 @@ def model_of(checkpoint: Checkpoint, **options: Unpack[FamilyOptions]) -> Model:
         return replace(_identify_by_config(checkpoint, config, family, ignore_keys), folder=folder)
     if config is None and folder is not None and (folder / CONFIG).is_file():
         config = read_json(folder / CONFIG)
+    if config is not None:  # it is of the original files, and says nothing of these weights
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
     model = _identify_megatron(checkpoint, family, config, options.get("vocab_size"), ignore_keys)
     return replace(model, folder=folder)
 

@@ -130,7 +130,7 @@ def master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
             param = item._replace(state=PARAM)
             failure = f"the master copy of `{param}` does not round to the weight"
             for slot in masters:
-                if slot.view.stored == REMAINDER:  # joined with any weight it rounds to that weight
+                if slot.view.low_dtype == REMAINDER:  # joined with any weight it rounds to that weight
                     continue
                 for check in equal_checks(slot, slots[param], failure, hint=ALONE_HINT):
                     if check.view == check.other:  # the weight is held as its master copy

@@ -30,6 +30,13 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Quantisation(StrEnum):
+    """The forms that weights are quantised to."""
+
+    fp8_block = "fp8-block"
+    int4 = "int4"
+
+
 def size(text: str) -> int:
     """A number of bytes from `5GB`, `500MB`, `2GiB` or a plain number."""
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
@@ -235,6 +242,10 @@ FromMaster = Annotated[
 ]
 ToDtype = Annotated[
     Dtype | None, typer.Option(rich_help_panel=TARGET, help="Round weights to it; as stored unless given")
+]
+Quantize = Annotated[
+    Quantisation | None,
+    typer.Option(rich_help_panel=TARGET, help="Quantise the weights of linear layers; they lose what is said then"),
 ]
 Metadata = Annotated[
     list[str] | None,

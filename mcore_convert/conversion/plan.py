@@ -69,7 +69,7 @@ class Plan:
     @property
     def source_files(self) -> set[Path]:
         """The files that tensors are copied from."""
-        return {path for move in self.moves for copy in move.copies for path in copy.source.paths}
+        return {view.path for move in self.moves for copy in move.copies for view in copy.source.stored}
 
     @property
     def nbytes(self) -> int:

@@ -20,6 +20,7 @@ from mcore_convert.conversion.target_arguments import (
 )
 from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
+from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
 from mcore_convert.formats.files.yaml_file import yaml_text
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
@@ -129,6 +130,9 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         )
     request = Request(target.path, model.family, model.dims, dtype_of, _options(target), config=config)
     checkpoint, reservation = _reserve(target, request)
+    quantised = checkpoint.quantised
+    if quantised is not None:
+        notes.append(f"quantised: {quantised}; {quantised.loss} is lost")
     folder = model.folder
     if folder is not None:
         there = [name for name in carried_files(folder) if from_hf or name != CARD]  # it describes the original
@@ -192,6 +196,8 @@ def lay_out_megatron(
     if folder is not None:
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried |= {hf_folder / file: folder / file for file in there}
+        if model.checkpoint.quantised is not None and model.config is not None:
+            reservation.texts[hf_folder / CONFIG] = json_bytes(model.config)  # of the weights that are written
     return checkpoint, reservation
 
 

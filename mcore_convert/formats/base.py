@@ -18,6 +18,7 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import PARAM
 from mcore_convert.spec.releases import NEWEST, Release
 from mcore_convert.spec.shard import Shape
+from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
 
@@ -161,6 +162,21 @@ class Checkpoint(ABC):
     def tensors(self) -> Mapping[str, TensorMeta]:
         """Every tensor that a family must have a place for, by its key in this format."""
 
+    @property
+    def headers(self) -> Mapping[str, TensorMeta]:
+        """Every tensor as its files hold it: of one that is decoded the codes and the scales."""
+        return self.tensors
+
+    @property
+    def quantised(self) -> Quantised | None:
+        """What is decoded as it is read; None where nothing is."""
+        return None
+
+    @property
+    def undecoded(self) -> tuple[str, ...]:
+        """Why what is quantised cannot be decoded, a line each; empty where it can, or where nothing is."""
+        return ()
+
     @abstractmethod
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """Return the boxes of one global tensor. What is missing or misshapen is noted in `findings`.
@@ -217,7 +233,12 @@ class Checkpoint(ABC):
 
     @property
     def whole_views(self) -> Mapping[str, View]:
-        """The tensors that lie in one piece under their own names, whether a family knows them or not."""
+        """The tensors that lie in one piece under their own names as files hold them, whether a family knows them."""
+        return {}
+
+    @property
+    def coded_views(self) -> Mapping[str, View]:
+        """The tensors that are decoded as they are read, by the names that they have then."""
         return {}
 
     @property

@@ -113,7 +113,7 @@ def _prepare(
     target = Target(
         final,
         default_target(Side.HUGGING_FACE),
-        options={"max_shard_size": options.get("max_shard_size")},
+        options={name: options.get(name) for name in ("max_shard_size", "quantize")},
         tokenizer=tokenizer.place if tokenizer else None,
         allow_drift=options.get("allow_drift", False),
         dtype=dtype,
@@ -136,6 +136,7 @@ def _prepare(
         repo=repo,
         revision=revision,
         metadata=metadata,
+        quantised=plan.target.quantised,
     )
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     strict = options.get("strict", False)
@@ -177,6 +178,8 @@ def write(
     def proven(partial: Path) -> Mapping[Path, bytes]:
         files = dict.fromkeys(partial / view.path.name for view in written.whole_views.values())
         views = {name: view for file in files for name, view in safetensors.read(file).items()}
+        coded = written.coded_views.items()
+        views |= {name: view.moved(lambda path: partial / path.name) for name, view in coded}
         reading = None if progress is None else Part(progress, plan.nbytes, total)
         with phase(progress, "reading again", nbytes):
             checksums.append(read_back(prepared.tensors, views, Meter(nbytes, reading)))

@@ -23,7 +23,7 @@ LARGEST = 2**15
 def join_views(remainder: View, weight: View) -> View:
     """The view of the fp32 numbers that remainders and weights, views of equal shape, are together."""
     assert (remainder.shape, remainder.high, weight.dtype) == (weight.shape, None, "bfloat16")
-    return remainder._replace(dtype="float32", high=weight, stored=remainder.dtype)
+    return remainder._replace(dtype="float32", high=weight, low_dtype=remainder.dtype)
 
 
 def join_slots(remainders: list[Slot], weights: list[Slot]) -> list[Slot]:
@@ -46,7 +46,7 @@ def joined(remainders: NDArray[Any], weights: NDArray[Any], view: View) -> NDArr
     Raises:
         UnreadableCheckpoint: a remainder in fp32 is no integer of 16 bits.
     """
-    if view.stored == REMAINDER:
+    if view.low_dtype == REMAINDER:
         added = remainders.view(np.int16).astype(np.int32)
     else:
         numbers = np.ascontiguousarray(remainders).view(np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_convert.storage.elements import Bytes, round_to
+from mcore_convert.storage.values import Bytes, round_to
 
 
 def rounds_to(array: Bytes, other: Bytes, dtype: str) -> NDArray[np.bool_]:

@@ -107,7 +107,7 @@ def assert_is_state(found: dict[tuple[str, str], Tensor]) -> None:
 @pytest.mark.parametrize("form", [*FORMS, "replicated"])
 def test_masters_are_rebuilt_bit_for_bit(form: str, saved: dict[str, Path]) -> None:
     slots = slots_in(saved[form])
-    stored = {each.view.stored for (_, state), held in slots.items() for each in held if state == MASTER}
+    stored = {each.view.low_dtype for (_, state), held in slots.items() for each in held if state == MASTER}
     assert stored == {"float32" if form in ("fully_reshardable", "torch") else "int16"}
     assert_is_state(states_in(saved[form]))
 
@@ -142,7 +142,7 @@ def test_a_flipped_remainder_changes_one_element(form: str, saved: dict[str, Pat
     slot = slots_in(tmp_path / "run")[key][-1]
     with slot.view.path.open("r+b") as file:
         file.seek(slot.view.offset)
-        kind = np.int16 if slot.view.stored == "int16" else np.float32
+        kind = np.int16 if slot.view.low_dtype == "int16" else np.float32
         (value,) = np.frombuffer(file.read(kind().itemsize), kind)
         file.seek(slot.view.offset)
         file.write(kind(int(value) ^ 1).tobytes())

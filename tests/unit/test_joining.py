@@ -95,7 +95,7 @@ def test_a_joined_view_is_cut_and_turned_in_both_its_parts(matrix: tuple[View, N
         assert np.array_equal(values(view.narrow(Box((3, 4), (5, 6)))), numbers[3:8, 4:10])
         assert np.array_equal(values(view.block((slice(2, 9),))), numbers[2:9])
         assert np.array_equal(values(view.select(7)), numbers[7])
-        assert view.paths == (view.path, view.path.with_name("high"))
+        assert [each.path for each in view.stored] == [view.path, view.path.with_name("high")]
 
 
 def test_a_joined_view_is_copied(matrix: tuple[View, NDArray[np.float32]], tmp_path: Path) -> None:

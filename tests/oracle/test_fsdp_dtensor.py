@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from mcore_convert.storage.views import TensorMeta
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks
 from tests.tensors import assert_same_tensors, dcp_tensors, hf_tensors
+from train_entry.checkpoints.source import is_ours
 
 ITERATION = "iter_0000010"
 EXPERTS: dict[str, Any] = {
@@ -204,6 +206,39 @@ def test_gate_and_up_in_one_tensor(runs: dict[str, Run], tmp_path: Path) -> None
     interleaved = changed(runs["tp2"].path / ITERATION, tmp_path / "tp2", whole_fc1)
     with pytest.raises(ConvertError, match="is not split into `_w` and `_v`, and was saved by 2 tensor ranks"):
         reshard(interleaved, tmp_path / "dist", to="torch_dist")
+
+
+def test_names_of_transformer_engine(runs: dict[str, Run], tmp_path: Path) -> None:
+    """Grouped experts are numbered at the end, where Megatron Core finds the number, and gate and up come after it."""
+    from megatron.core.transformer.fsdp_dtensor_checkpoint import get_expert_index_from_key
+
+    def renamed(keys: Keys) -> Keys:
+        experts = re.compile(r"local_experts\.(\d+)\.(linear_fc\d\.weight)")
+        return {
+            experts.sub(r"\2\1", key).replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_"): held
+            for key, held in keys.items()
+        }
+
+    grouped = changed(runs["ep2"].path / ITERATION, tmp_path / "grouped", renamed)
+    assert verify(grouped, runs["ep2"].path).equal
+    reshard(grouped, tmp_path / "ours", ep=2)
+    stored, written = (open_checkpoint(path) for path in (grouped, tmp_path / "ours"))
+    assert stored.tensors == written.tensors
+    last = "model.module.decoder.layers.1.mlp.experts.linear_fc1.weight3"
+    assert {f"{last}_w", f"{last}_v"} <= set(written.tensors)
+    assert get_expert_index_from_key(f"{last}_w") == 3
+    assert verify(tmp_path / "ours", runs["ep2"].path).equal
+
+
+def test_a_configuration_stands_for_arguments(runs: dict[str, Run], source: Path, tmp_path: Path) -> None:
+    """As in what another program than Megatron-LM saved."""
+    path = changed(runs["dp2"].path / ITERATION, tmp_path / "bare", lambda keys: keys, without="args")
+    with pytest.raises(ConvertError, match="stores no arguments"):
+        convert(path, tmp_path / "hf")
+    convert(path, tmp_path / "hf", hf_config=source)
+    wanted = {key: tensor.float() for key, tensor in hf_tensors(source).items()}
+    assert_same_tensors(hf_tensors(tmp_path / "hf"), wanted)
+    assert not is_ours(path)
 
 
 def test_state_of_another_optimizer_is_refused(runs: dict[str, Run], tmp_path: Path) -> None:

@@ -181,7 +181,13 @@ def _convert(model: Model, final: Path, options: ConvertOptions, opened: Mapping
     plan = dataclasses.replace(plan, stamps={**planned, **plan.stamps, **opened})
     if not dry_run:
         notes = execute(
-            plan, overwrite=options.get("overwrite", False), progress=progress, strict=strict, checksums=checksums
+            plan,
+            overwrite=options.get("overwrite", False),
+            progress=progress,
+            strict=strict,
+            checksums=checksums,
+            resume=options.get("resume", False),
+            workers=options.get("workers"),
         )
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     return Conversion(plan, dry_run)

@@ -22,6 +22,7 @@ from mcore_convert.options import FamilyOptions, ModelOptions
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.config.mapping import shown
+from mcore_convert.spec.config.recorded import agreed
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.shard import Box
@@ -239,10 +240,16 @@ def _identify_megatron(
             )
         family = families.named(name) if name else families.of_config(config)
         family, ignored, notes = _ignoring(family, config, ignore_keys)
-        args = arguments.normalise(family.config.to_megatron(config))
-        notes.append(
-            "the checkpoint stores no arguments: its architecture is taken from the Hugging Face configuration"
-        )
+        architecture = family.config.to_megatron(config)
+        recorded = checkpoint.common.recorded
+        if recorded is None:
+            notes.append(
+                "the checkpoint stores no arguments: its architecture is taken from the Hugging Face configuration"
+            )
+        else:
+            architecture = agreed(architecture, recorded)
+        args = arguments.normalise(architecture)
+        checkpoint = checkpoint.described_by(args)
     else:
         args = arguments.normalise(stored)
         try:

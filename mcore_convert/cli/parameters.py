@@ -55,6 +55,8 @@ PARAMETERS: dict[str, Parameter] = {
     "checksums": Parameter("no_checksums", options.NoChecksums, False, operator.not_),
     "metadata": Parameter("metadata", options.Metadata, None, options.arguments),
     "overwrite": Parameter("overwrite", options.Overwrite, False),
+    "resume": Parameter("resume", options.Resume, False),
+    "workers": Parameter("workers", options.Workers),
     "push_to_hub": Parameter("push_to_hub", options.PushToHub),
     "private": Parameter("private", options.Private, False),
     "branch": Parameter("branch", options.Branch, "main"),

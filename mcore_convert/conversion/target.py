@@ -21,6 +21,7 @@ from mcore_convert.conversion.target_arguments import (
 from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
+from mcore_convert.formats.files.yaml_file import yaml_text
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
 from mcore_convert.formats.registry import arguments_of, options_for, target_named
 from mcore_convert.options import SourceOptions
@@ -156,8 +157,6 @@ def lay_out_megatron(
     if training is not None:
         notes += resume.notes
     common = {"args": args, "checkpoint_version": 3.0, "iteration": target.iteration or 0}
-    # of a model that no family knows, the stored arguments say more than a partial `run_config.yaml`
-    known = not model.refusals
     request = Request(
         target.path,
         family,
@@ -168,7 +167,7 @@ def lay_out_megatron(
         layout=layout,
         iteration=target.iteration,
         training=training,
-        run_config=bridge.run_config(_with_true_vocabulary(args, model), model.family.name) if known else None,
+        run_config=_run_config(model, args, optimizer=training is not None),
         layer_spec=LayerSpec(implementation_of(args), experts_of(args)),
         norm_state=model.checkpoint.norm_state,
         release=release,
@@ -176,6 +175,8 @@ def lay_out_megatron(
     checkpoint, reservation = _reserve(target, request)
     if not checkpoint.weights_are_masters and dtype_of != sources.dtype_of:
         notes.append(f"weights that are held in float32 become {_rounded_to(model.checkpoint)}, as the run rounds them")
+    if training is not None and model.checkpoint.format == target.format:
+        reservation.carried = dict(model.checkpoint.progress_files(target.path, name))
     flags = command_line(args, optimizer=training is not None)
     if training is not None:
         flags += ["--use-checkpoint-opt_param-scheduler"] if training.scheduler is not None else []
@@ -185,8 +186,18 @@ def lay_out_megatron(
         reservation.texts = {target.path / COMMAND_FILE: os.fsencode(f"{command}\n"), **reservation.texts}
     if folder is not None:
         there = [file for file in carried if (folder / file).is_file()]
-        reservation.carried = {hf_folder / file: folder / file for file in there}
+        reservation.carried |= {hf_folder / file: folder / file for file in there}
     return checkpoint, reservation
+
+
+def _run_config(model: Model, args: Mapping[str, Any], *, optimizer: bool) -> str | None:
+    """The source's own `run_config.yaml` for another layout, or one that says what the arguments say."""
+    recorded = model.checkpoint.common.recorded
+    if recorded is not None and recorded.tree is not None:
+        return yaml_text(bridge.rewritten(recorded.tree, args, optimizer=optimizer))
+    if model.refusals:  # of a model that no family knows, the stored arguments say more than a partial one
+        return None
+    return bridge.run_config(_with_true_vocabulary(args, model), model.family.name)
 
 
 def _options(target: Target) -> Any:

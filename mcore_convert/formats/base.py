@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.spec.config.recorded import Recorded
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.gpt import EMBEDDING
@@ -76,11 +77,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Common:
-    """What a checkpoint stores beside tensors: the run's arguments, its iteration, and the rest as it stands."""
+    """What a checkpoint stores beside tensors: the run's arguments, its iteration, and the rest as it stands.
+
+    `recorded` is the configuration of another program, where that stands in the place of arguments.
+    """
 
     args: Mapping[str, Any] | None = None
     iteration: int | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Recorded | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,19 @@ class Checkpoint(ABC):
     def common(self) -> Common:
         """What is stored beside tensors; nothing on Hugging Face's side."""
         return Common()
+
+    def described_by(self, args: Mapping[str, Any]) -> Checkpoint:
+        """Return the checkpoint with what the model's configuration says, for where no arguments are stored."""
+        return self
+
+    def progress_files(self, path: Path, name: str) -> Iterable[tuple[Path, Path]]:
+        """Yield what says how far the run has come, as files of a run's directory: target and source.
+
+        Args:
+            path: of the run's directory that is written.
+            name: of the directory of its one iteration.
+        """
+        return ()
 
     @property
     def companions(self) -> Path | None:

@@ -53,7 +53,7 @@ def _compiling_late() -> Iterator[None]:
 
         return call
 
-    torch.compile = decorator
+    torch.compile = decorator  # type: ignore[assignment]
     try:
         yield
     finally:

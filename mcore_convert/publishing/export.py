@@ -142,16 +142,27 @@ def _prepare(
 
 
 class Written(NamedTuple):
-    """The checksum of the weights as the source stores them, and what a user should know of the values."""
+    """The checksum of the weights as the source stores them, and what a user should know of the values.
 
-    checksum: str
+    Only the first of several processes has a checksum.
+    """
+
+    checksum: str | None
     notes: tuple[str, ...]
 
 
-def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | None = None) -> Written:
+def write(
+    prepared: Prepared,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    resume: bool = False,
+    workers: int | None = None,
+) -> Written:
     """Write an export, and prove every bit of it.
 
-    The directory appears when it is complete and proven, or not at all.
+    The directory appears when it is complete and proven, or not at all. Of processes that share the export, the first
+    one proves it.
 
     Raises:
         ConvertError: as `execute`; or what was written is not what was read.
@@ -172,8 +183,16 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
 
     check_sums(plan.source)
     copied = None if progress is None else Part(progress, 0, total)
-    notes = execute(plan, overwrite=overwrite, progress=copied, conclude=proven, strict=prepared.strict)
-    return Written(checksums[0], notes)
+    notes = execute(
+        plan,
+        overwrite=overwrite,
+        progress=copied,
+        conclude=proven,
+        strict=prepared.strict,
+        resume=resume,
+        workers=workers,
+    )
+    return Written(checksums[0] if checksums else None, notes)
 
 
 def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path:

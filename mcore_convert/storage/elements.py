@@ -34,7 +34,16 @@ logger = logging.getLogger(__name__)
 BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
 CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its two dtypes stays in the cache
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
-WORKERS = min(4, os.cpu_count() or 1)
+
+
+def _processors() -> int:
+    """The processors of this process; torchrun says how many processes of a machine share them."""
+    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, every // max(1, int(sharing if sharing.isdigit() else 1)))
+
+
+WORKERS = _processors()
 
 Bytes = NDArray[Any]
 

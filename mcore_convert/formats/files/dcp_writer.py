@@ -18,16 +18,16 @@ from mcore_convert.storage.views import DTYPE_SIZES, TensorMeta
 
 # A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
 MAX_CHUNK = 2**30
-MAX_FILE = 2**31  # several files of this size are read in parallel
 ALIGNMENT = 64
 
 
 @dataclass
 class DcpFiles:
-    """The `.distcp` files as they fill up."""
+    """The `.distcp` files as they fill up, each to at most `limit` bytes or one archive."""
 
     folder: Path
     reservation: Reservation
+    limit: int
     number: int = 0
     end: int = 0
     path: Path = field(init=False)  # of the current file
@@ -38,7 +38,7 @@ class DcpFiles:
     def place(self, archive: torch_archive.Archive) -> Place:
         """Append an archive to the current file, or to a new one."""
         start = -(-self.end // ALIGNMENT) * ALIGNMENT
-        if start and start + archive.size > MAX_FILE:
+        if start and start + archive.size > self.limit:
             self.number, start = self.number + 1, 0
             self.path = self.folder / f"__{self.number}_0.distcp"
         self.end = self.reservation.sizes[self.path] = start + archive.size

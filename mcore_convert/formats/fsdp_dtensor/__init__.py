@@ -4,7 +4,7 @@ from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format
 from mcore_convert.formats.fsdp_dtensor.checkpoint import FSDP_DTENSOR, detect, open_fsdp_dtensor
 from mcore_convert.formats.fsdp_dtensor.writer import reserve, resume
-from mcore_convert.formats.megatron.options import MegatronOptions
+from mcore_convert.formats.megatron.options import DcpOptions
 from mcore_convert.formats.megatron.plain_dcp import directory_of
 
 FORMAT = Format(
@@ -13,7 +13,7 @@ FORMAT = Format(
     detect,
     open_fsdp_dtensor,
     reserve,
-    MegatronOptions,
+    DcpOptions,
     file_names=".metadata",
     holds_optimizer=True,
     directory_of=directory_of(detect),

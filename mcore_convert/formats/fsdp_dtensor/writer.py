@@ -173,7 +173,7 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
         )
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
-    content = _Content(DcpFiles(folder, reservation))
+    content = _Content(DcpFiles(folder, reservation, request.options.max_shard_size))
     spec = request.layer_spec or LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL)
     writer = _Writer(request, spec)
     for item, dtype in request.dtype_of.items():

@@ -17,6 +17,7 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.megatron.modules import FINAL_NORM, experts_in, implementation_in
+from mcore_convert.formats.megatron.recorded import beside
 from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
 from mcore_convert.formats.mp_rank import old_classes
@@ -88,7 +89,9 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
     stored = {name: args_of(tree) for name, tree in trees.items()}
     mp_rank_layout.check_agreement({name: each or {} for name, each in stored.items()}, where)
     given = {name: value for name, value in (args or {}).items() if value is not None}
-    merged = {**(stored[first] or {}), **given}
+    around = beside(path) if stored[first] is None else None
+    recorded = None if around is None else around.read()
+    merged = {**(stored[first] or ({} if recorded is None else recorded.args)), **given}
     layout = mp_rank_layout.layout_of(merged)
     if stored[first] is None and layout == Layout() and len(paths) > 1:
         raise UnreadableCheckpoint(

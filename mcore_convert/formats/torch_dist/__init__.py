@@ -2,10 +2,9 @@
 
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format
-from mcore_convert.formats.megatron.options import MegatronOptions
-from mcore_convert.formats.megatron.plain_dcp import directory_of
+from mcore_convert.formats.megatron.options import DcpOptions
 from mcore_convert.formats.torch_dist import zarr
-from mcore_convert.formats.torch_dist.checkpoint import TORCH_DIST, ZARR, detect, open_torch_dist
+from mcore_convert.formats.torch_dist.checkpoint import TORCH_DIST, ZARR, detect, directory_of, open_torch_dist
 from mcore_convert.formats.torch_dist.writer import reserve, resume
 
 FORMAT = Format(
@@ -14,11 +13,11 @@ FORMAT = Format(
     detect,
     open_torch_dist,
     reserve,
-    MegatronOptions,
+    DcpOptions,
     file_names=".metadata",
     holds_optimizer=True,
     ckpt_format=TORCH_DIST,
-    directory_of=directory_of(detect),
+    directory_of=directory_of,
     resume=resume,
 )
 ZARR_FORMAT = Format(ZARR, Side.MEGATRON, zarr.detect, zarr.open_zarr, file_names=".zarray")

@@ -24,7 +24,8 @@ from mcore_convert.formats.files.dcp_writer import DcpFiles, archive_of, bounded
 from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, EXTRA_STATE, LOCAL
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
-from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, NO_WEIGHT, TorchDistCheckpoint
+from mcore_convert.formats.torch_dist.checkpoint import NO_WEIGHT, TorchDistCheckpoint
+from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE
 from mcore_convert.formats.torch_dist.keys import axes_of
 from mcore_convert.formats.torch_dist.training import FULLY_RESHARDABLE, MODEL_SPACE, common_of
 from mcore_convert.spec import releases
@@ -119,7 +120,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     common, training = request.common, request.training
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
-    files = DcpFiles(folder, reservation)
+    files = DcpFiles(folder, reservation, request.options.max_shard_size)
     content = _Content()
     form = _Form.of(training, common["args"], request.release)
     for item, dtype in dtype_of.items():
@@ -188,10 +189,9 @@ def _common_state(
     state = {**common, "args": argparse.Namespace(**common["args"])}
 
     def tree(refs: list[Any]) -> Any:
-        whole = state
-        if training is not None:
-            beside = common_of(training, common["args"], dtype_of, form.name, scale=refs[0] if refs else None)
-            whole = {**beside, **state}
+        scale = refs[0] if refs else None
+        beside = {} if training is None else common_of(training, common["args"], dtype_of, form.name, scale=scale)
+        whole = {**beside, **state}
         return [whole] if listed else whole
 
     scaler = None if training is None else training.rest.get("grad_scaler")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fixtures.fsdp_dtensor import load_fsdp_dtensor, save_fsdp_dtensor
 from fixtures.optimizer import SCHEDULER, STEP, State, random_state
-from mcore_convert import convert, reshard, verify
+from mcore_convert import convert, inspect, reshard, verify
 from mcore_convert.checkpoints.identify import identify, open_checkpoint
 from mcore_convert.comparison.logits import tensors_of
 from mcore_convert.errors import ConvertError
@@ -24,8 +24,9 @@ from mcore_convert.formats.files.dcp import Chunk
 from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import TensorMeta
-from tests.conftest import HfMaker
+from tests.conftest import HfMaker, real_checkpoint
 from tests.ranks import run_ranks
+from tests.recorders import LLAMA, LLAMA_GPT, run_config, write_yaml
 from tests.tensors import assert_same_tensors, dcp_tensors, hf_tensors
 from train_entry.checkpoints.source import is_ours
 
@@ -239,6 +240,19 @@ def test_a_configuration_stands_for_arguments(runs: dict[str, Run], source: Path
     wanted = {key: tensor.float() for key, tensor in hf_tensors(source).items()}
     assert_same_tensors(hf_tensors(tmp_path / "hf"), wanted)
     assert not is_ours(path)
+
+
+def test_what_megatron_bridge_saves(tmp_path: Path) -> None:
+    """The same keys, with `run_config.yaml` in the place of arguments."""
+    original = real_checkpoint("llama_tp2dp2")
+    reshard(original, tmp_path / "fsdp", to="fsdp_dtensor")
+    bare = changed(tmp_path / "fsdp" / ITERATION, tmp_path / "bridge" / ITERATION, lambda keys: keys, without="args")
+    config = run_config(LLAMA, {**LLAMA_GPT, "vocab_size": 500, "should_pad_vocab": True})
+    write_yaml(bare / "run_config.yaml", config)
+    assert inspect(bare).family == "llama"
+    reshard(bare, tmp_path / "dist", to="torch_dist", tp=2)
+    assert verify(tmp_path / "dist", original).equal
+    assert groups_of(tmp_path / "dist") == groups_of(original)
 
 
 def test_state_of_another_optimizer_is_refused(runs: dict[str, Run], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from mcore_convert.formats.fsdp_dtensor.optimizer import GATE, UP, FsdpState
 from mcore_convert.formats.megatron.modules import experts_in, implementation_in, name_in_module
 from mcore_convert.formats.megatron.param_groups import WITHOUT
 from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
+from mcore_convert.formats.megatron.recorded import beside, common_of
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
 from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
@@ -58,6 +59,7 @@ class FsdpCheckpoint(Checkpoint):
     spec: LayerSpec
     given: Mapping[str, Any] = field(default_factory=dict)
     reserved: Mapping[str, list[Slot]] | None = None
+    described: Mapping[str, Any] | None = None
     format: str = FSDP_DTENSOR
     side: Side = Side.MEGATRON
 
@@ -156,19 +158,26 @@ class FsdpCheckpoint(Checkpoint):
 
     @cached_property
     def common(self) -> Common:
-        """The objects with names of their own, and the scheduler's numbers.
+        """The objects with names of their own, and the scheduler's numbers; with what another program wrote beside.
 
         Raises:
             UnreadableCheckpoint: one of them is damaged.
+            ConfigError: the other program's configuration names what is not known.
         """
         objects = self.directory.objects
         state = {key: self.directory.object(key) for key in objects if "." not in key}
         scheduler = {key: self.directory.value(key) for key in self.directory.under(SCHEDULER)}
         if scheduler:
             state["opt_param_scheduler"] = {key.removeprefix(SCHEDULER): value for key, value in scheduler.items()}
-        stored, iteration = state.get("args"), state.get("iteration")
-        args = {**vars(stored), **self.given} if isinstance(stored, argparse.Namespace) else self.given or None
-        return Common(args, iteration if isinstance(iteration, int) else None, state)
+        if self.given:
+            stored = state.get("args")
+            own = vars(stored) if isinstance(stored, argparse.Namespace) else {}
+            state["args"] = argparse.Namespace(**{**own, **self.given})
+        known = {"transformer_impl": self.spec.implementation}
+        return common_of(state, self.path, self.embedding_rows, known, self.described)
+
+    def described_by(self, args: Mapping[str, Any]) -> FsdpCheckpoint:
+        return replace(self, described=args)
 
     @property
     def embedding_rows(self) -> int:
@@ -176,7 +185,8 @@ class FsdpCheckpoint(Checkpoint):
 
     @property
     def companions(self) -> Path | None:
-        return carried_in(self.path)
+        around = beside(self.path)
+        return carried_in(self.path) or (None if around is None else around.companions)
 
     @property
     def sums(self) -> Iterator[Sum]:
@@ -193,6 +203,8 @@ class FsdpCheckpoint(Checkpoint):
     def storage(self) -> Storage:
         release = releases.of_run(self.common.args or {})
         written_by = None if release is None else f"Megatron-FSDP of Megatron Core {releases.spelled(release)} or later"
+        if self.common.recorded is not None:
+            written_by = self.common.recorded.program
         optimizer = f"distributed, {FSDP_DTENSOR}" if self.optimizer_keys else None
         return Storage(self.directory.num_files, written_by, optimizer=optimizer)
 

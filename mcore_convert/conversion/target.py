@@ -146,8 +146,9 @@ def lay_out_megatron(
     name = name_of(target.iteration)
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
-    dtype_of = _dtypes_of_run(model.checkpoint, sources.dtype_of)
-    args = _stored_arguments(model, dims, target, dtype_of, hf_folder, carried)
+    of_run = _dtypes_of_run(model.checkpoint, sources.dtype_of)
+    dtype_of = sources.dtype_of if target.format == model.checkpoint.format else of_run
+    args = _stored_arguments(model, dims, target, of_run, hf_folder, carried)
     release = target.release or releases.of_run(args) or releases.NEWEST
     args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
     if training is not None:

@@ -266,6 +266,18 @@ def test_state_of_another_optimizer_is_refused(runs: dict[str, Run], tmp_path: P
     reshard(path, tmp_path / "weights", to="torch_dist", optimizer=False)
 
 
+def test_weights_alone_stay_main_weights(runs: dict[str, Run], tmp_path: Path) -> None:
+    """In their own format they stay exact, and the run stays one in bfloat16; elsewhere they are rounded."""
+    key, master = "embedding.word_embeddings.weight", runs["dp2"].state.master["embedding.word_embeddings.weight"]
+    reshard(runs["dp2"].path, tmp_path / "fsdp", optimizer=False)
+    found = dcp_tensors(tmp_path / "fsdp" / "release")
+    assert torch.equal(found[f"model.module.{key}"], master)
+    assert not any(name.startswith("optimizer.") for name in found)
+    assert (open_checkpoint(tmp_path / "fsdp").common.args or {})["bf16"] is True
+    reshard(tmp_path / "fsdp", tmp_path / "dist", to="torch_dist")
+    assert torch.equal(dcp_tensors(tmp_path / "dist" / "release")[key], master.bfloat16())
+
+
 def test_a_missing_weight_is_named(runs: dict[str, Run], tmp_path: Path) -> None:
     gone = "model.module.decoder.layers.1.mlp.linear_fc2.weight"
     path = changed(

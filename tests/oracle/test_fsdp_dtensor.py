@@ -253,6 +253,10 @@ def test_what_megatron_bridge_saves(tmp_path: Path) -> None:
     reshard(bare, tmp_path / "dist", to="torch_dist", tp=2)
     assert verify(tmp_path / "dist", original).equal
     assert groups_of(tmp_path / "dist") == groups_of(original)
+    torch.save({"step": torch.tensor(10, dtype=torch.int32)}, bare / "train_state.pt")
+    reshard(bare, tmp_path / "again")
+    assert (tmp_path / "again" / ITERATION / "train_state.pt").is_file()
+    assert inspect(tmp_path / "again").format == "fsdp_dtensor"
 
 
 def test_state_of_another_optimizer_is_refused(runs: dict[str, Run], tmp_path: Path) -> None:

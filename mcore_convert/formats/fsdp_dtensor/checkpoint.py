@@ -30,7 +30,7 @@ from mcore_convert.formats.fsdp_dtensor.optimizer import GATE, UP, FsdpState
 from mcore_convert.formats.megatron.modules import experts_in, implementation_in, name_in_module
 from mcore_convert.formats.megatron.param_groups import WITHOUT
 from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
-from mcore_convert.formats.megatron.recorded import beside, common_of
+from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
 from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
@@ -187,6 +187,10 @@ class FsdpCheckpoint(Checkpoint):
     def companions(self) -> Path | None:
         around = beside(self.path)
         return carried_in(self.path) or (None if around is None else around.companions)
+
+    def progress_files(self, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
+        """Yield Megatron-Bridge's, which it has in the directory of an iteration and above it."""
+        return progress_files(self.path, self.common, path, name)
 
     @property
     def sums(self) -> Iterator[Sum]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mcore_convert.formats.base import Common
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile, scalar
 from mcore_convert.formats.files.yaml_file import read_yaml
+from mcore_convert.formats.megatron.run_directory import name_of
 from mcore_convert.spec.config import recorded
 from mcore_convert.spec.config.recorded import NEMO, VERL, Recorded
 from mcore_convert.storage.sources import Limit
@@ -122,6 +123,14 @@ def common_of(
         whole,
         found,
     )
+
+
+def progress_files(here: Path, common: Common, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
+    """Yield the files of Megatron-Bridge that say how far a run has come, as `Checkpoint.progress_files` has them."""
+    file = here / TRAIN_STATE
+    if file.is_file() and common.recorded is not None and name == name_of(common.iteration):
+        yield path / name / TRAIN_STATE, file
+        yield path / f"latest_{TRAIN_STATE}", file
 
 
 def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, found: Recorded | None) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE, Kind, kind_of
-from mcore_convert.formats.megatron.recorded import TRAIN_STATE, beside, common_of
-from mcore_convert.formats.megatron.run_directory import carried_in, name_of, resolve
+from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
+from mcore_convert.formats.megatron.run_directory import carried_in, resolve
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.directories import inner_directory, optimizer_beside, with_optimizer
@@ -162,10 +162,7 @@ class TorchDistCheckpoint(Checkpoint):
 
     def progress_files(self, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
         """Yield Megatron-Bridge's, which it has in the directory of an iteration and above it."""
-        file = self.path / TRAIN_STATE
-        if file.is_file() and self.common.recorded is not None and name == name_of(self.common.iteration):
-            yield path / name / TRAIN_STATE, file
-            yield path / f"latest_{TRAIN_STATE}", file
+        return progress_files(self.path, self.common, path, name)
 
     def check_whole(self) -> None:
         """Prove that every file is there and that the chunks of every weight tile it.

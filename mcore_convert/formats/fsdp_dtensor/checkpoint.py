@@ -180,8 +180,9 @@ class FsdpCheckpoint(Checkpoint):
         return replace(self, described=args)
 
     @property
-    def embedding_rows(self) -> int:
-        return self.directory.tensors[f"{self.prefix}{EMBEDDING}"].shape[0]
+    def embedding_rows(self) -> int | None:
+        shape = self.directory.tensors[f"{self.prefix}{EMBEDDING}"].shape
+        return shape[0] if shape else None
 
     @property
     def companions(self) -> Path | None:

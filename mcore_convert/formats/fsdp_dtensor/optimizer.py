@@ -100,10 +100,10 @@ class FsdpState:
         Raises:
             UnreadableCheckpoint: there are no parameter groups, or they do not agree on the steps that they took.
         """
-        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+        groups: dict[str, dict[str, Any]] = {}
         for fields in self.fields.values():
             telling = {name: self.directory.value(fields[name]) for name in TELLING if name in fields}
-            kind = tuple(sorted(telling.items()))
+            kind = repr(sorted(telling.items()))
             if kind not in groups:
                 rest = {name: self.directory.value(key) for name, key in fields.items() if name not in telling}
                 groups[kind] = {**telling, **rest}

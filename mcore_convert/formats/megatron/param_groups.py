@@ -49,7 +49,7 @@ def step_of(groups: Iterable[Group], path: Path) -> Any:
     Raises:
         UnreadableCheckpoint: they do not say, or do not agree.
     """
-    steps = {group["step"] for group in groups if group.get("step") is not None}
+    steps = {step for group in groups if isinstance(step := group.get("step"), int | float)}
     if len(steps) != 1:
         raise UnreadableCheckpoint(
             f"the parameter groups of the optimizer in `{path}` "

@@ -69,8 +69,9 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.export --json build/bench-export.json; export=$$?; \
 	$(BIN)/python -m benchmarks.convert_experts --json build/bench-experts.json; experts=$$?; \
 	$(BIN)/python -m benchmarks.plan --json build/bench-plan.json; plan=$$?; \
+	$(BIN)/python -m benchmarks.quantised --json build/bench-quantised.json; quantised=$$?; \
 	$(BIN)/python -m benchmarks.look --json build/bench-look.json && \
-		exit $$((convert | reshard | export | experts | plan))
+		exit $$((convert | reshard | export | experts | plan | quantised))
 
 clean:
 	rm -rf .venv build dist demo_output

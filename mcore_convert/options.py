@@ -126,6 +126,8 @@ class ModelFolderOptions(SourceOptions, total=False):
     tokenizer: a directory or a name on the Hub; that of the original model or of the run unless given.
     with_tokenizer: false exports the model without one.
     dtype: `float32`, `float16` or `bfloat16`, to which weights are rounded to nearest; as stored unless given.
+    from_master: take the fp32 master copies of the optimizer's state in place of the weights, which they round to.
+    quantize: `fp8-block` or `int4`, to which the weights of linear layers are quantised; not at all unless given.
     max_shard_size: largest safetensors file, in bytes; 5 GB unless given.
     metadata: fields of the model card (`license`, `datasets`), over those that are found.
     """
@@ -133,6 +135,8 @@ class ModelFolderOptions(SourceOptions, total=False):
     tokenizer: str | None
     with_tokenizer: bool
     dtype: str | None
+    from_master: bool
+    quantize: str | None
     max_shard_size: int | None
     metadata: Mapping[str, Any] | None
 

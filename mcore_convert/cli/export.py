@@ -112,7 +112,8 @@ def report(done: Export) -> None:
         template = ", with a chat template" if done.tokenizer.has_chat_template else ""
         show(f"tokenizer  {done.tokenizer.size} tokens{template}, of {done.tokenizer.place}")
     if done.checksum is not None:
-        show(f"checksum   {done.checksum}  every tensor read again and equal")
+        proof = "equal" if done.plan.target.quantised is None else "equal, or within what quantisation loses"
+        show(f"checksum   {done.checksum}  every tensor read again and {proof}")
     if done.dry_run:
         for name, nbytes in done.files.items():
             show(f"      {name}  {in_bytes(nbytes)}")

@@ -50,6 +50,8 @@ PARAMETERS: dict[str, Parameter] = {
     "tokenizer": Parameter("tokenizer", options.Tokenizer),
     "with_tokenizer": Parameter("no_tokenizer", options.NoTokenizer, False, operator.not_),
     "dtype": Parameter("dtype", options.ToDtype, None, lambda chosen: chosen and chosen.value),
+    "from_master": Parameter("from_master", options.FromMaster, False),
+    "quantize": Parameter("quantize", options.Quantize, None, lambda chosen: chosen and chosen.value),
     "max_shard_size": Parameter("max_shard_size", options.MaxShardSize),
     "strict": Parameter("strict", options.Strict, False),
     "checksums": Parameter("no_checksums", options.NoChecksums, False, operator.not_),

@@ -73,7 +73,7 @@ def fill(
             item, groups = drawn
             try:
                 for group in groups:
-                    here = [c._replace(target=c.target._replace(path=recording.here(c.target.path))) for c in group]
+                    here = [copy._replace(target=copy.target.moved(recording.here)) for copy in group]
                     for done in copy_together(files, here, feed):
                         meter.add(done)
                         disk.wrote(here[0].target.path, done)

@@ -6,6 +6,7 @@ import bisect
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from mcore_convert.conversion.beside import together
 from mcore_convert.conversion.plan import Copy, Plan
 from mcore_convert.errors import counted
 from mcore_convert.formats.base import Findings
+from mcore_convert.spec.names import MASTER
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.digests import Region, checksum_of_runs, gaps_between
 from mcore_convert.storage.elements import Files
@@ -60,12 +62,15 @@ def _made_of(plan: Plan) -> dict[str, set[str]]:
     for move in plan.moves:
         findings = Findings()
         if not (plan.source.whole_views and plan.target.whole_views):
-            plan.source.locate(move.item, plan.dims, findings)
+            item = plan.family.original_of(move.item)
+            is_master = plan.options.get("from_master") and item.weight.trained
+            plan.source.locate(item._replace(state=MASTER) if is_master else item, plan.dims, findings)
         if not plan.target.whole_views:
             made_of[str(move.item)] = findings.used
         else:
             for copy in move.copies:
-                made_of[here.name_at(copy.target)] |= findings.used or {there.name_at(copy.source)}
+                for name in here.names_of(copy.target):
+                    made_of[name] |= findings.used or there.names_of(copy.source)
     return made_of
 
 
@@ -75,9 +80,11 @@ class _Places:
     def __init__(self, views: Mapping[str, View]) -> None:
         self._names = sorted((view.path, view.offset, name) for name, view in views.items() if view.nbytes)
 
-    def name_at(self, view: View) -> str:
-        """The tensor that a view is of; of those at one place the last by name."""
-        return self._names[bisect.bisect(self._names, (view.path, view.offset, MAX_NAME)) - 1][2]
+    def names_of(self, view: View) -> set[str]:
+        """The tensor that a view is of; of those at one place the last by name. Of a coded one all that is stored."""
+        if view.coded is not None:
+            return {*view.coded.names}
+        return {self._names[bisect.bisect(self._names, (view.path, view.offset, MAX_NAME)) - 1][2]}
 
 
 class Recording:
@@ -99,9 +106,10 @@ class Recording:
             self._lay_out()
         for copy in (copy for move in plan.moves for copy in move.copies if copy.target.path in mine):
             self._left[self.here(copy.target.path)] += 1
-            region = self._at(self.here(copy.target.path), copy.target.offset)
-            if region is not None:
-                region.pending += 1
+            for view in copy.target.stored:
+                region = self._at(self.here(view.path), view.offset)
+                if region is not None:
+                    region.pending += 1
         self._copies = dict(self._left)
 
     def _lay_out(self) -> None:
@@ -147,7 +155,8 @@ class Recording:
         parts: dict[Region, list[list[Copy]]] = {}
         alone: list[list[list[Copy]]] = []
         for group in together(copies):
-            places = ((self.here(copy.target.path), copy.target.offset) for copy in group)
+            views = (view for copy in group for view in copy.target.stored)
+            places = ((self.here(view.path), view.offset) for view in views)
             touched = {region for place in places if (region := self._at(*place)) is not None}
             if not touched:
                 alone.append([group])
@@ -161,7 +170,7 @@ class Recording:
             parts.update(dict.fromkeys(touched, merged))
         distinct = [*{id(part): part for part in parts.values()}.values()]
         for part in distinct:
-            part.sort(key=lambda group: (group[0].target.path, group[0].target.offset))
+            part.sort(key=lambda group: (group[0].target.stored[0].path, group[0].target.stored[0].offset))
         return [*alone, *distinct]
 
     def done(self, copies: Iterable[Copy], files: Files) -> list[Path]:
@@ -170,11 +179,12 @@ class Recording:
         full = []
         with self._lock:
             for copy in copies:
-                region = self._at(copy.target.path, copy.target.offset)
-                if region is not None:
-                    region.pending -= 1
-                    if not region.pending:
-                        full.append(region)
+                for view in copy.target.stored:
+                    region = self._at(view.path, view.offset)
+                    if region is not None:
+                        region.pending -= 1
+                        if not region.pending:
+                            full.append(region)
         for region in full:
             region.finish(files.fd(region.path, write=True))
         complete = []
@@ -249,6 +259,9 @@ class Recording:
             "family": plan.family.name,
             "options": dict(plan.options),
         }
+        for name, quantised in (("decoded", plan.source.quantised), ("quantised", plan.target.quantised)):
+            if quantised is not None:
+                facts[name] = {field: value for field, value in asdict(quantised).items() if value is not None}
         headers = {} if plan.target.whole_views else plan.target.tensors  # which go by the names of tensors
         write_manifest(folder / MANIFEST, manifest_lines(facts, listed, headers, self._tensors(folder)))
 

@@ -20,6 +20,7 @@ from mcore_convert.conversion.target_arguments import (
 )
 from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
+from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
 from mcore_convert.formats.files.yaml_file import yaml_text
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
@@ -46,6 +47,7 @@ class Target:
     one, or, on Hugging Face's side, where the one comes from that the caller adds. `release` of Megatron-LM is the one
     to load it; that which wrote the source where it can be told, else the newest.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
+    `from_master` takes master copies in place of the weights on Hugging Face's side.
     `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
     None stands for what was not given. `reading` is what a user has said of the source, for the manifest.
     """
@@ -58,6 +60,7 @@ class Target:
     optimizer: bool = True
     allow_drift: bool = False
     dtype: str | None = None
+    from_master: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     release: Release | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +76,7 @@ class Target:
             "no_optimizer": not self.optimizer or None,
             "allow_drift": self.allow_drift or None,
             "dtype": self.dtype,
+            "from_master": self.from_master or None,
             "for_megatron": None if self.release is None else releases.spelled(self.release),
             **self.options,
             **self.reading,
@@ -95,11 +99,12 @@ def reading_of(options: SourceOptions) -> dict[str, Any]:
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
     """A Hugging Face directory: its configuration is synthesised, or the original one corrected."""
     dtype_of = sources.dtype_of
-    cast = target.dtype is not None and set(dtype_of.values()) != {target.dtype}
+    trained = {dtype for item, dtype in dtype_of.items() if item.weight.trained}  # buffers stay as they are
+    cast = target.dtype is not None and trained != {target.dtype}
     if target.dtype is not None and cast:
         rounded = "" if target.dtype == "float32" else ", rounded to nearest"
-        notes.append(f"weights in {' and '.join(sorted(set(dtype_of.values())))} become {target.dtype}{rounded}")
-        dtype_of = dict.fromkeys(dtype_of, target.dtype)
+        notes.append(f"weights in {' and '.join(sorted(trained))} become {target.dtype}{rounded}")
+        dtype_of = {item: target.dtype if item.weight.trained else dtype for item, dtype in dtype_of.items()}
     run = _rounded_to(model.checkpoint)
     if target.dtype is None and run is not None:
         notes.append(f"weights stay float32, as the optimizer trains them: --dtype {run} rounds them as the run does")
@@ -125,6 +130,9 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         )
     request = Request(target.path, model.family, model.dims, dtype_of, _options(target), config=config)
     checkpoint, reservation = _reserve(target, request)
+    quantised = checkpoint.quantised
+    if quantised is not None:
+        notes.append(f"quantised: {quantised}; {quantised.loss} is lost")
     folder = model.folder
     if folder is not None:
         there = [name for name in carried_files(folder) if from_hf or name != CARD]  # it describes the original
@@ -147,7 +155,7 @@ def lay_out_megatron(
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
     of_run = _dtypes_of_run(model.checkpoint, sources.dtype_of)
-    dtype_of = sources.dtype_of if target.format == model.checkpoint.format else of_run
+    dtype_of = _whole_states(sources.dtype_of if target.format == model.checkpoint.format else of_run)
     args = _stored_arguments(model, dims, target, of_run, hf_folder, carried)
     release = target.release or releases.of_run(args) or releases.NEWEST
     args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
@@ -174,7 +182,7 @@ def lay_out_megatron(
         release=release,
     )
     checkpoint, reservation = _reserve(target, request)
-    if not checkpoint.weights_are_masters and dtype_of != sources.dtype_of:
+    if not checkpoint.weights_are_masters and of_run != sources.dtype_of:
         notes.append(f"weights that are held in float32 become {_rounded_to(model.checkpoint)}, as the run rounds them")
     if training is not None and model.checkpoint.format == target.format:
         reservation.carried = dict(model.checkpoint.progress_files(target.path, name))
@@ -188,6 +196,8 @@ def lay_out_megatron(
     if folder is not None:
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried |= {hf_folder / file: folder / file for file in there}
+        if model.checkpoint.quantised is not None and model.config is not None:
+            reservation.texts[hf_folder / CONFIG] = json_bytes(model.config)  # of the weights that are written
     return checkpoint, reservation
 
 
@@ -199,6 +209,11 @@ def _run_config(model: Model, args: Mapping[str, Any], *, optimizer: bool) -> st
     if model.refusals:  # of a model that no family knows, the stored arguments say more than a partial one
         return None
     return bridge.run_config(_with_true_vocabulary(args, model), model.family.name)
+
+
+def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:
+    """The dtypes with every state of an optimizer in fp32, as Megatron Core stores it, whatever precision it has."""
+    return {item: dtype if item.state == PARAM else "float32" for item, dtype in dtype_of.items()}
 
 
 def _options(target: Target) -> Any:

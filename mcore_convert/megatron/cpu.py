@@ -74,10 +74,13 @@ def without_cuda() -> Iterator[None]:
 def enable() -> bool:
     """Let Megatron Core run on the CPU until `disable()`; True where this call did it. Does nothing with CUDA."""
     import torch
+    import torch.utils._device
 
     import_megatron()
     if _replaced or torch.cuda.is_available():
         return False
+    # torch remembers which functions `with torch.device(..)` is for, as they are when it is first entered, as YaRN does
+    torch.utils._device._device_constructors()
     for owner, attribute, replacement in _replacements():
         _replaced.append((owner, attribute, getattr(owner, attribute)))
         setattr(owner, attribute, replacement)

@@ -113,10 +113,11 @@ def _prepare(
     target = Target(
         final,
         default_target(Side.HUGGING_FACE),
-        options={"max_shard_size": options.get("max_shard_size")},
+        options={name: options.get(name) for name in ("max_shard_size", "quantize")},
         tokenizer=tokenizer.place if tokenizer else None,
         allow_drift=options.get("allow_drift", False),
         dtype=dtype,
+        from_master=options.get("from_master", False),
         reading=reading_of(options),
     )
     plan = plan_conversion(model, target)
@@ -135,6 +136,7 @@ def _prepare(
         repo=repo,
         revision=revision,
         metadata=metadata,
+        quantised=plan.target.quantised,
     )
     plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     strict = options.get("strict", False)
@@ -176,6 +178,8 @@ def write(
     def proven(partial: Path) -> Mapping[Path, bytes]:
         files = dict.fromkeys(partial / view.path.name for view in written.whole_views.values())
         views = {name: view for file in files for name, view in safetensors.read(file).items()}
+        coded = written.coded_views.items()
+        views |= {name: view.moved(lambda path: partial / path.name) for name, view in coded}
         reading = None if progress is None else Part(progress, plan.nbytes, total)
         with phase(progress, "reading again", nbytes):
             checksums.append(read_back(prepared.tensors, views, Meter(nbytes, reading)))
@@ -215,6 +219,7 @@ def _refuse_idle(model: Model, options: ModelFolderOptions) -> None:
         "--hf-config": options.get("hf_config") if model.checkpoint.original_config is not None else None,
         "--vocab-size": options.get("vocab_size"),
         "--arg": options.get("given"),
+        "--from-master": options.get("from_master"),
     }
     idle = [name for name, value in of_megatron.items() if value]
     if idle:

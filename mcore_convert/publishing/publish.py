@@ -57,7 +57,7 @@ class Export:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         plan, tokenizer = self.plan, self.tokenizer
-        dtypes = {meta.dtype for meta in plan.target.tensors.values()}
+        dtypes = {meta.dtype for meta in plan.target.headers.values()}
         return {
             "source": {"path": str(plan.source.path), "format": plan.source.format},
             "path": None if self.path is None else str(self.path),

@@ -33,7 +33,8 @@ from mcore_convert.spec.family import Family
 from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM
 from mcore_convert.spec.shard import Box
-from mcore_convert.storage.elements import Files, global_tensor, round_to
+from mcore_convert.storage.elements import Files, global_tensor
+from mcore_convert.storage.values import round_to
 from tests.oracle.test_megatron_fixtures import ARGS, EXPERTS, TIED
 from tests.ranks import run_ranks
 

@@ -44,13 +44,14 @@ def kinds_of(groups: Iterable[Group], args: Mapping[str, Any]) -> list[tuple[boo
 
 
 def step_of(groups: Iterable[Group], path: Path) -> Any:
-    """Return the number of steps that the groups of an optimizer took.
+    """Return the number of steps that the groups of an optimizer took; None where none of them needs it.
 
     Raises:
         UnreadableCheckpoint: they do not say, or do not agree.
     """
+    groups = tuple(groups)
     steps = {step for group in groups if isinstance(step := group.get("step"), int | float)}
-    if len(steps) != 1:
+    if len(steps) > 1 or (not steps and (not groups or any(map(counts_steps, groups)))):
         raise UnreadableCheckpoint(
             f"the parameter groups of the optimizer in `{path}` "
             + (
@@ -60,4 +61,9 @@ def step_of(groups: Iterable[Group], path: Path) -> Any:
             ),
             hint=WITHOUT,
         )
-    return steps.pop()
+    return steps.pop() if steps else None
+
+
+def counts_steps(group: Group) -> bool:
+    """Whether the optimizer of a parameter group has to know its steps: Adam, which alone has an epsilon."""
+    return "eps" in group

@@ -5,7 +5,8 @@ from mcore_convert.formats.format import Format
 from mcore_convert.formats.megatron.options import DcpOptions
 from mcore_convert.formats.torch_dist import zarr
 from mcore_convert.formats.torch_dist.checkpoint import TORCH_DIST, ZARR, detect, directory_of, open_torch_dist
-from mcore_convert.formats.torch_dist.writer import reserve, resume
+from mcore_convert.formats.torch_dist.form import resume
+from mcore_convert.formats.torch_dist.writer import reserve
 
 FORMAT = Format(
     TORCH_DIST,

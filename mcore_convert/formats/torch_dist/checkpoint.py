@@ -23,7 +23,7 @@ from mcore_convert.formats.megatron.run_directory import carried_in, resolve
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.directories import inner_directory, optimizer_beside, with_optimizer
-from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
+from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.optimizer import OptimizerState, find
 from mcore_convert.formats.torch_dist.training import training_of
 from mcore_convert.spec.dims import Dims
@@ -118,6 +118,9 @@ class TorchDistCheckpoint(Checkpoint):
     @property
     def found_by_order(self) -> bool:
         return self.optimizer is not None and self.optimizer.found_by_order
+
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        return item.state == PARAM or self.optimizer is None or self.optimizer.keeps(item, dims)
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         if item.state == PARAM or item.weight.mcore is None:
@@ -225,7 +228,7 @@ def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchD
         key = on_disk.removeprefix(prefix)
         if not NO_WEIGHT.match(key) and not NO_WEIGHT.match(on_disk) and "_extra_state" not in key:
             keys[key] = on_disk
-    return TorchDistCheckpoint(path, directory, with_expert_norms(keys), prefix)
+    return TorchDistCheckpoint(path, directory, with_fused_norms(keys, keys), prefix)
 
 
 def prefix_of(path: Path, directory: dcp.Directory) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fixtures.chained import save
 from fixtures.fsdp_dtensor import load_fsdp_dtensor, save_fsdp_dtensor
 from fixtures.optimizer import SCHEDULER, STEP, State, random_state
 from mcore_convert import convert, inspect, reshard, verify
@@ -25,6 +26,7 @@ from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import TensorMeta
 from tests.conftest import HfMaker, real_checkpoint
+from tests.oracle.test_megatron_fixtures import ARGS
 from tests.ranks import run_ranks
 from tests.recorders import LLAMA, LLAMA_GPT, run_config, write_yaml
 from tests.tensors import assert_same_tensors, dcp_tensors, hf_tensors
@@ -319,3 +321,11 @@ def test_steps_of_torchs_own_adam(runs: dict[str, Run], tmp_path: Path) -> None:
     assert training is not None
     assert not training.steps_by_group
     assert [group["step"] for group in training.groups] == [STEP, STEP]
+
+
+def test_other_optimizers_have_no_place(tmp_path: Path) -> None:
+    """Megatron-FSDP would split both of Adam's moments, and finds no others."""
+    run_ranks(1, lambda: save(ARGS, "lion", random_state(ARGS), tmp_path / "lion", "torch_dist"))
+    with pytest.raises(ConvertError, match="`fsdp_dtensor` holds Adam's state alone"):
+        reshard(tmp_path / "lion", tmp_path / "fsdp", to="fsdp_dtensor")
+    reshard(tmp_path / "lion", tmp_path / "fsdp", to="fsdp_dtensor", optimizer=False)

@@ -329,3 +329,13 @@ def test_other_optimizers_have_no_place(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="`fsdp_dtensor` holds Adam's state alone"):
         reshard(tmp_path / "lion", tmp_path / "fsdp", to="fsdp_dtensor")
     reshard(tmp_path / "lion", tmp_path / "fsdp", to="fsdp_dtensor", optimizer=False)
+
+
+def test_a_real_run_with_latent_attention_and_experts(tmp_path: Path) -> None:
+    """Each state of each weight of a DeepSeek-V3 that Megatron-LM trained; biases of its router have none."""
+    reshard(real_checkpoint("dsv3_legacy_ep2"), tmp_path / "fsdp", to="fsdp_dtensor", ep=2)
+    assert verify(tmp_path / "fsdp", real_checkpoint("dsv3_legacy_ep2")).equal
+    checkpoint = open_checkpoint(tmp_path / "fsdp")
+    biases = [key for key in checkpoint.tensors if key.endswith("expert_bias")]
+    assert len(biases) == 3
+    assert not [key for key in checkpoint.optimizer_keys if "expert_bias" in key]

@@ -27,7 +27,13 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.fsdp_dtensor.optimizer import GATE, UP, FsdpState
-from mcore_convert.formats.megatron.modules import experts_in, implementation_in, name_in_module
+from mcore_convert.formats.megatron.modules import (
+    MTP_LAYER,
+    MTP_MODEL_LAYER,
+    experts_in,
+    implementation_in,
+    name_in_module,
+)
 from mcore_convert.formats.megatron.param_groups import WITHOUT
 from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
 from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
@@ -106,7 +112,7 @@ class FsdpCheckpoint(Checkpoint):
         if weight.mcore is None:
             return []
         template = name_in_module(weight.mcore, self.spec.implementation, self.spec.experts)
-        name, shape = spell(template, at), dims.shape(weight.shape)
+        name, shape = spell(template, at).replace(MTP_LAYER, self._mtp_layer), dims.shape(weight.shape)
         names = [name]
         if weight.shard.parts == 2 and f"{self.prefix}{name}{GATE}" in self.directory.tensors:
             names, shape = [f"{name}{GATE}", f"{name}{UP}"], (shape[0] // 2, *shape[1:])
@@ -119,6 +125,12 @@ class FsdpCheckpoint(Checkpoint):
                 self._refuse_interleaved(key)
             slots += [slot.moved(number * shape[0]) for slot in self._slots_of(key)]
         return slots
+
+    @cached_property
+    def _mtp_layer(self) -> str:
+        """What the layer within one that predicts further tokens is called: 0.17 to 0.19 have the module's own name."""
+        renamed = any(MTP_MODEL_LAYER in key for key in self.directory.tensors)
+        return MTP_MODEL_LAYER if renamed else MTP_LAYER
 
     def _key_of(self, name: str, state: str) -> str:
         """The key of one state of a parameter."""
@@ -238,5 +250,7 @@ def open_fsdp_dtensor(path: Path, args: Mapping[str, Any] | None = None) -> Fsdp
             items=prefixes or [f"no key ends in {EMBEDDING}"],
         )
     names = [key for key in directory.tensors if key.startswith(prefixes[0])]
-    spec = LayerSpec(implementation_in(names), experts_in(names))
+    stored = directory.object("args") if "args" in directory.objects else None
+    own = vars(stored) if isinstance(stored, argparse.Namespace) else {}
+    spec = LayerSpec(implementation_in(names, {**own, **(args or {})}), experts_in(names))
     return FsdpCheckpoint(path, directory, prefixes[0], spec, args or {})

@@ -17,6 +17,7 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Checkpoint
+from mcore_convert.formats.files.json_file import parsed
 from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.storage.digests import ALGORITHM, BLOCK, checksum_of, sealed
 from mcore_convert.storage.disk import write_parts
@@ -26,6 +27,7 @@ from mcore_convert.version import VERSION
 
 MANIFEST = "mcore_convert.json"
 FORMAT = 1  # of the manifest itself
+BEGINNING = re.compile(rb'{"mcore_convert": "[^"\\\n]*",\n"manifest": (\d{1,9}),\n')
 CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"}\n')
 CHANGED_HINT = f"if the change is meant, remove `{MANIFEST}`; else copy or convert the checkpoint again"
 UNCOVERED = (CARD, MANIFEST)  # a model card is there to be edited
@@ -141,22 +143,29 @@ def read_manifest(path: Path) -> Manifest | None:
         raise UnreadableCheckpoint(f"`{path}` is no file of at most {largest:,} bytes", hint=CHANGED_HINT) from error
     except OSError as error:
         raise open_error(path, error) from error
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path) from error
-    if not isinstance(content, dict) or "manifest" not in content:
-        return None
-    if type(content["manifest"]) is int and content["manifest"] != FORMAT:
+    begins = BEGINNING.match(text)
+    if begins is None:
+        _refuse_damaged(path, text)
+    if begins is None or int(begins[1]) != FORMAT:
         return None
     start = text.rfind(b'"checksum": "')
     found = CHECKSUM.fullmatch(text, start)
-    if content["manifest"] != FORMAT or found is None or checksum_of(memoryview(text)[:start]) != found[1].decode():
+    if found is None or checksum_of(memoryview(text)[:start]) != found[1].decode():
         raise _damaged(path)
     try:
-        return _parsed(path, content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return _parsed(path, text[:start], found[1].decode())
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error
+
+
+def _refuse_damaged(path: Path, text: bytes) -> None:
+    """Refuse what does not begin as a manifest does, unless it is one of another program or of a later version."""
+    try:
+        content = parsed(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path) from error
+    if isinstance(content, dict) and (type(content.get("manifest", 0)) is not int or content.get("manifest") == FORMAT):
+        raise _damaged(path)
 
 
 def _damaged(path: Path) -> UnreadableCheckpoint:
@@ -166,34 +175,56 @@ def _damaged(path: Path) -> UnreadableCheckpoint:
     )
 
 
-def _parsed(path: Path, content: Mapping[str, Any]) -> Manifest:
-    files = {name: File(int(entry["size"]), entry.get("rest")) for name, entry in content["files"].items()}
+def _entries(text: bytes) -> Iterator[tuple[str, str, Any]]:
+    """The entries of a manifest without its last line: section (none for facts), name and value.
+
+    They are read line by line, as they were written, so that what all are together need not be in memory.
+    """
+    section = ""
+    for line in text[1:].splitlines():
+        if line == b"}," and section:
+            section = ""
+        elif not section and line.endswith(b": {"):
+            section = str(json.loads(line.removesuffix(b": {")))
+        else:
+            ((name, value),) = parsed(b"{" + line.removesuffix(b",") + b"}").items()
+            yield section, name, value
+
+
+def _parsed(path: Path, text: bytes, checksum: str) -> Manifest:
+    facts: dict[str, Any] = {}
+    files: dict[str, File] = {}
+    headers: dict[str, TensorMeta] = {}
+    own: dict[str, TensorMeta] = {}  # where a reader finds the tensors by their own names
+    parts: list[Part] = []
+    for section, name, value in _entries(text):
+        if section == "files":
+            files[name] = File(int(value["size"]), value.get("rest"))
+        elif section == "headers":
+            headers[name] = TensorMeta(tuple(map(int, value[1])), str(value[0]))
+        elif section == "tensors":
+            own[name] = TensorMeta(tuple(map(int, value["shape"])), str(value["dtype"]))
+            parts += _parts(name, value["parts"], files, int(facts["checksums"]["block"]))
+        else:
+            facts[name] = value
     if not all(map(is_inside, files)):
         raise ValueError("a file lies outside")
-    block = int(content["checksums"]["block"])
+    block, version = int(facts["checksums"]["block"]), str(facts["mcore_convert"])
     if block < 1:
         raise ValueError("blocks without bytes")
-    parts = []
-    for name, entry in content["tensors"].items():
-        for part in entry["parts"]:
-            start, end = map(int, part["bytes"])
-            if not 0 <= start <= end <= files[part["file"]].size:
-                raise ValueError("a tensor lies outside of its file")
-            sums = tuple(map(str, part.get("sums", ())))
-            if sums and len(sums) != -(-(end - start) // block):
-                raise ValueError("a tensor has another number of blocks")
-            parts.append(Part(name, part["file"], start, end, sums))
-    headers = {
-        name: TensorMeta(tuple(map(int, shape)), str(dtype))
-        for name, (dtype, shape) in (content["headers"] or _own_headers(content["tensors"])).items()
-    }
-    version = str(content["mcore_convert"])
-    return Manifest(path, version, files, headers, tuple(parts), len(content["tensors"]), block, content["checksum"])
+    return Manifest(path, version, files, headers or own, tuple(parts), len(own), block, checksum)
 
 
-def _own_headers(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The headers where a reader finds the tensors by their own names."""
-    return {name: (entry["dtype"], entry["shape"]) for name, entry in tensors.items()}
+def _parts(name: str, entries: Iterable[Mapping[str, Any]], files: Mapping[str, File], block: int) -> Iterator[Part]:
+    """The parts of a tensor, each of which lies in its file and has a checksum for each block, or none."""
+    for entry in entries:
+        start, end = map(int, entry["bytes"])
+        if not 0 <= start <= end <= files[entry["file"]].size:
+            raise ValueError("a tensor lies outside of its file")
+        sums = tuple(map(str, entry.get("sums", ())))
+        if sums and len(sums) != -(-(end - start) // block):
+            raise ValueError("a tensor has another number of blocks")
+        yield Part(name, entry["file"], start, end, sums)
 
 
 def check_manifest(checkpoint: Checkpoint) -> None:

@@ -155,8 +155,8 @@ def lay_out_megatron(
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
     of_run = _dtypes_of_run(model.checkpoint, sources.dtype_of)
-    dtype_of = _whole_states(of_run)
-    args = _stored_arguments(model, dims, target, dtype_of, hf_folder, carried)
+    dtype_of = _whole_states(sources.dtype_of if target.format == model.checkpoint.format else of_run)
+    args = _stored_arguments(model, dims, target, of_run, hf_folder, carried)
     release = target.release or releases.of_run(args) or releases.NEWEST
     args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
     if training is not None:

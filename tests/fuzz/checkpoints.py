@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ranks": (("convert", "SRC", "DST", "--to", "hf"),),
     "ranks_plain": (("reshard", "SRC", "DST", "--tp", "1"), ("convert", "SRC", "DST", "--to", "hf")),
     "ranks_distributed": (("reshard", "SRC", "DST", "--tp", "1"),),
+    "fsdp": (("reshard", "SRC", "DST", "--to", "torch_dist"), ("convert", "SRC", "DST")),
     "zarr": (("convert", "SRC", "DST", "--to", "hf"), ("reshard", "SRC", "DST", "--tp", "2")),
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fixtures.fsdp_dtensor import save_fsdp_dtensor
 from fixtures.hf import make_hf
 from fixtures.megatron import random_weights
 from fixtures.mp_rank import save_mp_rank
@@ -72,6 +73,7 @@ def checkpoints(here: Path) -> None:
     for kind in ("plain", "distributed"):
         save = {"optimizer": kind, "tp": 2, "dtype": torch.bfloat16}
         run_ranks(2, lambda save=save, kind=kind: save_mp_rank(ARGS, state, here / f"ranks_{kind}", **save))
+    run_ranks(2, lambda: save_fsdp_dtensor(ARGS, state, here / "fsdp"))
     (source,) = (here / "dist_plain").glob("iter_*")
     zarr_of(source, here / "zarr", split={"linear_qkv.weight": 2})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fixtures.chained import save
 from fixtures.fsdp_dtensor import load_fsdp_dtensor, save_fsdp_dtensor
 from fixtures.optimizer import SCHEDULER, STEP, State, random_state
-from mcore_convert import convert, reshard, verify
+from mcore_convert import convert, inspect, reshard, verify
 from mcore_convert.checkpoints.identify import identify, open_checkpoint
 from mcore_convert.comparison.logits import tensors_of
 from mcore_convert.errors import ConvertError
@@ -23,9 +25,12 @@ from mcore_convert.formats.files.dcp import Chunk
 from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import TensorMeta
-from tests.conftest import HfMaker
+from tests.conftest import HfMaker, real_checkpoint
+from tests.oracle.test_megatron_fixtures import ARGS
 from tests.ranks import run_ranks
+from tests.recorders import LLAMA, LLAMA_GPT, run_config, write_yaml
 from tests.tensors import assert_same_tensors, dcp_tensors, hf_tensors
+from train_entry.checkpoints.source import is_ours
 
 ITERATION = "iter_0000010"
 EXPERTS: dict[str, Any] = {
@@ -206,6 +211,56 @@ def test_gate_and_up_in_one_tensor(runs: dict[str, Run], tmp_path: Path) -> None
         reshard(interleaved, tmp_path / "dist", to="torch_dist")
 
 
+def test_names_of_transformer_engine(runs: dict[str, Run], tmp_path: Path) -> None:
+    """Grouped experts are numbered at the end, where Megatron Core finds the number, and gate and up come after it."""
+    from megatron.core.transformer.fsdp_dtensor_checkpoint import get_expert_index_from_key
+
+    def renamed(keys: Keys) -> Keys:
+        experts = re.compile(r"local_experts\.(\d+)\.(linear_fc\d\.weight)")
+        return {
+            experts.sub(r"\2\1", key).replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_"): held
+            for key, held in keys.items()
+        }
+
+    grouped = changed(runs["ep2"].path / ITERATION, tmp_path / "grouped", renamed)
+    assert verify(grouped, runs["ep2"].path).equal
+    reshard(grouped, tmp_path / "ours", ep=2)
+    stored, written = (open_checkpoint(path) for path in (grouped, tmp_path / "ours"))
+    assert stored.tensors == written.tensors
+    last = "model.module.decoder.layers.1.mlp.experts.linear_fc1.weight3"
+    assert {f"{last}_w", f"{last}_v"} <= set(written.tensors)
+    assert get_expert_index_from_key(f"{last}_w") == 3
+    assert verify(tmp_path / "ours", runs["ep2"].path).equal
+
+
+def test_a_configuration_stands_for_arguments(runs: dict[str, Run], source: Path, tmp_path: Path) -> None:
+    """As in what another program than Megatron-LM saved."""
+    path = changed(runs["dp2"].path / ITERATION, tmp_path / "bare", lambda keys: keys, without="args")
+    with pytest.raises(ConvertError, match="stores no arguments"):
+        convert(path, tmp_path / "hf")
+    convert(path, tmp_path / "hf", hf_config=source)
+    wanted = {key: tensor.float() for key, tensor in hf_tensors(source).items()}
+    assert_same_tensors(hf_tensors(tmp_path / "hf"), wanted)
+    assert not is_ours(path)
+
+
+def test_what_megatron_bridge_saves(tmp_path: Path) -> None:
+    """The same keys, with `run_config.yaml` in the place of arguments."""
+    original = real_checkpoint("llama_tp2dp2")
+    reshard(original, tmp_path / "fsdp", to="fsdp_dtensor")
+    bare = changed(tmp_path / "fsdp" / ITERATION, tmp_path / "bridge" / ITERATION, lambda keys: keys, without="args")
+    config = run_config(LLAMA, {**LLAMA_GPT, "vocab_size": 500, "should_pad_vocab": True})
+    write_yaml(bare / "run_config.yaml", config)
+    assert inspect(bare).family == "llama"
+    reshard(bare, tmp_path / "dist", to="torch_dist", tp=2)
+    assert verify(tmp_path / "dist", original).equal
+    assert groups_of(tmp_path / "dist") == groups_of(original)
+    torch.save({"step": torch.tensor(10, dtype=torch.int32)}, bare / "train_state.pt")
+    reshard(bare, tmp_path / "again")
+    assert (tmp_path / "again" / ITERATION / "train_state.pt").is_file()
+    assert inspect(tmp_path / "again").format == "fsdp_dtensor"
+
+
 def test_state_of_another_optimizer_is_refused(runs: dict[str, Run], tmp_path: Path) -> None:
     def renamed(keys: Keys) -> Keys:
         return {key.replace("weight.exp_avg_sq", "weight.momentum_buffer"): held for key, held in keys.items()}
@@ -215,6 +270,18 @@ def test_state_of_another_optimizer_is_refused(runs: dict[str, Run], tmp_path: P
         reshard(path, tmp_path / "dist", to="torch_dist")
     assert any("momentum_buffer" in item for item in refused.value.items)
     reshard(path, tmp_path / "weights", to="torch_dist", optimizer=False)
+
+
+def test_weights_alone_stay_main_weights(runs: dict[str, Run], tmp_path: Path) -> None:
+    """In their own format they stay exact, and the run stays one in bfloat16; elsewhere they are rounded."""
+    key, master = "embedding.word_embeddings.weight", runs["dp2"].state.master["embedding.word_embeddings.weight"]
+    reshard(runs["dp2"].path, tmp_path / "fsdp", optimizer=False)
+    found = dcp_tensors(tmp_path / "fsdp" / "release")
+    assert torch.equal(found[f"model.module.{key}"], master)
+    assert not any(name.startswith("optimizer.") for name in found)
+    assert (open_checkpoint(tmp_path / "fsdp").common.args or {})["bf16"] is True
+    reshard(tmp_path / "fsdp", tmp_path / "dist", to="torch_dist")
+    assert torch.equal(dcp_tensors(tmp_path / "dist" / "release")[key], master.bfloat16())
 
 
 def test_a_missing_weight_is_named(runs: dict[str, Run], tmp_path: Path) -> None:
@@ -254,3 +321,21 @@ def test_steps_of_torchs_own_adam(runs: dict[str, Run], tmp_path: Path) -> None:
     assert training is not None
     assert not training.steps_by_group
     assert [group["step"] for group in training.groups] == [STEP, STEP]
+
+
+def test_other_optimizers_have_no_place(tmp_path: Path) -> None:
+    """Megatron-FSDP would split both of Adam's moments, and finds no others."""
+    run_ranks(1, lambda: save(ARGS, "lion", random_state(ARGS), tmp_path / "lion", "torch_dist"))
+    with pytest.raises(ConvertError, match="`fsdp_dtensor` holds Adam's state alone"):
+        reshard(tmp_path / "lion", tmp_path / "fsdp", to="fsdp_dtensor")
+    reshard(tmp_path / "lion", tmp_path / "fsdp", to="fsdp_dtensor", optimizer=False)
+
+
+def test_a_real_run_with_latent_attention_and_experts(tmp_path: Path) -> None:
+    """Each state of each weight of a DeepSeek-V3 that Megatron-LM trained; biases of its router have none."""
+    reshard(real_checkpoint("dsv3_legacy_ep2"), tmp_path / "fsdp", to="fsdp_dtensor", ep=2)
+    assert verify(tmp_path / "fsdp", real_checkpoint("dsv3_legacy_ep2")).equal
+    checkpoint = open_checkpoint(tmp_path / "fsdp")
+    biases = [key for key in checkpoint.tensors if key.endswith("expert_bias")]
+    assert len(biases) == 3
+    assert not [key for key in checkpoint.optimizer_keys if "expert_bias" in key]

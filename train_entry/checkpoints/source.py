@@ -11,7 +11,7 @@ from mcore_convert.checkpoints.runs import CHECKPOINTS, find_run
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.run_directory import iterations, resolve
-from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
+from mcore_convert.formats.torch_dist.checkpoint import detect, open_torch_dist
 from mcore_convert.storage.marker import new_id, unfinished, unfinished_ones
 from mcore_convert.storage.paths import absent
 from train_entry.checkpoints import folder
@@ -103,7 +103,7 @@ def forget(config: Config) -> None:
 
 def is_ours(path: Path) -> bool:
     """Whether a directory is a checkpoint that a run of this project saved."""
-    return dcp.exists(path) and OURS in open_torch_dist(path).common.state
+    return detect(path) and OURS in open_torch_dist(path).common.state
 
 
 def _of_run(path: Path) -> Source:

@@ -7,6 +7,7 @@ the files (torch, `distributed/checkpoint/filesystem.py`).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -27,6 +28,7 @@ from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, 
 logger = logging.getLogger(__name__)
 
 METADATA = ".metadata"
+SMALL = 2**12  # bytes of an archive of one number
 SIZE = Global("torch", "Size")
 STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
@@ -60,6 +62,7 @@ class Directory:
     objects: dict[str, Place]
     unflattened: Mapping[str, Shape] = field(default_factory=dict)
     flattens: ClassVar[bool] = True
+    _values: dict[bytes, Any] = field(default_factory=dict, compare=False)  # of small archives
     _sums: dict[Place, tuple[Sum, ...]] = field(default_factory=dict, compare=False)  # of the archives that were read
 
     def check(self, keys: Iterable[str]) -> None:
@@ -137,8 +140,27 @@ class Directory:
         return self._tree(self.objects[key])
 
     def value(self, key: str) -> Any:
-        """The object of a key, or the number that its tensor is."""
-        return self.object(key) if key in self.objects else scalar(self.view(key, self.chunks[key][0]))
+        """The object of a key, or the number that its tensor is.
+
+        A state dict may have the same number under a hundred thousand keys: archives of equal bytes are parsed once.
+        """
+        place = self.objects[key] if key in self.objects else self.chunks[key][0].place
+        content = self._content(place) if place.length <= SMALL else None
+        if content is not None and content in self._values:
+            return self._values[content]
+        value = self.object(key) if key in self.objects else scalar(self.view(key, self.chunks[key][0]))
+        if content is not None and not isinstance(value, dict | list):
+            self._values[content] = value
+        return value
+
+    def _content(self, place: Place) -> bytes:
+        """The bytes of an archive; fewer where its file is too short, which parsing it tells."""
+        file = self.path / place.file
+        try:
+            with open_file(file) as opened:
+                return os.pread(opened.fileno(), place.length, place.offset)
+        except OSError as error:
+            raise open_error(file, error) from error
 
     def _tree(self, place: Place) -> Any:
         archive = TorchFile(self.path / place.file, place.offset, place.length)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,16 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.fsdp_dtensor.optimizer import GATE, UP, FsdpState
-from mcore_convert.formats.megatron.modules import experts_in, implementation_in, name_in_module
+from mcore_convert.formats.megatron.modules import (
+    MTP_LAYER,
+    MTP_MODEL_LAYER,
+    experts_in,
+    implementation_in,
+    name_in_module,
+)
 from mcore_convert.formats.megatron.param_groups import WITHOUT
 from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
+from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
 from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
@@ -58,6 +65,7 @@ class FsdpCheckpoint(Checkpoint):
     spec: LayerSpec
     given: Mapping[str, Any] = field(default_factory=dict)
     reserved: Mapping[str, list[Slot]] | None = None
+    described: Mapping[str, Any] | None = None
     format: str = FSDP_DTENSOR
     side: Side = Side.MEGATRON
 
@@ -104,7 +112,7 @@ class FsdpCheckpoint(Checkpoint):
         if weight.mcore is None:
             return []
         template = name_in_module(weight.mcore, self.spec.implementation, self.spec.experts)
-        name, shape = spell(template, at), dims.shape(weight.shape)
+        name, shape = spell(template, at).replace(MTP_LAYER, self._mtp_layer), dims.shape(weight.shape)
         names = [name]
         if weight.shard.parts == 2 and f"{self.prefix}{name}{GATE}" in self.directory.tensors:
             names, shape = [f"{name}{GATE}", f"{name}{UP}"], (shape[0] // 2, *shape[1:])
@@ -117,6 +125,12 @@ class FsdpCheckpoint(Checkpoint):
                 self._refuse_interleaved(key)
             slots += [slot.moved(number * shape[0]) for slot in self._slots_of(key)]
         return slots
+
+    @cached_property
+    def _mtp_layer(self) -> str:
+        """What the layer within one that predicts further tokens is called: 0.17 to 0.19 have the module's own name."""
+        renamed = any(MTP_MODEL_LAYER in key for key in self.directory.tensors)
+        return MTP_MODEL_LAYER if renamed else MTP_LAYER
 
     def _key_of(self, name: str, state: str) -> str:
         """The key of one state of a parameter."""
@@ -156,27 +170,40 @@ class FsdpCheckpoint(Checkpoint):
 
     @cached_property
     def common(self) -> Common:
-        """The objects with names of their own, and the scheduler's numbers.
+        """The objects with names of their own, and the scheduler's numbers; with what another program wrote beside.
 
         Raises:
             UnreadableCheckpoint: one of them is damaged.
+            ConfigError: the other program's configuration names what is not known.
         """
         objects = self.directory.objects
         state = {key: self.directory.object(key) for key in objects if "." not in key}
         scheduler = {key: self.directory.value(key) for key in self.directory.under(SCHEDULER)}
         if scheduler:
             state["opt_param_scheduler"] = {key.removeprefix(SCHEDULER): value for key, value in scheduler.items()}
-        stored, iteration = state.get("args"), state.get("iteration")
-        args = {**vars(stored), **self.given} if isinstance(stored, argparse.Namespace) else self.given or None
-        return Common(args, iteration if isinstance(iteration, int) else None, state)
+        if self.given:
+            stored = state.get("args")
+            own = vars(stored) if isinstance(stored, argparse.Namespace) else {}
+            state["args"] = argparse.Namespace(**{**own, **self.given})
+        known = {"transformer_impl": self.spec.implementation}
+        return common_of(state, self.path, self.embedding_rows, known, self.described)
+
+    def described_by(self, args: Mapping[str, Any]) -> FsdpCheckpoint:
+        return replace(self, described=args)
 
     @property
-    def embedding_rows(self) -> int:
-        return self.directory.tensors[f"{self.prefix}{EMBEDDING}"].shape[0]
+    def embedding_rows(self) -> int | None:
+        shape = self.directory.tensors[f"{self.prefix}{EMBEDDING}"].shape
+        return shape[0] if shape else None
 
     @property
     def companions(self) -> Path | None:
-        return carried_in(self.path)
+        around = beside(self.path)
+        return carried_in(self.path) or (None if around is None else around.companions)
+
+    def progress_files(self, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
+        """Yield Megatron-Bridge's, which it has in the directory of an iteration and above it."""
+        return progress_files(self.path, self.common, path, name)
 
     @property
     def sums(self) -> Iterator[Sum]:
@@ -193,6 +220,8 @@ class FsdpCheckpoint(Checkpoint):
     def storage(self) -> Storage:
         release = releases.of_run(self.common.args or {})
         written_by = None if release is None else f"Megatron-FSDP of Megatron Core {releases.spelled(release)} or later"
+        if self.common.recorded is not None:
+            written_by = self.common.recorded.program
         optimizer = f"distributed, {FSDP_DTENSOR}" if self.optimizer_keys else None
         return Storage(self.directory.num_files, written_by, optimizer=optimizer)
 
@@ -221,5 +250,7 @@ def open_fsdp_dtensor(path: Path, args: Mapping[str, Any] | None = None) -> Fsdp
             items=prefixes or [f"no key ends in {EMBEDDING}"],
         )
     names = [key for key in directory.tensors if key.startswith(prefixes[0])]
-    spec = LayerSpec(implementation_in(names), experts_in(names))
+    stored = directory.object("args") if "args" in directory.objects else None
+    own = vars(stored) if isinstance(stored, argparse.Namespace) else {}
+    spec = LayerSpec(implementation_in(names, {**own, **(args or {})}), experts_in(names))
     return FsdpCheckpoint(path, directory, prefixes[0], spec, args or {})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
@@ -84,7 +85,7 @@ class FsdpState:
         kinds = {MASTER}.union(*(kinds for kinds in self.by_name.values()))
         return tuple(state for state in OPTIMIZER_STATES if state in kinds)
 
-    @property
+    @cached_property
     def has_masters(self) -> bool:
         """Whether master copies stand beside the weights."""
         return any(MASTER in kinds for kinds in self.by_name.values())
@@ -99,10 +100,10 @@ class FsdpState:
         Raises:
             UnreadableCheckpoint: there are no parameter groups, or they do not agree on the steps that they took.
         """
-        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+        groups: dict[str, dict[str, Any]] = {}
         for fields in self.fields.values():
             telling = {name: self.directory.value(fields[name]) for name in TELLING if name in fields}
-            kind = tuple(sorted(telling.items()))
+            kind = repr(sorted(telling.items()))
             if kind not in groups:
                 rest = {name: self.directory.value(key) for name, key in fields.items() if name not in telling}
                 groups[kind] = {**telling, **rest}

@@ -21,12 +21,19 @@ from mcore_convert.formats.files.dcp_writer import DcpFiles, archive_of, bounded
 from mcore_convert.formats.format import Resume
 from mcore_convert.formats.fsdp_dtensor.checkpoint import FSDP_DTENSOR, SCHEDULER, FsdpCheckpoint
 from mcore_convert.formats.fsdp_dtensor.optimizer import GATE, STEP, UP
-from mcore_convert.formats.megatron.modules import SEQUENTIAL, TRANSFORMER_ENGINE, name_in_module
-from mcore_convert.formats.megatron.param_groups import WITHOUT, kind_of, kinds_of
+from mcore_convert.formats.megatron.modules import (
+    MTP_LAYER,
+    MTP_MODEL_LAYER,
+    SEQUENTIAL,
+    TRANSFORMER_ENGINE,
+    name_in_module,
+)
+from mcore_convert.formats.megatron.param_groups import WITHOUT, counts_steps, kind_of, kinds_of
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.holding import is_of_expert
-from mcore_convert.spec.names import MASTER, PARAM, spell
+from mcore_convert.spec.names import ADAM, MASTER, PARAM, spell
+from mcore_convert.spec.releases import MTP_MODEL_LAYER as MTP_NAMES
 from mcore_convert.spec.releases import Release
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.views import Slot, TensorMeta, View
@@ -105,6 +112,8 @@ class _Writer:
         """The names of a weight in the modules: one, or those of its gate and up."""
         weight, at, _ = item
         name = spell(name_in_module(weight.mcore or "", self.spec.implementation, self.spec.experts), at)
+        if self.request.release >= MTP_NAMES:
+            name = name.replace(MTP_LAYER, MTP_MODEL_LAYER)
         return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.parts == 2 else [name]
 
     def add(self, item: Item, dtype: str, content: _Content) -> None:
@@ -163,13 +172,19 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
 
     Raises:
         LayoutError: there are several pipeline stages, whose layers have the same names.
-        MappingError: the optimizer has no group for a parameter.
+        MappingError: the optimizer has no group for a parameter, or is another than Adam.
     """
     path, training = request.path, request.training
     if request.layout.pp > 1:
         raise LayoutError(
             f"`{FSDP_DTENSOR}` has no pipeline stages: Megatron-LM gives the layers of each the same names there",
             hint="leave out --pp",
+        )
+    others = {item.state for item in request.dtype_of} - {PARAM, MASTER, *ADAM}
+    if others or (training is not None and not all(map(counts_steps, training.groups))):
+        raise MappingError(
+            f"`{FSDP_DTENSOR}` holds Adam's state alone: Megatron-FSDP splits no other (`handle_swiglu_in_state_dict`)",
+            hint=WITHOUT,
         )
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)

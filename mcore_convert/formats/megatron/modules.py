@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.releases import NEWEST, WHOLE_DOWN_PROJECTIONS, Release
@@ -69,10 +70,12 @@ LOCAL_ORDER = (
 MTP_ORDER = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")
 
 
-def implementation_in(names: Iterable[str]) -> str:
-    """Return the layer spec whose modules have these names."""
-    fused = any("linear_qkv.layer_norm_weight" in name for name in names)
-    return TRANSFORMER_ENGINE if fused else LOCAL
+def implementation_in(names: Collection[str], args: Mapping[str, Any]) -> str:
+    """The layer spec whose names these are; where both have them, as with no norm in attention, what the run said."""
+    if any(fused in name for name in names for fused in FUSED_NORMS):
+        return TRANSFORMER_ENGINE
+    says_nothing = any(LATENT in name for name in names) and not any("kv_layernorm." in name for name in names)
+    return TRANSFORMER_ENGINE if says_nothing and args.get("transformer_impl") == TRANSFORMER_ENGINE else LOCAL
 
 
 def experts_in(names: Iterable[str]) -> str:

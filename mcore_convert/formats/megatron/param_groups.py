@@ -50,7 +50,7 @@ def step_of(groups: Iterable[Group], path: Path) -> Any:
         UnreadableCheckpoint: they do not say, or do not agree.
     """
     groups = tuple(groups)
-    steps = {group["step"] for group in groups if group.get("step") is not None}
+    steps = {step for group in groups if isinstance(step := group.get("step"), int | float)}
     if len(steps) > 1 or (not steps and (not groups or any(map(counts_steps, groups)))):
         raise UnreadableCheckpoint(
             f"the parameter groups of the optimizer in `{path}` "

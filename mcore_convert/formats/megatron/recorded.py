@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.formats.base import Common
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile, scalar
 from mcore_convert.formats.files.yaml_file import read_yaml
+from mcore_convert.formats.megatron.run_directory import name_of
 from mcore_convert.spec.config import recorded
 from mcore_convert.spec.config.recorded import NEMO, VERL, Recorded
 from mcore_convert.storage.sources import Limit
@@ -86,6 +88,49 @@ def role_of(path: Path) -> Path | None:
 
 def _folder(path: Path) -> Path | None:
     return path if path.is_dir() else None
+
+
+def common_of(
+    state: Mapping[str, Any],
+    path: Path,
+    rows: int | None,
+    known: Mapping[str, Any],
+    described: Mapping[str, Any] | None,
+) -> Common:
+    """The common state; where no arguments are stored in it, with those that another program has written beside it.
+
+    Args:
+        rows: of the embedding, for where the program does not say how many there are with padding.
+        known: arguments that the tensors tell, whatever the program says.
+        described: those that stand for stored ones where there are none at all.
+
+    Raises:
+        ConfigError: the other program's configuration names what is not known.
+    """
+    whole = dict(state)
+    around = None if isinstance(state.get("args"), argparse.Namespace) else beside(path)
+    found = None if around is None else around.read()
+    if found is not None:
+        found = replace(found, args={"padded_vocab_size": rows, **found.args, **known})
+    if around is not None:
+        whole = with_recorded(state, path, around, found)
+    args, iteration = whole.get("args"), whole.get("iteration")
+    if args is None and described is not None:
+        whole["args"] = argparse.Namespace(**described)
+    return Common(
+        dict(vars(args)) if isinstance(args, argparse.Namespace) else None,
+        iteration if isinstance(iteration, int) else None,
+        whole,
+        found,
+    )
+
+
+def progress_files(here: Path, common: Common, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
+    """Yield the files of Megatron-Bridge that say how far a run has come, as `Checkpoint.progress_files` has them."""
+    file = here / TRAIN_STATE
+    if file.is_file() and common.recorded is not None and name == name_of(common.iteration):
+        yield path / name / TRAIN_STATE, file
+        yield path / f"latest_{TRAIN_STATE}", file
 
 
 def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, found: Recorded | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ A file holds the rank's own modules: layers and experts are numbered from 0 on e
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,8 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.megatron.modules import (
     DOWN_PROJECTIONS,
     FINAL_NORM,
-    FUSED_NORMS,
-    LATENT,
-    LOCAL,
-    TRANSFORMER_ENGINE,
     experts_in,
+    implementation_in,
 )
 from mcore_convert.formats.megatron.recorded import beside
 from mcore_convert.formats.megatron.run_directory import resolve
@@ -129,19 +126,11 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
         merged,
         layout,
         layout.stages(sum(counts.values())),
-        _implementation_of(names, merged),
+        implementation_in(names, merged),
         experts_in(names),
         norm_state,
         _release_of(files.values(), merged),
     )
-
-
-def _implementation_of(names: Collection[str], args: Mapping[str, Any]) -> str:
-    """The layer spec whose names these are; where both have them, as with no norm in attention, what the run said."""
-    if any(fused in name for name in names for fused in FUSED_NORMS):
-        return TRANSFORMER_ENGINE
-    says_nothing = any(LATENT in name for name in names) and not any("kv_layernorm." in name for name in names)
-    return TRANSFORMER_ENGINE if says_nothing and args.get("transformer_impl") == TRANSFORMER_ENGINE else LOCAL
 
 
 def _release_of(files: Iterable[RankFile], args: Mapping[str, Any]) -> Release:

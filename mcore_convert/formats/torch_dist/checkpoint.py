@@ -5,7 +5,6 @@ Its names are those of `keys`, and the optimizer's state is found by `optimizer`
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,8 +18,8 @@ from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE, Kind, kind_of
-from mcore_convert.formats.megatron.recorded import TRAIN_STATE, beside, with_recorded
-from mcore_convert.formats.megatron.run_directory import carried_in, name_of, resolve
+from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
+from mcore_convert.formats.megatron.run_directory import carried_in, resolve
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.directories import inner_directory, optimizer_beside, with_optimizer
@@ -143,23 +142,8 @@ class TorchDistCheckpoint(Checkpoint):
             ConfigError: the other program's configuration names what is not known.
         """
         state = common_state(self.path, self.directory, optimizer_beside(self.path))
-        args = state.get("args")
-        around = None if isinstance(args, argparse.Namespace) else beside(self.path)
-        found = None if around is None else around.read()
-        if found is not None:
-            known = {} if self._has_norm_state else {"transformer_impl": modules.LOCAL}
-            found = replace(found, args={"padded_vocab_size": self.embedding_rows, **found.args, **known})
-        if around is not None:
-            state = with_recorded(state, self.path, around, found)
-        args, iteration = state.get("args"), state.get("iteration")
-        if args is None and self.described is not None:
-            state["args"] = argparse.Namespace(**self.described)
-        return Common(
-            dict(vars(args)) if isinstance(args, argparse.Namespace) else None,
-            iteration if isinstance(iteration, int) else None,
-            state,
-            found,
-        )
+        known = {} if self._has_norm_state else {"transformer_impl": modules.LOCAL}
+        return common_of(state, self.path, self.embedding_rows, known, self.described)
 
     def described_by(self, args: Mapping[str, Any]) -> TorchDistCheckpoint:
         return replace(self, described=args)
@@ -181,10 +165,7 @@ class TorchDistCheckpoint(Checkpoint):
 
     def progress_files(self, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
         """Yield Megatron-Bridge's, which it has in the directory of an iteration and above it."""
-        file = self.path / TRAIN_STATE
-        if file.is_file() and self.common.recorded is not None and name == name_of(self.common.iteration):
-            yield path / name / TRAIN_STATE, file
-            yield path / f"latest_{TRAIN_STATE}", file
+        return progress_files(self.path, self.common, path, name)
 
     def check_whole(self) -> None:
         """Prove that every file is there and that the chunks of every weight tile it.

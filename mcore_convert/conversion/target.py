@@ -23,6 +23,7 @@ from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservati
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
 from mcore_convert.formats.files.yaml_file import yaml_text
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
+from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.registry import options_for, target_named
 from mcore_convert.options import SourceOptions
 from mcore_convert.spec import releases
@@ -147,7 +148,8 @@ def lay_out_megatron(
     if training is not None:
         resume = target_named(target.format).resume(training, release, args)
         args |= {**optimizer_arguments(training), **resume.arguments}
-    _note(model, dims, target, training, args, name, notes)
+    random = None if training is None else _random_states(model, target, training)
+    _note(model, dims, target, training, args, name, notes, random)
     if training is not None:
         notes += resume.notes
     common = {"args": args, "checkpoint_version": 3.0, "iteration": target.iteration or 0}
@@ -161,7 +163,8 @@ def lay_out_megatron(
         layout=layout,
         iteration=target.iteration,
         training=training,
-        run_config=_run_config(model, args, optimizer=training is not None),
+        run_config=_run_config(model, args, optimizer=training is not None, random=random is not None),
+        random_states=random,
         layer_spec=LayerSpec(implementation_of(args), experts_of(args)),
         norm_state=model.checkpoint.norm_state,
         release=release,
@@ -172,7 +175,7 @@ def lay_out_megatron(
     flags = command_line(args, optimizer=training is not None)
     if training is not None:
         flags += ["--use-checkpoint-opt_param-scheduler"] if training.scheduler is not None else []
-        flags += ["--no-load-rng"]
+        flags += ["--no-load-rng"] if random is None else []
     if target_named(target.format).ckpt_format is not None:
         command = shlex.join([*flags, "--load", str(target.path.absolute())])
         reservation.texts = {target.path / COMMAND_FILE: os.fsencode(f"{command}\n"), **reservation.texts}
@@ -182,11 +185,20 @@ def lay_out_megatron(
     return checkpoint, reservation
 
 
-def _run_config(model: Model, args: Mapping[str, Any], *, optimizer: bool) -> str | None:
+def _random_states(model: Model, target: Target, training: Training) -> RandomStates | None:
+    """The random states of a run that goes on with the same ranks, from where it was; None where it does not."""
+    axis = target_named(target.format).random_axis
+    if axis is None or target.iteration != training.iteration:
+        return None
+    states = model.checkpoint.random_states
+    return states if states is not None and states.fit(target.layout, axis) else None
+
+
+def _run_config(model: Model, args: Mapping[str, Any], *, optimizer: bool, random: bool) -> str | None:
     """The source's own `run_config.yaml` for another layout, or one that says what the arguments say."""
     recorded = model.checkpoint.common.recorded
     if recorded is not None and recorded.tree is not None:
-        return yaml_text(bridge.rewritten(recorded.tree, args, optimizer=optimizer))
+        return yaml_text(bridge.rewritten(recorded.tree, args, optimizer=optimizer, random=random))
     if model.refusals:  # of a model that no family knows, the stored arguments say more than a partial one
         return None
     return bridge.run_config(_with_true_vocabulary(args, model), model.family.name)
@@ -243,6 +255,7 @@ def _note(
     args: Mapping[str, Any],
     name: str,
     notes: list[str],
+    random: RandomStates | None,
 ) -> None:
     """What a user should know of a Megatron target."""
     layout, vocab = target.layout, model.dims.vocab_size
@@ -255,7 +268,10 @@ def _note(
     if layout.tp > dims.num_query_groups:
         notes.append(f"tp = {layout.tp} exceeds `num_query_groups`: such a run needs Megatron Core 0.16 or later")
     if training is not None:
-        notes.append("random states of the ranks are not carried over: resume with --no-load-rng")
+        if random is None:
+            notes.append("random states of the ranks are not carried over: resume with --no-load-rng")
+        else:
+            notes.append(f"random states of the ranks go along, {random.words}")
     elif target.iteration is not None:
         notes.append(f"Megatron-LM loads `{name}` with --finetune, or with --no-load-optim --no-load-rng")
     notes += caveats(args)

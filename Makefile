@@ -17,6 +17,9 @@ INSTALLED := .venv/.installed
 TORCH := torch==2.13.0
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Tests, benchmarks and the demo start many processes: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo check test lint fuzz docs bench dist sbom clean
 
 install: $(INSTALLED)
@@ -66,8 +69,9 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.export --json build/bench-export.json; export=$$?; \
 	$(BIN)/python -m benchmarks.convert_experts --json build/bench-experts.json; experts=$$?; \
 	$(BIN)/python -m benchmarks.plan --json build/bench-plan.json; plan=$$?; \
+	$(BIN)/python -m benchmarks.quantised --json build/bench-quantised.json; quantised=$$?; \
 	$(BIN)/python -m benchmarks.look --json build/bench-look.json && \
-		exit $$((convert | reshard | export | experts | plan))
+		exit $$((convert | reshard | export | experts | plan | quantised))
 
 clean:
 	rm -rf .venv build dist demo_output

@@ -211,7 +211,7 @@ def check_manifest(checkpoint: Checkpoint) -> None:
     problems = [*sizes_that_differ(manifest, {part.file for part in manifest.parts})]
     if problems:
         checkpoint.check_whole()  # what is missing or short the format itself says best
-    headers = checkpoint.tensors
+    headers = checkpoint.headers
     for name in {**manifest.headers, **headers}:
         if name not in headers:
             problems.append(f"{name}: not there")

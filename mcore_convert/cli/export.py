@@ -64,9 +64,9 @@ def command(
     if given["tokenizer"] is not None and not given["with_tokenizer"]:
         raise typer.BadParameter("there is one or there is none", param_hint="--tokenizer and --no-tokenizer")
     if every:
-        single = (given["branch"], given["tag"], given["commit_message"], given["overwrite"], given["dry_run"])
-        if single != ("main", None, None, False, False):
-            idle = "--branch, --tag, --commit-message, --overwrite and --dry-run"
+        names = ("branch", "tag", "commit_message", "overwrite", "resume", "workers", "dry_run")
+        if [given.get(name) for name in names] != ["main", None, None, False, False, None, False]:
+            idle = "--branch, --tag, --commit-message, --overwrite, --resume, --workers and --dry-run"
             raise typer.BadParameter(f"an iteration has its own branch, and is never replaced: leave out {idle}")
         _sweep(
             source,
@@ -112,7 +112,8 @@ def report(done: Export) -> None:
         template = ", with a chat template" if done.tokenizer.has_chat_template else ""
         show(f"tokenizer  {done.tokenizer.size} tokens{template}, of {done.tokenizer.place}")
     if done.checksum is not None:
-        show(f"checksum   {done.checksum}  every tensor read again and equal")
+        proof = "equal" if done.plan.target.quantised is None else "equal, or within what quantisation loses"
+        show(f"checksum   {done.checksum}  every tensor read again and {proof}")
     if done.dry_run:
         for name, nbytes in done.files.items():
             show(f"      {name}  {in_bytes(nbytes)}")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mcore_convert.inspection.describe import Inspection
     from mcore_convert.inspection.ranks import RankPart
     from mcore_convert.inspection.statistics import WeightStatistics
+    from mcore_convert.storage.codecs import Quantised
 
 
 @taking(
@@ -127,6 +128,7 @@ def report(result: Inspection) -> None:
         ("parameters", in_parameters(result.num_parameters)),
         ("dtype", ", ".join(result.dtypes)),
         ("weights", f"{in_bytes(result.nbytes)} in {result.num_files} file{'s' * (result.num_files != 1)}"),
+        ("quantised", quantised_words(result.quantised)),
         ("embeddings", None if result.tied is None else "tied" if result.tied else "untied"),
         ("vocabulary", None if result.vocab_size is None else vocab),
         ("optimizer", f"{result.optimizer} ({result.optimizer_keys} keys)" if result.optimizer else "none"),
@@ -149,6 +151,14 @@ def report(result: Inspection) -> None:
         say(f"note: {note}")
     for line in result.refusals:
         say(f"note: {line}")
+
+
+def quantised_words(quantised: Quantised | None) -> str | None:
+    """What is quantised, how, and what decoding makes of it; None where nothing is."""
+    if quantised is None:
+        return None
+    sizes = f"{in_bytes(quantised.nbytes)} become {in_bytes(quantised.decoded)} of {quantised.dtype}"
+    return f"{quantised} ({quantised.method}); decoded, {sizes}"
 
 
 def report_weights(result: Inspection) -> None:

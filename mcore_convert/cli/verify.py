@@ -14,7 +14,7 @@ from mcore_convert.errors import MAX_ITEMS
 from mcore_convert.options import ModelOptions
 
 if TYPE_CHECKING:
-    from mcore_convert.comparison.equality import Verification
+    from mcore_convert.comparison.equality import Difference, Verification
     from mcore_convert.comparison.integrity import Integrity
 
 
@@ -32,6 +32,10 @@ def command(
         float | None,
         typer.Option(min=0, metavar="SHARE", help="Allowed difference of logits, as a share of the largest"),
     ] = None,
+    allow_loss: Annotated[
+        bool,
+        typer.Option("--allow-loss", help="Exit with 0 where weights differ by no more than quantisation loses"),
+    ] = False,
     json: options.Json = False,
     quiet: Annotated[
         bool,
@@ -50,7 +54,7 @@ def command(
     from mcore_convert.api import verify, verify_files
 
     if b is None:
-        idle = {"logits": logits, "tolerance": tolerance, **given}
+        idle = {"logits": logits, "allow_loss": allow_loss, "tolerance": tolerance, **given}
         words = [PARAMETERS[name].name if name in PARAMETERS else name for name, value in idle.items() if value]
         if words:
             flags = " and ".join(f"--{word.replace('_', '-')}" for word in words)
@@ -70,7 +74,7 @@ def command(
         show(jsonlib.dumps(as_dict(result), indent=2))
     elif not quiet:
         report(result)
-    if not result.equal:
+    if not (result.equal or (allow_loss and result.within_loss)):
         raise typer.Exit(1)
 
 
@@ -78,6 +82,7 @@ def as_dict(result: Verification) -> dict[str, object]:
     """Plain values, for JSON."""
     return {
         "equal": result.equal,
+        "within_loss": result.within_loss,
         "family": result.family,
         "num_weights": result.num_weights,
         "nbytes": result.nbytes,
@@ -95,11 +100,12 @@ def report(result: Verification) -> None:
     same = result.num_weights - len(result.differences)
     show(f"weights  {same} of {result.num_weights} bit-equal, {in_bytes(result.nbytes)} compared")
     if result.differences:
-        rows = [("weight", "elements", "largest difference", "dtype")]
+        rows = [("weight", "elements", "largest difference", "dtype", *([""] if result.with_loss else []))]
         for difference in result.differences[:MAX_ITEMS]:
             mine, theirs = difference.dtypes
             dtype = mine if mine == theirs else f"{mine} and {theirs}"
-            rows.append((difference.name, str(difference.num_elements), f"{difference.largest:.3g}", dtype))
+            cells = (difference.name, str(difference.num_elements), f"{difference.largest:.3g}", dtype)
+            rows.append((*cells, *([_judged(difference)] if result.with_loss else [])))
         for line in table(rows, right=(1, 2)):
             show(f"  {line}")
         if len(result.differences) > MAX_ITEMS:
@@ -117,7 +123,14 @@ def report(result: Verification) -> None:
             f"logits   differ by at most {logits.difference:.2g}, {verdict} the tolerance of {logits.tolerance:.2g} "
             f"({logits.num_tokens} tokens, largest logit {logits.largest_logit:.3g}, fp32)"
         )
-    show("equal" if result.equal else "different")
+    if result.within_loss and not result.equal:
+        show("different, by no more than quantisation loses")
+    else:
+        show("equal" if result.equal else "different")
+
+
+def _judged(difference: Difference) -> str:
+    return "within the loss" if difference.is_loss else "beyond it"
 
 
 def integrity_as_dict(result: Integrity) -> dict[str, object]:

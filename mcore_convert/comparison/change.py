@@ -24,9 +24,10 @@ from mcore_convert.storage.blocks import (
     sum_of_squares,
     summed,
 )
-from mcore_convert.storage.elements import Bytes, Files, as_float
+from mcore_convert.storage.elements import Bytes, Files
 from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.spans import paired_spans, spans_of
+from mcore_convert.storage.values import as_float
 from mcore_convert.storage.views import Slot
 from mcore_convert.text.quantities import in_digits, in_percent
 
@@ -248,7 +249,7 @@ def change_of(a: Tensor, b: Tensor, gap: Gap) -> Change:
     return Change(
         a.name,
         a.weight,
-        a.at.layer,
+        a.at.number,
         a.at.expert,
         a.state,
         a.shape,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mcore_convert.checkpoints.checks import prove
 from mcore_convert.checkpoints.checksums import check_sums
 from mcore_convert.checkpoints.identify import Model
@@ -17,10 +19,11 @@ from mcore_convert.spec import gpt
 from mcore_convert.spec.config.neutral import NEUTRAL, NEUTRAL_OF_EXPERTS
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import PARAM
-from mcore_convert.storage.elements import Files
+from mcore_convert.storage.codecs import Blocks
+from mcore_convert.storage.elements import CAST_BLOCK, Files, blocks_of
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
-from mcore_convert.storage.views import Slot
+from mcore_convert.storage.views import Slot, cut
 
 # Fields of a configuration that say nothing about the function: how it is stored, and what training does.
 NO_FUNCTION = ("torch_dtype", "architectures", "model_type")
@@ -30,13 +33,15 @@ NO_FUNCTION = ("torch_dtype", "architectures", "model_type")
 class Difference:
     """A weight that is not bit-equal on both sides.
 
-    `num_elements` differ, by at most `largest` (NaN where one of them is); `dtypes` are those of both sides.
+    `num_elements` differ, by at most `largest` (NaN where one of them is); `dtypes` are those of both sides. `is_loss`:
+    one side is quantised, and every element of it may be what that of the other was rounded to.
     """
 
     name: str
     num_elements: int
     largest: float
     dtypes: tuple[str, str]
+    is_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,22 @@ class Verification:
     @property
     def equal(self) -> bool:
         """Whether every weight is bit-equal, the configurations mean the same, and the logits agree."""
+        return not self.differences and self._agrees
+
+    @property
+    def within_loss(self) -> bool:
+        """Whether all that differs is what the quantisation of one side loses."""
+        return all(difference.is_loss for difference in self.differences) and self._agrees
+
+    @property
+    def with_loss(self) -> bool:
+        """Whether a weight that differs is quantised on one side, and right as far as that can be told."""
+        return any(difference.is_loss for difference in self.differences)
+
+    @property
+    def _agrees(self) -> bool:
         within = self.logits is None or self.logits.within
-        return not self.differences and not self.config_differences and within
+        return not self.config_differences and within
 
 
 def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verification:
@@ -89,12 +108,21 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         raise VerificationError("the models have different sizes", items=items)
     family, states, notes = _common_ground(a, b)
     with phase(progress, "checking"):
-        mine, theirs = (_found(each, family, states).slots for each in (a, b))
+        found = [_found(each, family, states) for each in (a, b)]
+        if a.checkpoint.weights_are_masters != b.checkpoint.weights_are_masters:
+            found = [each.in_masters() for each in found]
+            prove(check for each in found for check in each.checks if check.rounded)
+        mine, theirs = (each.slots for each in found)
+    apart = sorted({item.state for item in mine.keys() ^ theirs.keys()})
+    if apart:  # of optimizers that are chained by kinds of weights
+        notes = [*notes, f"only one has {', '.join(apart)} of some weights"]
+        mine = {item: slots for item, slots in mine.items() if item in theirs}
     nbytes = [sum(slot.view.nbytes for slots in side.values() for slot in slots) for side in (mine, theirs)]
     with phase(progress, "comparing", sum(nbytes)), Files() as files:
         pairs = ((slots, theirs[item]) for item, slots in mine.items())
         gaps = gaps_between(pairs, files, Meter(sum(nbytes), progress), norms=False)
-    differences = (_difference(i, mine[i], theirs[i], gap) for i, gap in zip(mine, gaps, strict=True))
+    with Files() as files:
+        differences = [_difference(i, mine[i], theirs[i], gap, files) for i, gap in zip(mine, gaps, strict=True)]
     return Verification(
         a.family.name,
         len(mine),
@@ -147,9 +175,28 @@ def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
     return sources
 
 
-def _difference(item: Item, mine: list[Slot], theirs: list[Slot], gap: Gap) -> Difference | None:
+def _difference(item: Item, mine: list[Slot], theirs: list[Slot], gap: Gap, files: Files) -> Difference | None:
     """Return how a weight differs; None where it is equal. One that must be zero may be absent on a side, or both."""
     dtypes = [slots[0].view.dtype for slots in (mine or theirs, theirs or mine) if slots]
     if not gap.num_changed and len(set(dtypes)) < 2:
         return None
-    return Difference(str(item), gap.num_changed, gap.largest_apart or gap.largest, (dtypes[0], dtypes[1]))
+    is_loss = any(_is_loss(*sides, files) for sides in ((mine, theirs), (theirs, mine)))
+    return Difference(str(item), gap.num_changed, gap.largest_apart or gap.largest, (dtypes[0], dtypes[1]), is_loss)
+
+
+def _is_loss(coded: list[Slot], exact: list[Slot], files: Files) -> bool:
+    """Whether each element of a weight that is quantised on one side may be what the other's was rounded to."""
+    if not any(slot.view.coded for slot in coded) or not exact or any(slot.view.coded for slot in exact):
+        return False
+    for slot in coded:
+        for part in cut(exact, slot.box):
+            view = slot.part(part.box)
+            for block in blocks_of(view.shape, view.itemsize, CAST_BLOCK):
+                numbers, own = files.read(part.view.block(block), dtype="float32"), view.block(block)
+                if isinstance(view.coded, Blocks):
+                    same = view.coded.may_hold(files, own, numbers.view(np.float32))
+                else:
+                    same = files.read(own, dtype="float32") == numbers
+                if not same.all():
+                    return False
+    return True

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.comparison.equality import LogitsReport
+from mcore_convert.errors import VerificationError
 from mcore_convert.formats.base import Side
 from mcore_convert.spec.names import spell
 from mcore_convert.storage.elements import Files, global_tensor
@@ -52,15 +53,19 @@ def run(model: Model, tokens: Tensor, progress: Progress | None = None) -> Tenso
 
 
 def _run_hf(model: Model, tokens: Tensor, progress: Progress | None) -> Tensor:
+    path = model.checkpoint.path
+    if model.checkpoint.quantised is not None:  # programs decode to dtypes, and at sizes, of their own
+        hint = "decode it with `convert --to hf`, and compare the logits of that"
+        raise VerificationError(f"`{path}` is quantised, and its logits depend on the program that runs it", hint=hint)
     import torch
 
-    with phase(progress, f"building the model of {model.checkpoint.path}"):
+    with phase(progress, f"building the model of {path}"):
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        network = AutoModelForCausalLM.from_pretrained(model.checkpoint.path, dtype=torch.float32)
-    with phase(progress, f"computing the logits of {model.checkpoint.path}"), torch.no_grad():
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with phase(progress, f"computing the logits of {path}"), torch.no_grad():
         logits: Tensor = network.eval()(tokens).logits
     return logits.float()
 

@@ -10,20 +10,27 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mcore_convert.conversion.plan import Copy
+from mcore_convert.storage.codecs import Blocks
 from mcore_convert.storage.digests import Feed, hand_on
-from mcore_convert.storage.elements import KERNEL_RUN, Files, cast, copy_view
+from mcore_convert.storage.elements import KERNEL_RUN, Files, copy_view
+from mcore_convert.storage.encoding import box_of, encode
 from mcore_convert.storage.gather import LIMIT, scratch
-from mcore_convert.storage.views import View
+from mcore_convert.storage.values import cast
+from mcore_convert.storage.views import Coded, Slot, View
 
 
 def together(copies: Sequence[Copy]) -> list[list[Copy]]:
     """The copies in groups that `copy_together` takes."""
     groups: dict[object, list[Copy]] = {}
+    encoded: dict[Coded, list[Copy]] = {}
     for number, copy in enumerate(copies):
         source = copy.source
+        if copy.target.coded is not None:  # a block is encoded as a whole
+            encoded.setdefault(copy.target.coded, []).append(copy)
+            continue
         key = (source.path, source.shape, source.strides, source.dtype) if _in_short_runs(source) else number
         groups.setdefault(key, []).append(copy)
-    found: list[list[Copy]] = []
+    found: list[list[Copy]] = [*encoded.values()]
     for group in groups.values():
         first = min(copy.source.offset for copy in group)
         span = max(copy.source.block((slice(0, 1),)).end for copy in group) - first
@@ -36,7 +43,7 @@ def together(copies: Sequence[Copy]) -> list[list[Copy]]:
 
 
 def _in_short_runs(view: View) -> bool:
-    if len(view.shape) < 2 or not view.nbytes or view.is_contiguous:
+    if len(view.shape) < 2 or not view.nbytes or view.is_contiguous or not view.is_plain:
         return False
     return max(view.strides) == view.strides[0] and view.shape[-1] * view.itemsize < KERNEL_RUN
 
@@ -46,7 +53,14 @@ def copy_together(files: Files, group: Sequence[Copy], feed: Feed | None = None)
 
     Raises:
         OverflowError: as `cast`.
+        ConvertError: as `encode`.
     """
+    coded = group[0].target.coded
+    if coded is not None:
+        assert isinstance(coded, Blocks)
+        slots = [Slot(source, box_of(target, coded)) for source, target in group]
+        yield from encode(files, coded, slots, feed)
+        return
     if len(group) == 1:
         yield from copy_view(files, group[0].source, group[0].target, feed)
         return

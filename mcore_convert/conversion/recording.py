@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,11 @@ from mcore_convert.conversion.beside import together
 from mcore_convert.conversion.plan import Copy, Plan
 from mcore_convert.errors import counted
 from mcore_convert.formats.base import Findings
+from mcore_convert.spec.names import MASTER
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.digests import Region, checksum_of_runs, gaps_between
 from mcore_convert.storage.elements import Files
-from mcore_convert.storage.marker import MARKER
+from mcore_convert.storage.marker import is_bookkeeping
 from mcore_convert.storage.paths import files_in, moved
 from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import View
@@ -60,12 +62,15 @@ def _made_of(plan: Plan) -> dict[str, set[str]]:
     for move in plan.moves:
         findings = Findings()
         if not (plan.source.whole_views and plan.target.whole_views):
-            plan.source.locate(move.item, plan.dims, findings)
+            item = plan.family.original_of(move.item)
+            is_master = plan.options.get("from_master") and item.weight.trained
+            plan.source.locate(item._replace(state=MASTER) if is_master else item, plan.dims, findings)
         if not plan.target.whole_views:
             made_of[str(move.item)] = findings.used
         else:
             for copy in move.copies:
-                made_of[here.name_at(copy.target)] |= findings.used or {there.name_at(copy.source)}
+                for name in here.names_of(copy.target):
+                    made_of[name] |= findings.used or there.names_of(copy.source)
     return made_of
 
 
@@ -75,25 +80,41 @@ class _Places:
     def __init__(self, views: Mapping[str, View]) -> None:
         self._names = sorted((view.path, view.offset, name) for name, view in views.items() if view.nbytes)
 
-    def name_at(self, view: View) -> str:
-        """The tensor that a view is of; of those at one place the last by name."""
-        return self._names[bisect.bisect(self._names, (view.path, view.offset, MAX_NAME)) - 1][2]
+    def names_of(self, view: View) -> set[str]:
+        """The tensor that a view is of; of those at one place the last by name. Of a coded one all that is stored."""
+        if view.coded is not None:
+            return {*view.coded.names}
+        return {self._names[bisect.bisect(self._names, (view.path, view.offset, MAX_NAME)) - 1][2]}
 
 
 class Recording:
     """The regions of the files that a plan writes below `partial`, and the copies that are still to fill them.
 
     Without `checksums` there is no region, nothing is read or counted, and bytes are copied by the kernel.
+
+    Args:
+        mine: those of the files that this process fills, by the names that they will have.
     """
 
-    def __init__(self, plan: Plan, partial: Path, *, checksums: bool = True) -> None:
+    def __init__(self, plan: Plan, partial: Path, mine: Set[Path], *, checksums: bool = True) -> None:
         self._plan, self._partial, self.checksums = plan, partial, checksums
         self._regions: dict[Path, list[Region]] = defaultdict(list)
         self._starts: dict[Path, list[int]] = {}
         self._lock = threading.Lock()
-        if not checksums:
-            return
-        final = plan.reservation.path
+        self._left = dict.fromkeys(map(self.here, sorted(mine)), 0)  # copies, by file
+        if checksums:
+            self._lay_out()
+        for copy in (copy for move in plan.moves for copy in move.copies if copy.target.path in mine):
+            self._left[self.here(copy.target.path)] += 1
+            for view in copy.target.stored:
+                region = self._at(self.here(view.path), view.offset)
+                if region is not None:
+                    region.pending += 1
+        self._copies = dict(self._left)
+
+    def _lay_out(self) -> None:
+        """Make the regions of all files."""
+        plan, final = self._plan, self._plan.reservation.path
         spans = sorted(
             (stored.view.path, stored.view.offset, stored.view.end, stored.dtype)
             for stored in stored_tensors(plan)
@@ -108,10 +129,6 @@ class Recording:
                 regions.append(Region(self.here(path), start, end, dtype))
         self._starts = {path: [region.start for region in regions] for path, regions in self._regions.items()}
         assert all(path.is_relative_to(final) for path, *_ in spans)
-        for copy in (copy for move in plan.moves for copy in move.copies):
-            region = self._at(self.here(copy.target.path), copy.target.offset)
-            if region is not None:
-                region.pending += 1
 
     def here(self, path: Path) -> Path:
         """Where a file of the destination is while it is written."""
@@ -138,7 +155,8 @@ class Recording:
         parts: dict[Region, list[list[Copy]]] = {}
         alone: list[list[list[Copy]]] = []
         for group in together(copies):
-            places = ((self.here(copy.target.path), copy.target.offset) for copy in group)
+            views = (view for copy in group for view in copy.target.stored)
+            places = ((self.here(view.path), view.offset) for view in views)
             touched = {region for place in places if (region := self._at(*place)) is not None}
             if not touched:
                 alone.append([group])
@@ -152,26 +170,61 @@ class Recording:
             parts.update(dict.fromkeys(touched, merged))
         distinct = [*{id(part): part for part in parts.values()}.values()]
         for part in distinct:
-            part.sort(key=lambda group: (group[0].target.path, group[0].target.offset))
+            part.sort(key=lambda group: (group[0].target.stored[0].path, group[0].target.stored[0].offset))
         return [*alone, *distinct]
 
-    def done(self, copies: Iterable[Copy], files: Files) -> None:
-        """Note that copies, by their places below `partial`, are complete; what is full is finished."""
+    def done(self, copies: Iterable[Copy], files: Files) -> list[Path]:
+        """Note that copies, by their places below `partial`, are complete; returns the files that have the last one."""
+        copies = list(copies)
         full = []
         with self._lock:
             for copy in copies:
-                region = self._at(copy.target.path, copy.target.offset)
-                if region is not None:
-                    region.pending -= 1
-                    if not region.pending:
-                        full.append(region)
+                for view in copy.target.stored:
+                    region = self._at(view.path, view.offset)
+                    if region is not None:
+                        region.pending -= 1
+                        if not region.pending:
+                            full.append(region)
         for region in full:
             region.finish(files.fd(region.path, write=True))
+        complete = []
+        with self._lock:  # again: a file is complete when all of its regions are finished
+            for copy in copies:
+                self._left[copy.target.path] -= 1
+                if not self._left[copy.target.path]:
+                    complete.append(copy.target.path)
+        for path in complete:
+            self._finish(path, files)
+        return complete
 
-    def complete(self, files: Files) -> None:
-        """Finish what no copy has filled, as rows that are padding alone."""
-        for region in chain.from_iterable(self._regions.values()):
-            region.finish(files.fd(region.path, write=True))
+    @property
+    def filled(self) -> Set[Path]:
+        """The files that this process fills, by their places below `partial`."""
+        return self._copies.keys()
+
+    def untouched(self, files: Files) -> list[Path]:
+        """The files of this process that no copy fills, as those of padding alone; their regions are finished."""
+        found = [path for path, copies in self._copies.items() if not copies]
+        for path in found:
+            self._finish(path, files)
+        return found
+
+    def _finish(self, path: Path, files: Files) -> None:
+        """Finish what no copy has filled of a file, as rows that are padding alone."""
+        for region in self._regions.get(path, ()):
+            region.finish(files.fd(path, write=True))
+
+    def facts_of(self, path: Path) -> list[list[Any]]:
+        """What is known of the regions of a file that is complete, for `adopt`."""
+        return [[each.start, each.end, each.nan, each.infinite, each.sums] for each in self._regions.get(path, ())]
+
+    def adopt(self, path: Path, facts: Sequence[Sequence[Any]]) -> None:
+        """Take what another process, or one before this, knows of a file that it has completed."""
+        regions = self._regions.get(path, [])
+        if [(start, end) for start, end, *_ in facts] != [(region.start, region.end) for region in regions]:
+            raise ValueError(f"`{path}` was written in other regions than those of this plan")
+        for region, (_, _, nan, infinite, sums) in zip(regions, facts, strict=True):
+            region.adopt(nan, infinite, sums)
 
     def not_finite(self) -> list[str]:
         """The tensors that have NaN or infinities, a line each with their counts."""
@@ -195,13 +248,20 @@ class Recording:
         """Write the manifest of all that is in the checkpoint's directory, when the rest is there."""
         plan = self._plan
         folder = self.here(plan.target.path)
-        listed = {name: self._file(path) for name, path in files_in(folder).items() if name not in (*UNCOVERED, MARKER)}
+        listed = {
+            name: self._file(path)
+            for name, path in files_in(folder).items()
+            if name not in UNCOVERED and not is_bookkeeping(name)
+        }
         facts = {
             "source": source_facts(plan.source, plan.source_files),
             "format": plan.target.format,
             "family": plan.family.name,
             "options": dict(plan.options),
         }
+        for name, quantised in (("decoded", plan.source.quantised), ("quantised", plan.target.quantised)):
+            if quantised is not None:
+                facts[name] = {field: value for field, value in asdict(quantised).items() if value is not None}
         headers = {} if plan.target.whole_views else plan.target.tensors  # which go by the names of tensors
         write_manifest(folder / MANIFEST, manifest_lines(facts, listed, headers, self._tensors(folder)))
 

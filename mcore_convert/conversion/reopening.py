@@ -12,7 +12,7 @@ from mcore_convert.formats.base import Checkpoint, Findings
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.storage.paths import moved
-from mcore_convert.storage.views import Slot, View, file_errors
+from mcore_convert.storage.views import Slot, file_errors
 
 FAULTY_HINT = "is the disk or the memory faulty? nothing was left behind"
 
@@ -61,5 +61,4 @@ def _places(checkpoint: Checkpoint, item: Item, dims: Dims, root: Path) -> list[
 
 def _relative(slots: Iterable[Slot], root: Path) -> Iterator[Slot]:
     for slot in slots:
-        view: View = slot.view
-        yield slot._replace(view=view._replace(path=moved(view.path, root, Path())))
+        yield slot._replace(view=slot.view.moved(lambda path: moved(path, root, Path())))

@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.weights import Sources
+from mcore_convert.conversion import going_on
 from mcore_convert.conversion.target_arguments import (
     experts_of,
     implementation_of,
@@ -20,19 +21,20 @@ from mcore_convert.conversion.target_arguments import (
 )
 from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
+from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
-from mcore_convert.formats.files.yaml_file import yaml_text
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
 from mcore_convert.formats.random_states import RandomStates
-from mcore_convert.formats.registry import options_for, target_named
+from mcore_convert.formats.registry import arguments_of, options_for, target_named
 from mcore_convert.options import SourceOptions
 from mcore_convert.spec import releases
-from mcore_convert.spec.config import arguments, bridge
+from mcore_convert.spec.config import arguments
 from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.gpt import WEIGHT_SHARDS
 from mcore_convert.spec.layout import Layout
+from mcore_convert.spec.names import PARAM
 from mcore_convert.spec.releases import Release
 
 COMMAND_FILE = "megatron_args.txt"
@@ -46,6 +48,7 @@ class Target:
     one, or, on Hugging Face's side, where the one comes from that the caller adds. `release` of Megatron-LM is the one
     to load it; that which wrote the source where it can be told, else the newest.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
+    `from_master` takes master copies in place of the weights on Hugging Face's side.
     `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
     None stands for what was not given. `reading` is what a user has said of the source, for the manifest.
     """
@@ -58,6 +61,7 @@ class Target:
     optimizer: bool = True
     allow_drift: bool = False
     dtype: str | None = None
+    from_master: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     release: Release | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +77,7 @@ class Target:
             "no_optimizer": not self.optimizer or None,
             "allow_drift": self.allow_drift or None,
             "dtype": self.dtype,
+            "from_master": self.from_master or None,
             "for_megatron": None if self.release is None else releases.spelled(self.release),
             **self.options,
             **self.reading,
@@ -95,15 +100,20 @@ def reading_of(options: SourceOptions) -> dict[str, Any]:
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
     """A Hugging Face directory: its configuration is synthesised, or the original one corrected."""
     dtype_of = sources.dtype_of
-    cast = target.dtype is not None and set(dtype_of.values()) != {target.dtype}
+    trained = {dtype for item, dtype in dtype_of.items() if item.weight.trained}  # buffers stay as they are
+    cast = target.dtype is not None and trained != {target.dtype}
     if target.dtype is not None and cast:
         rounded = "" if target.dtype == "float32" else ", rounded to nearest"
-        notes.append(f"weights in {' and '.join(sorted(set(dtype_of.values())))} become {target.dtype}{rounded}")
-        dtype_of = dict.fromkeys(dtype_of, target.dtype)
+        notes.append(f"weights in {' and '.join(sorted(trained))} become {target.dtype}{rounded}")
+        dtype_of = {item: target.dtype if item.weight.trained else dtype for item, dtype in dtype_of.items()}
+    run = _rounded_to(model.checkpoint)
+    if target.dtype is None and run is not None:
+        notes.append(f"weights stay float32, as the optimizer trains them: --dtype {run} rounds them as the run does")
     args = {**model.args, **_dtype_flags(dtype_of)}
     from_hf = model.checkpoint.side is Side.HUGGING_FACE
-    if from_hf and not cast and model.config is not None:
-        config: Mapping[str, Any] = model.config
+    own = model.checkpoint.original_config
+    if own is not None and not cast:
+        config: Mapping[str, Any] = own
     elif model.config is None:
         config = model.family.config.to_hf(args)
         if model.folder is None and target.tokenizer is None:
@@ -121,6 +131,9 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         )
     request = Request(target.path, model.family, model.dims, dtype_of, _options(target), config=config)
     checkpoint, reservation = _reserve(target, request)
+    quantised = checkpoint.quantised
+    if quantised is not None:
+        notes.append(f"quantised: {quantised}; {quantised.loss} is lost")
     folder = model.folder
     if folder is not None:
         there = [name for name in carried_files(folder) if from_hf or name != CARD]  # it describes the original
@@ -142,13 +155,16 @@ def lay_out_megatron(
     name = name_of(target.iteration)
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
-    args = _stored_arguments(model, dims, target, sources.dtype_of, hf_folder, carried)
+    of_run = _dtypes_of_run(model.checkpoint, sources.dtype_of)
+    dtype_of = _whole_states(of_run)
+    args = _stored_arguments(model, dims, target, dtype_of, hf_folder, carried)
     release = target.release or releases.of_run(args) or releases.NEWEST
     args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
     if training is not None:
         resume = target_named(target.format).resume(training, release, args)
         args |= {**optimizer_arguments(training), **resume.arguments}
-    random = None if training is None else _random_states(model, target, training)
+    goes_on = training is not None and target.iteration == training.iteration
+    random = going_on.random_states(model.checkpoint, target.format, layout) if goes_on else None
     _note(model, dims, target, training, args, name, notes, random)
     if training is not None:
         notes += resume.notes
@@ -157,19 +173,21 @@ def lay_out_megatron(
         target.path,
         family,
         dims,
-        sources.dtype_of,
+        dtype_of,
         _options(target),
         common=common,
         layout=layout,
         iteration=target.iteration,
         training=training,
-        run_config=_run_config(model, args, optimizer=training is not None, random=random is not None),
+        run_config=going_on.run_config(model, args, optimizer=training is not None, random=random is not None),
         random_states=random,
         layer_spec=LayerSpec(implementation_of(args), experts_of(args)),
         norm_state=model.checkpoint.norm_state,
         release=release,
     )
     checkpoint, reservation = _reserve(target, request)
+    if not checkpoint.weights_are_masters and of_run != sources.dtype_of:
+        notes.append(f"weights that are held in float32 become {_rounded_to(model.checkpoint)}, as the run rounds them")
     if training is not None and model.checkpoint.format == target.format:
         reservation.carried = dict(model.checkpoint.progress_files(target.path, name))
     flags = command_line(args, optimizer=training is not None)
@@ -182,26 +200,14 @@ def lay_out_megatron(
     if folder is not None:
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried |= {hf_folder / file: folder / file for file in there}
+        if model.checkpoint.quantised is not None and model.config is not None:
+            reservation.texts[hf_folder / CONFIG] = json_bytes(model.config)  # of the weights that are written
     return checkpoint, reservation
 
 
-def _random_states(model: Model, target: Target, training: Training) -> RandomStates | None:
-    """The random states of a run that goes on with the same ranks, from where it was; None where it does not."""
-    axis = target_named(target.format).random_axis
-    if axis is None or target.iteration != training.iteration:
-        return None
-    states = model.checkpoint.random_states
-    return states if states is not None and states.fit(target.layout, axis) else None
-
-
-def _run_config(model: Model, args: Mapping[str, Any], *, optimizer: bool, random: bool) -> str | None:
-    """The source's own `run_config.yaml` for another layout, or one that says what the arguments say."""
-    recorded = model.checkpoint.common.recorded
-    if recorded is not None and recorded.tree is not None:
-        return yaml_text(bridge.rewritten(recorded.tree, args, optimizer=optimizer, random=random))
-    if model.refusals:  # of a model that no family knows, the stored arguments say more than a partial one
-        return None
-    return bridge.run_config(_with_true_vocabulary(args, model), model.family.name)
+def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:
+    """The dtypes with every state of an optimizer in fp32, as Megatron Core stores it, whatever precision it has."""
+    return {item: dtype if item.state == PARAM else "float32" for item, dtype in dtype_of.items()}
 
 
 def _options(target: Target) -> Any:
@@ -238,13 +244,26 @@ def _stored_arguments(
         )
     decided = layout_arguments(layout, dims)
     shards = {name: decided[size] for name, size in WEIGHT_SHARDS.items() if args.get(name) is not None}
-    known = target_named(target.format).ckpt_format
-    return {**args, **decided, **shards, **({} if known is None else {"ckpt_format": known})}
+    return {**args, **decided, **shards, **arguments_of(target_named(target.format), args)}
 
 
-def _with_true_vocabulary(args: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """The arguments with a `vocab_size` that is the vocabulary, which a run leaves to its tokenizer."""
-    return {**args, "vocab_size": model.dims.vocab_size, "tokenizer_type": None}
+def _rounded_to(source: Checkpoint) -> str | None:
+    """The dtype in which the run of a source computes with its fp32 weights; None where weights are held in their own.
+
+    Those that are held as master copies are rounded in use.
+    """
+    args = source.common.args or {}
+    if not source.weights_are_masters:
+        return None
+    return "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else None
+
+
+def _dtypes_of_run(source: Checkpoint, dtype_of: Mapping[Item, str]) -> dict[Item, str]:
+    """The dtypes of the tensors, with weights that are held as master copies in that of the run."""
+    run = _rounded_to(source)
+    if run is None:
+        return dict(dtype_of)
+    return {item: run if item.state == PARAM and item.weight.trained else dtype for item, dtype in dtype_of.items()}
 
 
 def _note(

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.errors import LayoutError
 from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.spec.config.recorded import Recorded
 from mcore_convert.spec.dims import Dims
@@ -18,6 +19,7 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import PARAM
 from mcore_convert.spec.releases import NEWEST, Release
 from mcore_convert.spec.shard import Shape
+from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
 
@@ -62,10 +64,10 @@ class Training:
 
     `groups` are the optimizer's parameter groups without their lists of parameters, those of chained optimizers one
     after the other; each says which it is (`wd_mult`, `lr_mult`, `is_expert_parallel`, `is_decoupled_lr`) and, under
-    `step`, how many steps it took. `steps_by_group`: whether the optimizer counts them so, as those of Apex and
-    Transformer Engine do, or for each parameter, as torch's own does. `distributed` tells Megatron's distributed
-    optimizer from the plain ones, and `rest` holds what is stored beside them (`num_floating_point_operations_so_far`
-    and the like).
+    `step`, how many steps it took, where it counts them. `steps_by_group`: whether the optimizer counts them so, as
+    those of Apex and Transformer Engine do, or for each parameter, as torch's own does. `distributed` tells Megatron's
+    distributed optimizer from the plain ones, and `rest` holds what is stored beside them
+    (`num_floating_point_operations_so_far` and the like). `chain` has the number of each group's optimizer.
     """
 
     iteration: int
@@ -74,6 +76,40 @@ class Training:
     steps_by_group: bool = False
     scheduler: Mapping[str, Any] | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
+    chain: tuple[int, ...] = ()
+
+    @property
+    def is_chained_by_kind(self) -> bool:
+        """Whether optimizers of different kinds are chained, as Muon and Adam."""
+        return len({is_by_momentum(group) for group in self.groups}) > 1
+
+    def chained_by_kind(self, *, apart: bool) -> list[list[Mapping[str, Any]]]:
+        """Return the groups of each optimizer where different ones are chained, as Muon and Adam; else nothing.
+
+        Where all are of one kind, which groups are of experts follows from the layout, and their chain with it.
+
+        Args:
+            apart: whether experts are spread over ranks in the run that will load the state.
+
+        Raises:
+            LayoutError: they are not in the run that saved it, or the other way round.
+        """
+        if not self.is_chained_by_kind:
+            return []
+        if apart != any(group.get("is_expert_parallel") for group in self.groups):
+            raise LayoutError(
+                "the chain of optimizers of different kinds is that of another expert parallelism",
+                hint="keep `--ep` at 1, or above, as it was; --no-optimizer leaves the state behind",
+            )
+        return [
+            [group for each, group in zip(self.chain, self.groups, strict=True) if each == number]
+            for number in sorted(set(self.chain))
+        ]
+
+
+def is_by_momentum(group: Mapping[str, Any]) -> bool:
+    """Whether a parameter group is of SGD or Muon, which keep one momentum and have no betas."""
+    return "betas" not in group
 
 
 @dataclass(frozen=True)
@@ -126,6 +162,21 @@ class Checkpoint(ABC):
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorMeta]:
         """Every tensor that a family must have a place for, by its key in this format."""
+
+    @property
+    def headers(self) -> Mapping[str, TensorMeta]:
+        """Every tensor as its files hold it: of one that is decoded the codes and the scales."""
+        return self.tensors
+
+    @property
+    def quantised(self) -> Quantised | None:
+        """What is decoded as it is read; None where nothing is."""
+        return None
+
+    @property
+    def undecoded(self) -> tuple[str, ...]:
+        """Why what is quantised cannot be decoded, a line each; empty where it can, or where nothing is."""
+        return ()
 
     @abstractmethod
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
@@ -183,7 +234,12 @@ class Checkpoint(ABC):
 
     @property
     def whole_views(self) -> Mapping[str, View]:
-        """The tensors that lie in one piece under their own names, whether a family knows them or not."""
+        """The tensors that lie in one piece under their own names as files hold them, whether a family knows them."""
+        return {}
+
+    @property
+    def coded_views(self) -> Mapping[str, View]:
+        """The tensors that are decoded as they are read, by the names that they have then."""
         return {}
 
     @property
@@ -225,6 +281,10 @@ class Checkpoint(ABC):
         """The states that it holds of every trained weight: `param`, and what an optimizer kept."""
         return (PARAM,)
 
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        """Return whether it is to hold this state of this weight: chained optimizers keep different ones."""
+        return True
+
     @property
     def optimizer_keys(self) -> list[str]:
         """Where the optimizer's state is, a name each; empty where there is none."""
@@ -239,6 +299,14 @@ class Checkpoint(ABC):
     def random_states(self) -> RandomStates | None:
         """The random states of all ranks; None where there are none, or where they cannot be carried."""
         return None
+
+    @property
+    def weights_are_masters(self) -> bool:
+        """Whether what it holds as a weight is the fp32 master copy that an optimizer trains.
+
+        A run in bf16 or fp16 computes with these, rounded.
+        """
+        return False
 
     @property
     def found_by_order(self) -> bool:

@@ -18,6 +18,7 @@ from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.layout import Layout
+from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.views import TensorMeta
 
 RANK = re.compile(r"mp_rank_[\d_]+( model\d+)?: ")  # tensors of all ranks are counted together
@@ -40,7 +41,8 @@ class Inspection:
     """What a directory holds. `refusals` says why no family represents it, where none does.
 
     `ranks` are those of the layout that it was saved at, `planned` those of one that was asked for. `statistics` are
-    there where they were asked for, and `outliers` what stands out in them.
+    there where they were asked for, and `outliers` what stands out in them. `quantised` is there where weights are
+    decoded as they are read; `nbytes` and `dtypes` are those of the files, and `weights` what they stand for.
     """
 
     path: str
@@ -67,6 +69,7 @@ class Inspection:
     planned: tuple[RankPart, ...] = ()
     statistics: tuple[WeightStatistics, ...] = ()
     outliers: tuple[Outlier, ...] = ()
+    quantised: Quantised | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -76,7 +79,7 @@ class Inspection:
 def inspection_of(opened: Opened) -> Inspection:
     """What an open checkpoint's headers say. That weights are whole is not proven: `verify` and `convert` do that."""
     checkpoint, model, refusals = opened.checkpoint, opened.model, opened.refusals
-    tensors = checkpoint.tensors
+    tensors, stored = checkpoint.tensors, checkpoint.headers.values()
     dims = model.dims if model else None
     storage = checkpoint.storage()
     return Inspection(
@@ -88,9 +91,9 @@ def inspection_of(opened: Opened) -> Inspection:
         refusals=refusals,
         layout=_layout_sizes(checkpoint.common.args or {}),
         dialect=storage.dialect,
-        dtypes=tuple(sorted({meta.dtype for meta in tensors.values()})),
+        dtypes=tuple(sorted({meta.dtype for meta in stored})),
         num_parameters=model.num_parameters if model else sum(meta.numel for meta in tensors.values()),
-        nbytes=sum(meta.nbytes for meta in tensors.values()),
+        nbytes=sum(meta.nbytes for meta in stored),
         num_files=storage.num_files,
         tied=dims.tied if dims else None,
         vocab_size=dims.vocab_size if dims else None,
@@ -101,6 +104,7 @@ def inspection_of(opened: Opened) -> Inspection:
         weights=_lines(tensors),
         notes=_notes(model) if model else (),
         ranks=_ranks(model) if model else (),
+        quantised=checkpoint.quantised,
     )
 
 

@@ -27,10 +27,11 @@ from mcore_convert.storage.blocks import (
     sum_of_squares,
     summed,
 )
-from mcore_convert.storage.elements import Bytes, Files, as_float, blocks_of
+from mcore_convert.storage.elements import Bytes, Files, blocks_of
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
 from mcore_convert.storage.spans import spans_of
+from mcore_convert.storage.values import as_float
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _statistics(tensor: Tensor, tally: Tally, files: Files) -> WeightStatistics:
     return WeightStatistics(
         tensor.name,
         tensor.weight,
-        at.layer,
+        at.number,
         at.expert,
         tensor.state,
         tensor.shape,

@@ -14,6 +14,7 @@ from mcore_convert.checkpoints.runs import History, Run
 from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.spec.layers import EXPERTS, MLP
+from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.sources import Limit, text_of
 from mcore_convert.version import VERSION
 
@@ -31,7 +32,8 @@ class Card:
     """What is known of an export before its tensors are written.
 
     `repo` is the repository on the Hub that it goes to, `revision` its branch there; None where it goes to none, or to
-    the main branch. `dtypes` are those of the source, `dtype` that of what is written.
+    the main branch. `dtypes` are those of the source, `dtype` that of what is written, or decoded to where
+    it is `quantised`.
     """
 
     model: Model
@@ -46,6 +48,7 @@ class Card:
     repo: str | None = None
     revision: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    quantised: Quantised | None = None
 
 
 def render(card: Card, checksum: str) -> bytes:
@@ -211,6 +214,10 @@ def _provenance(card: Card) -> Iterator[tuple[str, str]]:
     cast = card.dtypes != (card.dtype,)
     rounded = "" if card.dtype == "float32" else ", rounded to nearest"
     yield "dtype of the source", f"{stored}, cast to {card.dtype}{rounded}" if cast else stored
+    if checkpoint.quantised is not None:
+        yield "decoded", f"{checkpoint.quantised}, to {checkpoint.quantised.dtype}"
+    if card.quantised is not None:
+        yield "quantised", f"{card.quantised}; {card.quantised.loss} is lost"
     if card.model.ignored:
         yield "unknown keys of `config.json`, taken to change nothing", ", ".join(card.model.ignored)
     if dims.padded_vocab_size != dims.vocab_size:

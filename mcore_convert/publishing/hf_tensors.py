@@ -35,17 +35,24 @@ class HfTensor:
     def itemsize(self) -> int:
         return DTYPE_SIZES[self.meta.dtype]
 
-    def read(self, files: Files, box: Box | None = None) -> Bytes:
-        """The elements of a box, or all, as unsigned integers of their size, in row-major order."""
+    def read(self, files: Files, box: Box | None = None, dtype: str | None = None) -> Bytes:
+        """The elements of a box, or all, as unsigned integers of their size, in row-major order.
+
+        Args:
+            dtype: round them to it, once; as they are stored, or decoded to, unless given.
+
+        Raises:
+            OverflowError: as `cast`.
+        """
         wanted = box or Box.whole(self.meta.shape)
         parts = cut(list(self.parts), wanted)
         if len(parts) == 1 and parts[0].box == wanted:
-            return np.ascontiguousarray(files.read(parts[0].view))
-        whole: Bytes = np.zeros(wanted.sizes, f"u{self.itemsize}")
+            return np.ascontiguousarray(files.read(parts[0].view, dtype=dtype))
+        whole: Bytes = np.zeros(wanted.sizes, f"u{DTYPE_SIZES[dtype or self.meta.dtype]}")
         for part in parts:
             at = part.box.relative_to(wanted.offsets)
             place = tuple(slice(start, start + size) for start, size in zip(at.offsets, at.sizes, strict=True))
-            whole[place] = files.read(part.view)
+            whole[place] = files.read(part.view, dtype=dtype)
         return whole
 
     def blocks(self, limit: int) -> Iterator[Box]:

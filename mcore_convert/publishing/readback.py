@@ -17,7 +17,9 @@ import numpy as np
 from mcore_convert.conversion.reopening import FAULTY_HINT
 from mcore_convert.errors import UnwritableTarget
 from mcore_convert.publishing.hf_tensors import HfTensor
-from mcore_convert.storage.elements import WORKERS, Files, cast
+from mcore_convert.spec.shard import Box
+from mcore_convert.storage.codecs import Blocks
+from mcore_convert.storage.elements import WORKERS, Bytes, Files
 from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.views import View
 
@@ -25,7 +27,7 @@ BLOCK = 2 * 2**20  # bytes that are hashed and compared at once, while they are 
 
 
 def read_back(tensors: Sequence[HfTensor], written: Mapping[str, View], meter: Meter) -> str:
-    """Prove that each tensor was written, cast to the dtype it was written in; returns the checksum of the source's.
+    """Prove that each tensor was written, in the dtype or the codes it was written in; returns the source's checksum.
 
     Raises:
         UnwritableTarget: a tensor that is not there as it should be.
@@ -42,7 +44,7 @@ def read_back(tensors: Sequence[HfTensor], written: Mapping[str, View], meter: M
                 break
             block = tensor.read(files, box)
             digest.update(block.data)
-            if not np.array_equal(cast(block, tensor.meta.dtype, view.dtype), files.read(view.narrow(box))):
+            if not _is_written(tensor, block, view, box, files):
                 raise UnwritableTarget(
                     f"`{tensor.name}` in `{view.path.name}` is not what was written",
                     hint=FAULTY_HINT,
@@ -57,3 +59,12 @@ def read_back(tensors: Sequence[HfTensor], written: Mapping[str, View], meter: M
             stop.set()  # what waits ends at once
             raise
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+
+def _is_written(tensor: HfTensor, block: Bytes, view: View, box: Box, files: Files) -> bool:
+    """Whether a box of a tensor was written as it should be, cast or quantised; `block` is it as the source has it."""
+    part = view.narrow(box)
+    if isinstance(view.coded, Blocks):
+        return bool(view.coded.may_hold(files, part, tensor.read(files, box, "float32").view(np.float32)).all())
+    rounded = block if view.dtype == tensor.meta.dtype else tensor.read(files, box, view.dtype)
+    return np.array_equal(rounded, files.read(part))

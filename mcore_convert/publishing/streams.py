@@ -12,7 +12,7 @@ import numpy as np
 from mcore_convert.checkpoints.checks import prove
 from mcore_convert.checkpoints.download import local_path
 from mcore_convert.checkpoints.identify import Model, identify
-from mcore_convert.conversion.execute import BEYOND_HINT
+from mcore_convert.conversion.copying import BEYOND_HINT
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
 from mcore_convert.conversion.target import Target
@@ -24,7 +24,7 @@ from mcore_convert.options import FamilyOptions, PathLike, SourceOptions, check_
 from mcore_convert.publishing import companions
 from mcore_convert.publishing.hf_tensors import HfTensor, hf_tensors
 from mcore_convert.spec.config.arguments import DTYPES
-from mcore_convert.storage.elements import CAST_BLOCK, Files, cast
+from mcore_convert.storage.elements import CAST_BLOCK, Files
 from mcore_convert.storage.views import DTYPE_SIZES, file_errors
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _tensors(tensors: list[HfTensor], dtype: str | None) -> Iterator[tuple[str, 
             for box in tensor.blocks(CAST_BLOCK):
                 at = tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
                 try:
-                    bits[at] = cast(tensor.read(files, box), tensor.meta.dtype, wanted)
+                    bits[at] = tensor.read(files, box, wanted)
                 except OverflowError as error:
                     raise ConvertError(f"`{tensor.name}` has {error}", hint=BEYOND_HINT) from error
             yield tensor.name, torch.from_numpy(whole).view(getattr(torch, wanted))

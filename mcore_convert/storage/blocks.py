@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_convert.spec.shard import Shape
-from mcore_convert.storage.elements import WORKERS, Bytes, Files, as_float
+from mcore_convert.storage.elements import WORKERS, Bytes, Files
 from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.spans import Block, Part, Span, parts_of
+from mcore_convert.storage.values import as_float
 from mcore_convert.storage.views import View
 
 ROW = 1024  # elements that are added up in fp32; the sums of rows are added up in fp64
@@ -113,7 +114,7 @@ def read(files: Files, view: View, block: Block, scratch: Scratch, name: str) ->
     step = 2 * ROW
     padded = scratch.array(name, f"u{view.itemsize}", -(-count // step) * step)
     padded[count:] = 0
-    if len(view.shape) == 1 and view.strides[0] == view.itemsize:
+    if view.is_plain and len(view.shape) == 1 and view.is_contiguous:
         files.read_run(view.path, view.offset + block.start * view.itemsize, padded[:count].view(np.uint8).data)
     else:
         part = files.read(view.block(block.where))

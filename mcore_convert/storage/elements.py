@@ -26,15 +26,26 @@ from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.digests import STEP, Feed, hand_on
 from mcore_convert.storage.disk import Shrunk, copy_range, read_at, stream_range
 from mcore_convert.storage.gather import gathered, scratch
+from mcore_convert.storage.joining import joined
 from mcore_convert.storage.sources import open_fd
-from mcore_convert.storage.views import DTYPE_SIZES, Slot, View
+from mcore_convert.storage.values import cast
+from mcore_convert.storage.views import Slot, View
 
 logger = logging.getLogger(__name__)
 
 BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
 CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its two dtypes stays in the cache
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
-WORKERS = min(4, os.cpu_count() or 1)
+
+
+def _processors() -> int:
+    """The processors of this process; torchrun says how many processes of a machine share them."""
+    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, every // max(1, int(sharing if sharing.isdigit() else 1)))
+
+
+WORKERS = _processors()
 
 Bytes = NDArray[Any]
 
@@ -64,17 +75,31 @@ class Files:
                 logger.debug("opened %s to %s", path, "write" if write else "read")
             return self._fds[path, write]
 
-    def read(self, view: View, into: Bytes | None = None) -> Bytes:
-        """The elements of a view in memory, as unsigned integers of their size: they are moved, never computed with.
+    def read(self, view: View, into: Bytes | None = None, dtype: str | None = None) -> Bytes:
+        """The elements of a view in memory, as unsigned integers of their size.
 
         Args:
             into: an array that takes them; a new one unless given.
+            dtype: round them to it, once; as the view has them unless given.
 
         Raises:
             UnreadableCheckpoint: the file ends before them.
+            OverflowError: as `cast`.
         """
-        with _as_unreadable():
-            return gathered(self.fd(view.path), view, into)
+        wanted = dtype or view.dtype
+        if view.is_plain and wanted == view.dtype:
+            with _as_unreadable():
+                return gathered(self.fd(view.path), view, into)
+        if view.coded is not None:
+            values = view.coded.read(self, view, wanted)
+        elif view.high is not None:
+            values = cast(joined(self.read(view.low), self.read(view.high), view), view.dtype, wanted)
+        else:
+            values = cast(self.read(view), view.dtype, wanted)
+        if into is None:
+            return values
+        into[...] = values
+        return into
 
     def read_run(self, path: Path, at: int, into: memoryview) -> None:
         """Fill `into` with bytes that lie together.
@@ -131,7 +156,7 @@ def copy_view(files: Files, source: View, target: View, feed: Feed | None = None
     Raises:
         OverflowError: as `cast`.
     """
-    if source.dtype != target.dtype:
+    if source.dtype != target.dtype or not source.is_plain:
         yield from _cast_view(files, source, target, feed)
         return
     shape, source_strides, target_strides = _joined(source, target)
@@ -156,10 +181,10 @@ def copy_view(files: Files, source: View, target: View, feed: Feed | None = None
 def _cast_view(files: Files, source: View, target: View, feed: Feed | None) -> Iterator[int]:
     to_array = files.target(target)
     for block in blocks_of(source.shape, source.itemsize, CAST_BLOCK):
-        part = files.read(source.block(block))
-        to_array[block] = cast(part, source.dtype, target.dtype)
-        hand_on(feed, target.block(block), to_array[block])
-        yield int(part.nbytes)
+        part = source.block(block)
+        written = files.read(part, to_array[block], target.dtype)
+        hand_on(feed, target.block(block), written)
+        yield part.nbytes
 
 
 def _copy_run(
@@ -229,80 +254,3 @@ def global_tensor(files: Files, slots: list[Slot], shape: Shape) -> Bytes:
         place = tuple(slice(at, at + size) for at, size in zip(slot.box.offsets, slot.box.sizes, strict=True))
         whole[place] = files.read(slot.view)
     return whole
-
-
-def as_float(array: Bytes, dtype: str) -> NDArray[np.float64]:
-    """The values of elements that were read as unsigned integers."""
-    if dtype in FP8:
-        return FP8[dtype][array]
-    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
-        if dtype == "bfloat16":
-            return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        return np.ascontiguousarray(array).view(dtype).astype(np.float64)
-
-
-def _float8(exponent_bits: int, *, finite: bool) -> NDArray[np.float64]:
-    """The value of every byte. `finite` floats have no infinity, and NaN only where all bits are set."""
-    mantissa_bits = 7 - exponent_bits
-    bias = 2 ** (exponent_bits - 1) - 1
-    byte = np.arange(256)
-    exponent, mantissa = (byte & 0x7F) >> mantissa_bits, byte & (2**mantissa_bits - 1)
-    normal = np.ldexp(1 + mantissa / 2**mantissa_bits, exponent - bias)
-    values = np.where(exponent == 0, np.ldexp(mantissa / 2**mantissa_bits, 1 - bias), normal)
-    if finite:
-        values[byte & 0x7F == 0x7F] = np.nan
-    else:
-        top = exponent == 2**exponent_bits - 1
-        values[top] = np.where(mantissa[top] == 0, np.inf, np.nan)
-    signed: NDArray[np.float64] = np.where(byte & 0x80, -values, values)
-    return signed
-
-
-FP8 = {"float8_e4m3fn": _float8(4, finite=True), "float8_e5m2": _float8(5, finite=False)}
-
-
-# The fp32 bits, without the sign, of the least number that rounds to infinity: half a step above the largest finite.
-INFINITE_FROM = {"bfloat16": 0x7F7F8000, "float16": 0x477FF000}
-INFINITY = 0x7F800000  # in fp32; what is above is no number
-
-
-def round_to(array: Bytes, dtype: str) -> Bytes:
-    """fp32 values, read as unsigned integers, rounded to the nearest of a dtype, ties to even, as torch does."""
-    bits = np.ascontiguousarray(array)
-    if dtype == "bfloat16":
-        raised: Bytes = bits >> 16  # in place, as each array more costs as much as the rounding
-        raised &= 1
-        raised += 0x7FFF
-        raised += bits
-        raised >>= 16
-        nearest: Bytes = raised.astype(np.uint16)
-        no_number = (bits & 0x7FFFFFFF) > INFINITY
-        if no_number.any():  # the payload of a NaN could round up to a number
-            nearest[no_number] = bits[no_number] >> 16 | 0x40
-        return nearest
-    with np.errstate(over="ignore"):
-        rounded: Bytes = bits.view(np.float32).astype(dtype).view(f"u{DTYPE_SIZES[dtype]}")
-    return rounded
-
-
-def cast(array: Bytes, source: str, target: str) -> Bytes:
-    """Floating-point elements of one dtype as those of another, both as unsigned integers, rounded as torch does.
-
-    Raises:
-        OverflowError: a number is beyond the largest of the target, and would become infinite.
-    """
-    if source == target:
-        return array
-    if source == "bfloat16":
-        exact: Bytes = array.astype(np.uint32) << 16
-    elif source == "float16":
-        exact = np.ascontiguousarray(array).view(np.float16).astype(np.float32).view(np.uint32)
-    else:
-        exact = array
-    if target == "float32":
-        return exact
-    sizes = exact & 0x7FFFFFFF
-    beyond = INFINITE_FROM[target]
-    if sizes.max(initial=0) >= beyond and ((sizes >= beyond) & (sizes < INFINITY)).any():
-        raise OverflowError(f"a number beyond the largest of {target}")
-    return round_to(exact, target)

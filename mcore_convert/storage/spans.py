@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from mcore_convert.spec.shard import Box, Shape
@@ -84,7 +85,7 @@ def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Span]:
     spans: list[Span] = []
     views: tuple[View, ...] = ()
     pieces: list[Piece] = []
-    for each, box in sorted(held, key=lambda pair: (pair[0][0].path, pair[0][0].offset)):
+    for each, box in sorted(held, key=lambda pair: _place(pair[0][0])):
         if not box.numel:
             continue
         axes = tuple(sorted(range(len(box.sizes)), key=lambda axis: -each[0].strides[axis]))
@@ -112,7 +113,7 @@ def _turned(view: View, axes: tuple[int, ...]) -> View:
     """The view with its dimensions in another order; a number becomes a list of one."""
     shape = tuple(view.shape[axis] for axis in axes) or (1,)
     strides = tuple(view.strides[axis] for axis in axes) or (view.itemsize,)
-    return view._replace(shape=shape, strides=strides)
+    return view._replace(shape=shape, strides=strides, high=None if view.high is None else _turned(view.high, axes))
 
 
 def _flat(view: View) -> View:
@@ -123,7 +124,13 @@ def _flat(view: View) -> View:
     return view._replace(shape=shape, strides=contiguous_strides(shape, view.itemsize))
 
 
+def _place(view: View) -> tuple[Path, int, int]:
+    return view.stored[0].path, view.stored[0].offset, view.offset
+
+
 def _follows(view: View, before: View) -> bool:
+    if view.coded is not before.coded:
+        return False
     return (view.path, view.dtype, view.offset) == (before.path, before.dtype, before.offset + before.nbytes)
 
 

@@ -7,11 +7,14 @@ nothing else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.spec.shard import Box, Shape
@@ -24,6 +27,7 @@ DTYPE_SIZES = {
     "float16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
     "int64": 8,
     "int32": 4,
     "int16": 2,
@@ -59,19 +63,82 @@ def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
     return tuple(reversed(strides))
 
 
+class Access(Protocol):
+    """Open files, as `elements.Files` has them."""
+
+    def read(self, view: View, into: NDArray[Any] | None = None, dtype: str | None = None) -> NDArray[Any]:
+        """Return the elements of a view in memory."""
+
+    def target(self, view: View) -> NDArray[Any]:
+        """Return the elements of a view of a file that is written, to be set."""
+
+
+@dataclass(frozen=True, order=True)
+class Coded(ABC):
+    """A tensor whose values are computed from other tensors, its `parts`, which files hold under these `names`."""
+
+    names: tuple[str, ...]
+    parts: tuple[View, ...]
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in files."""
+        return sum(part.nbytes for part in self.parts)
+
+    @abstractmethod
+    def read(self, files: Access, view: View, dtype: str) -> NDArray[Any]:
+        """Return the elements of a view of it, each computed in fp32 and rounded once, as unsigned integers.
+
+        Raises:
+            UnreadableCheckpoint: a file ends before them.
+            OverflowError: a number is beyond the largest of `dtype`.
+        """
+
+
 class View(NamedTuple):
-    """Some elements of a file as a tensor: `offset` and `strides` in bytes. Slicing a view reads nothing."""
+    """Some elements of a file as a tensor: `offset` and `strides` in bytes. Slicing a view reads nothing.
+
+    With `coded` no file has these bytes: they are those of a row-major tensor of `dtype` that begins at 0, whose
+    elements `coded` computes. All that holds for bytes of a file (boxes, transposes, runs) holds for them.
+
+    Elements that are rebuilt from two places (`storage/joining.py`) have the view of the other one in `high`. Then
+    `dtype` is that of the result, and `low_dtype` that of the bytes here.
+    """
 
     path: Path
     offset: int
     shape: Shape
     strides: Shape
     dtype: str
+    coded: Coded | None = None
+    high: View | None = None
+    low_dtype: str = ""
 
     @staticmethod
     def of(path: Path, offset: int, meta: TensorMeta) -> View:
         """A whole row-major tensor that begins at `offset`."""
         return View(path, offset, meta.shape, contiguous_strides(meta.shape, DTYPE_SIZES[meta.dtype]), meta.dtype)
+
+    @staticmethod
+    def decoded(coded: Coded, dtype: str) -> View:
+        """The whole of a coded tensor."""
+        strides = contiguous_strides(coded.shape, DTYPE_SIZES[dtype])
+        return View(coded.parts[0].path, 0, coded.shape, strides, dtype, coded)
+
+    @property
+    def stored(self) -> tuple[View, ...]:
+        """What files hold of it: itself, the parts of the coded tensor that it is of, or both places."""
+        if self.coded is not None:
+            return self.coded.parts
+        return (self,) if self.high is None else (self.low, *self.high.stored)
+
+    def moved(self, place: Callable[[Path], Path]) -> View:
+        """The view of the same bytes of other files."""
+        coded = self.coded
+        if coded is not None:
+            coded = replace(coded, parts=tuple(part.moved(place) for part in coded.parts))
+        return self._replace(path=place(self.path), coded=coded, high=self.high and self.high.moved(place))
 
     @property
     def itemsize(self) -> int:
@@ -90,6 +157,8 @@ class View(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements are one run of bytes in row-major order."""
+        if self.high is not None:
+            return False
         step = self.itemsize
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -100,7 +169,7 @@ class View(NamedTuple):
     def narrow(self, box: Box) -> View:
         """The view of a box."""
         offset = self.offset + sum(start * stride for start, stride in zip(box.offsets, self.strides, strict=True))
-        return View(self.path, offset, box.sizes, self.strides, self.dtype)
+        return self._at(offset, box.sizes, self.strides, self.high and self.high.narrow(box))
 
     def block(self, where: tuple[slice, ...]) -> View:
         """The view of slices of the first dimensions, each with its start and stop."""
@@ -108,17 +177,30 @@ class View(NamedTuple):
         for axis, part in enumerate(where):
             offset += part.start * self.strides[axis]
             shape[axis] = part.stop - part.start
-        return View(self.path, offset, tuple(shape), self.strides, self.dtype)
+        return self._at(offset, tuple(shape), self.strides, self.high and self.high.block(where))
 
     def select(self, index: int) -> View:
         """The view of one index of the first dimension, which goes away."""
         offset = self.offset + index * self.strides[0]
-        return View(self.path, offset, self.shape[1:], self.strides[1:], self.dtype)
+        return self._at(offset, self.shape[1:], self.strides[1:], self.high and self.high.select(index))
 
     @property
     def transposed(self) -> View:
         """The view with its dimensions reversed."""
-        return View(self.path, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)
+        return self._at(self.offset, self.shape[::-1], self.strides[::-1], self.high and self.high.transposed)
+
+    def _at(self, offset: int, shape: Shape, strides: Shape, high: View | None) -> View:
+        return View(self.path, offset, shape, strides, self.dtype, self.coded, high, self.low_dtype)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether files hold the elements as they are."""
+        return self.coded is None and self.high is None
+
+    @property
+    def low(self) -> View:
+        """The bytes here, of elements that are rebuilt from two places."""
+        return self._replace(dtype=self.low_dtype, high=None, low_dtype="")
 
 
 class Slot(NamedTuple):
@@ -130,6 +212,16 @@ class Slot(NamedTuple):
     def part(self, box: Box) -> View:
         """The view of a box of the global tensor that lies in the slot's own."""
         return self.view if box == self.box else self.view.narrow(box.relative_to(self.box.offsets))
+
+    def select(self, index: int) -> Slot:
+        """The slot at one index of the first dimension, which lies in its box and goes away."""
+        inside = self.view.select(index - self.box.offsets[0])
+        return Slot(inside, Box(self.box.offsets[1:], self.box.sizes[1:]))
+
+    def moved(self, rows: int) -> Slot:
+        """The slot of a tensor that has so many rows before those of this one's."""
+        offsets = (self.box.offsets[0] + rows, *self.box.offsets[1:]) if rows else self.box.offsets
+        return Slot(self.view, Box(offsets, self.box.sizes))
 
 
 class Sum(NamedTuple):

@@ -24,7 +24,8 @@ from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from mcore_convert.spec import Layout, gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.names import PARAM
-from mcore_convert.storage.elements import Bytes, Files, global_tensor, round_to
+from mcore_convert.storage.elements import Bytes, Files, global_tensor
+from mcore_convert.storage.values import round_to
 from tests.conftest import real_checkpoint
 from tests.oracle.test_mp_rank import assert_same, dims_of, resharded
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mcore_convert import Conversion, reshard
-from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.files import dcp
 from tests.conftest import real_checkpoint
 
 TE = "transformer_engine_names/v0.16.1"

@@ -16,7 +16,8 @@ from mcore_convert.checkpoints.identify import identify
 from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.spec import Layout, gpt
 from mcore_convert.spec.names import MASTER, PARAM
-from mcore_convert.storage.elements import Files, as_float, global_tensor
+from mcore_convert.storage.elements import Files, global_tensor
+from mcore_convert.storage.values import as_float
 from tests.conftest import HfMaker, real_checkpoint
 from tests.tensors import assert_same_tensors, dcp_tensors, hf_tensors
 

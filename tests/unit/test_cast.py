@@ -20,8 +20,8 @@ from mcore_convert.conversion.target import Target
 from mcore_convert.errors import ConvertError
 from mcore_convert.publishing.hf_tensors import hf_tensors
 from mcore_convert.publishing.readback import read_back
-from mcore_convert.storage.elements import cast
 from mcore_convert.storage.progress import Meter
+from mcore_convert.storage.values import cast
 from tests.conftest import HfMaker
 
 DTYPES = ("float32", "float16", "bfloat16")

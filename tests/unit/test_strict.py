@@ -12,7 +12,7 @@ from mcore_convert import convert, export, reshard, verify
 from mcore_convert.errors import ConvertError
 from mcore_convert.storage.blocks import FINITE
 from mcore_convert.storage.digests import LARGEST, not_finite
-from mcore_convert.storage.elements import FP8, as_float
+from mcore_convert.storage.values import FP8, as_float
 from mcore_convert.storage.views import DTYPE_SIZES
 from tests.conftest import HfMaker
 from tests.refusals import run

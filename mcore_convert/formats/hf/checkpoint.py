@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
-from mcore_convert.formats.base import Checkpoint, Findings, Request, Reservation, Side, Storage
+from mcore_convert.errors import ConfigError, MappingError, UnreadableCheckpoint, fold
+from mcore_convert.formats.base import Request, Reservation, Side, Storage
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
 from mcore_convert.formats.files.sharing import refuse_shared
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Family, Item, Spelling
-from mcore_convert.spec.names import placeholders_of, spell
+from mcore_convert.formats.hf.encodings import encoding
+from mcore_convert.formats.hf.names import HfNames
+from mcore_convert.formats.hf.quantised import KEY, read_quantised
+from mcore_convert.spec.family import Family
+from mcore_convert.spec.names import spell
+from mcore_convert.spec.shard import Box
+from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -51,29 +55,38 @@ def directory_of(file: Path) -> Path | None:
 class HfOptions:
     """What a user may choose for a target: `max_shard_size` is the largest size of a file, in bytes.
 
-    A larger tensor gets a file of its own.
+    A larger tensor gets a file of its own. `quantize` is one of ENCODINGS.
     """
 
     max_shard_size: int = DEFAULT_SHARD_SIZE
+    quantize: str | None = None
 
 
 @dataclass(frozen=True)
-class HfCheckpoint(Checkpoint):
+class HfCheckpoint(HfNames):
     """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's).
 
-    `sums` are the checksums in what `torch.save` has written; safetensors has none.
+    `sums` are the checksums in what `torch.save` has written; safetensors has none. Where some tensors are `quantised`,
+    `stored` are all as files hold them, `views` what they stand for, and `config` is that of a model of those.
     """
 
     views: Mapping[str, View]
     config: Mapping[str, Any]
     sums: tuple[Sum, ...] = ()
     prefix: str = ""
+    stored: Mapping[str, View] | None = None
+    quantised: Quantised | None = None
+    undecoded: tuple[str, ...] = ()
     format: str = "hf"
     side: Side = Side.HUGGING_FACE
 
     @property
     def tensors(self) -> Mapping[str, TensorMeta]:
         return {name: TensorMeta(view.shape, view.dtype) for name, view in self.views.items()}
+
+    @property
+    def headers(self) -> Mapping[str, TensorMeta]:
+        return {name: TensorMeta(view.shape, view.dtype) for name, view in self.whole_views.items()}
 
     @property
     def original_config(self) -> Mapping[str, Any]:
@@ -85,47 +98,32 @@ class HfCheckpoint(Checkpoint):
 
     @property
     def whole_views(self) -> Mapping[str, View]:
-        return self.views
+        return self.views if self.stored is None else self.stored
+
+    @property
+    def coded_views(self) -> Mapping[str, View]:
+        return {name: view for name, view in self.views.items() if view.coded is not None}
 
     def storage(self) -> Storage:
-        return Storage(len({view.path for view in self.views.values()}))
+        return Storage(len({view.path for view in self.whole_views.values()}))
+
+    def remarks(self) -> list[str]:
+        if self.quantised is None:
+            return []
+        return [f"decoded to {self.quantised.dtype}: {self.quantised}"]
 
     def named_for(self, family: Family) -> HfCheckpoint:
         return replace(self, prefix=family.optional_prefix)
 
-    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        weight, at, _ = item
-        shape = dims.shape(weight.shape)
-        spelling = self._spelling(item)
-        views = []
-        for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
-            name = self.name_of(spell(template, at))
-            view = self.views.get(name)
-            meta = None if view is None else TensorMeta(view.shape, view.dtype)
-            joined = at.expert if "expert" not in placeholders_of(template) else None
-            expected = one if joined is None else (dims.num_experts or 0, *one)
-            if findings.expect(name, meta, expected) and view is not None:
-                views.append(view if joined is None else view.select(joined))
-        if len(views) < len(spelling.hf):
-            return []
-        slots = []
-        for piece in spelling.pack.pieces(shape, dims):
-            view = views[piece.tensor].narrow(piece.hf)
-            slots.append(Slot(view.transposed if piece.transposed else view, piece.mcore))
-        return slots
+    def meta_of(self, name: str) -> TensorMeta | None:
+        """The shape and the dtype of a tensor; None where there is none of this name."""
+        view = self.views.get(name)
+        return None if view is None else TensorMeta(view.shape, view.dtype)
 
-    def _spelling(self, item: Item) -> Spelling:
-        """The first spelling of a weight of which the directory has a tensor; where it has none, the usual one."""
-        spellings = item.weight.spellings
-        if len(spellings) == 1:
-            return spellings[0]
-        there = (s for s in spellings if any(self.name_of(spell(name, item.at)) in self.views for name in s.hf))
-        return next(there, spellings[0])
-
-    def name_of(self, name: str) -> str:
-        """The name under which the directory has a tensor: without the optional prefix where it is stored so."""
-        short = name.removeprefix(self.prefix)
-        return short if name not in self.views and short in self.views else name
+    def parts_of(self, name: str) -> list[Slot]:
+        """The parts of a tensor, as they lie in files."""
+        view = self.views[name]
+        return [Slot(view, Box.whole(view.shape))]
 
 
 def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
@@ -145,7 +143,10 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
         views, sums = _read_indexed(path, found)
     else:
         views, sums = _read_file(path / found)
-    return HfCheckpoint(path, views, config, sums)
+    read = read_quantised(views, config)
+    if read.quantised is not None:
+        config = {key: value for key, value in config.items() if key != KEY}
+    return HfCheckpoint(path, read.views, config, sums, stored=views, quantised=read.quantised, undecoded=read.problems)
 
 
 def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, ...]]:
@@ -191,17 +192,51 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
 
     Raises:
         MappingError: two weights have one name.
+        ConfigError: weights shall be quantised to an unknown form, or to one that none of them fits.
     """
     path, family, dims = request.path, request.family, request.dims
-    metas: dict[str, TensorMeta] = {}
+    wanted = request.options.quantize
+    chosen = None if wanted is None else encoding(wanted)
+    groups: list[dict[str, TensorMeta]] = []  # of tensors that one file must hold
+    names: set[str] = set()
+    coded: dict[str, TensorMeta] = {}
     for (weight, at, _), dtype in request.dtype_of.items():
-        for template, shape in zip(weight.hf, weight.pack.shapes(family.shape(weight, dims), dims), strict=True):
+        pack, whole = weight.pack, family.shape(weight, dims)
+        turned = {piece.tensor for piece in pack.pieces(whole, dims) if piece.transposed} if chosen else set()
+        for number, (template, shape) in enumerate(zip(weight.hf, pack.shapes(whole, dims), strict=True)):
             name = spell(template, at)
-            if name in metas:
+            if name in names:
                 raise MappingError(f"two weights of family `{family.name}` are called `{name}`")
-            metas[name] = TensorMeta(shape, dtype)
-    shards = list(_shards(metas, request.options.max_shard_size))
+            if chosen is not None and chosen.takes(weight, name, shape, turned=number in turned):
+                coded[name] = TensorMeta(shape, dtype)
+                groups.append(chosen.stored(name, coded[name]))
+            else:
+                groups.append({name: TensorMeta(shape, dtype)})
+            names |= {name, *groups[-1]}
     reservation = Reservation(path)
+    stored = _lay_out(reservation, path, groups, request.options.max_shard_size)
+    if chosen is None:
+        reservation.texts[path / CONFIG] = json_bytes(request.config)
+        return HfCheckpoint(path, stored, request.config), reservation
+    if not coded:
+        raise ConfigError(f"no weight of this model can be quantised to `{wanted}`", hint=chosen.fitting)
+    views, quantised = chosen.views(stored, coded)
+    left = [name.removesuffix(".weight") for name in views if name not in coded and name.endswith(".weight")]
+    reservation.literals += [
+        (stored[name].path, stored[name].offset, content)
+        for each, meta in coded.items()
+        for name, content in chosen.literals(each, meta.shape).items()
+    ]
+    reservation.texts[path / CONFIG] = json_bytes({**request.config, KEY: chosen.settings(left)})
+    return HfCheckpoint(path, views, request.config, stored=stored, quantised=quantised), reservation
+
+
+def _lay_out(
+    reservation: Reservation, path: Path, groups: Sequence[Mapping[str, TensorMeta]], limit: int
+) -> dict[str, View]:
+    """Reserve the files of tensors, with an index where there are several; returns where each lies."""
+    shards = list(_shards(groups, limit))
+    metas = {name: meta for shard in shards for name, meta in shard.items()}
     views: dict[str, View] = {}
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -219,17 +254,18 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
             "total_parameters": sum(m.numel for m in metas.values()),
         }
         reservation.texts[path / INDEX] = json_bytes({"metadata": total, "weight_map": weight_map})
-    reservation.texts[path / CONFIG] = json_bytes(request.config)
-    return HfCheckpoint(path, views, request.config), reservation
+    return views
 
 
-def _shards(metas: Mapping[str, TensorMeta], limit: int) -> Iterable[dict[str, TensorMeta]]:
+def _shards(groups: Iterable[Mapping[str, TensorMeta]], limit: int) -> Iterable[dict[str, TensorMeta]]:
+    """The tensors of each file, those of a group in one."""
     shard: dict[str, TensorMeta] = {}
     size = 0
-    for name, meta in metas.items():
-        if shard and size + meta.nbytes > limit:
+    for group in groups:
+        nbytes = sum(meta.nbytes for meta in group.values())
+        if shard and size + nbytes > limit:
             yield shard
             shard, size = {}, 0
-        shard[name] = meta
-        size += meta.nbytes
+        shard |= group
+        size += nbytes
     yield shard

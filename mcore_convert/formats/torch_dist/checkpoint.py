@@ -16,17 +16,18 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Storage, Training
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.megatron import modules
+from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE, Kind, kind_of
 from mcore_convert.formats.megatron.random_states import random_states
 from mcore_convert.formats.megatron.recorded import TRAIN_STATE, beside, with_recorded
 from mcore_convert.formats.megatron.run_directory import carried_in, name_of, resolve
 from mcore_convert.formats.random_states import RandomStates
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.directories import inner_directory, optimizer_beside, with_optimizer
-from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
+from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.optimizer import OptimizerState, find
 from mcore_convert.formats.torch_dist.training import training_of
 from mcore_convert.spec.dims import Dims
@@ -36,7 +37,7 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import PARAM
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
-BACKEND_FILE, TORCH_DIST, ZARR = "metadata.json", "torch_dist", "zarr"
+TORCH_DIST, ZARR = "torch_dist", "zarr"
 
 # Keys that are no weights: optimizer state (plain, distributed and chained), random states, bookkeeping.
 NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state/|rerun_state_machine_state/|common_state/")
@@ -45,8 +46,8 @@ ANCHORS = (EMBEDDING, FINAL_NORM)
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory has `.metadata`, and no `metadata.json` that names another storage."""
-    return dcp.exists(path) and backend_of(path) != ZARR
+    """Whether a directory has `.metadata` with Megatron's names, and no `metadata.json` that names another storage."""
+    return dcp.exists(path) and backend_of(path) != ZARR and kind_of(path) is Kind.MEGATRON
 
 
 def directory_of(path: Path) -> Path | None:
@@ -136,6 +137,9 @@ class TorchDistCheckpoint(Checkpoint):
     @property
     def found_by_order(self) -> bool:
         return self.optimizer is not None and self.optimizer.found_by_order
+
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        return item.state == PARAM or self.optimizer is None or self.optimizer.keeps(item, dims)
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         if item.state == PARAM or item.weight.mcore is None:
@@ -230,10 +234,8 @@ class TorchDistCheckpoint(Checkpoint):
         ]
 
     def storage(self) -> Storage:
-        chunks = (chunk for chunks in self.directory.chunks.values() for chunk in chunks)
-        files = {chunk.place.file for chunk in chunks} | {place.file for place in self.directory.objects.values()}
         return Storage(
-            len(files),
+            self.directory.num_files,
             self.common.recorded.program if self.common.recorded else written_by(self.common, self.path),
             self.dialect,
             optimizer_form(self.common, self.optimizer_keys),
@@ -263,7 +265,7 @@ def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchD
         key = on_disk.removeprefix(prefix)
         if not NO_WEIGHT.match(key) and not NO_WEIGHT.match(on_disk) and "_extra_state" not in key:
             keys[key] = on_disk
-    return TorchDistCheckpoint(path, directory, with_expert_norms(keys), prefix)
+    return TorchDistCheckpoint(path, directory, with_fused_norms(keys, keys), prefix)
 
 
 def prefix_of(path: Path, directory: dcp.Directory) -> str:

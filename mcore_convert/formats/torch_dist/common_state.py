@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.files import torch_archive
+from mcore_convert.formats.files import dcp, torch_archive
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.files.torch_tree import Hole, replaced
 from mcore_convert.formats.megatron.random_states import KEY
 from mcore_convert.formats.random_states import RandomStates
-from mcore_convert.formats.torch_dist import dcp
 
 COMMON = "common.pt"
 COMMON_STATE = "common_state/shard_0_1"

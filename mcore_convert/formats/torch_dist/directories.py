@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.recorded import (
     CONTENTS,
     CONTEXT,
@@ -24,7 +25,6 @@ from mcore_convert.formats.megatron.recorded import (
     WEIGHTS,
 )
 from mcore_convert.formats.megatron.run_directory import TRACKER, parse_tracker
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.common_state import COMMON_STATE, OF_OPTIMIZER
 from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
 

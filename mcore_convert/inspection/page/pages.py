@@ -114,6 +114,9 @@ def _cards(found: Inspection, dims: Dims | None, layouts: Data | None) -> list[D
         cards.append(_card("Vocabulary", f"{found.vocab_size:,}", more))
     files = f"{found.num_files} file{'s' * (found.num_files != 1)}"
     cards.append(_card("Weights", in_bytes(found.nbytes), f"{', '.join(found.dtypes)} in {files}"))
+    if found.quantised is not None:
+        decoded = f"{found.quantised.dtype}, from {'; '.join(found.quantised.forms)}"
+        cards.append(_card("Decoded", in_bytes(found.quantised.decoded), decoded))
     if found.optimizer:
         kept = in_bytes(layouts["optimizerBytes"] * found.num_parameters) if layouts else "kept"
         cards.append(_card("Optimizer", kept, found.optimizer))

@@ -92,8 +92,8 @@ class Recorded:
 
     `args` are those of Megatron-LM. They are not `complete` where the program leaves out functions, and so the
     activation, as verl does, and Megatron-Bridge 0.4 to 0.6 in models with a section `transformer`
-    (`models/common/base.py`, `as_dict`): then `config.json` has to be there as well. `tree` is a `run_config.yaml`, to be
-    written again.
+    (`models/common/base.py`, `as_dict`): then `config.json` has to be there as well. `tree` is a `run_config.yaml`, to
+    be written again.
     """
 
     program: str

@@ -1,4 +1,4 @@
-"""What a run needs beside its optimizer to go on: the ranks' random states, and a configuration for Megatron-Bridge."""
+"""The rest of what a run goes on with: random states of its ranks, and a configuration for Megatron-Bridge."""
 
 from __future__ import annotations
 

@@ -255,15 +255,16 @@ def _identify_megatron(
     refusal: ConfigError | None = None
     choice: Choice | None = None
     if stored is None:
+        recorded = checkpoint.common.recorded
         if config is None:
+            without = "" if recorded is None else f", and `{recorded.file}` does not name its activation"
             raise ConfigError(
-                f"`{checkpoint.path}` stores no arguments, so its architecture is not known",
+                f"`{checkpoint.path}` stores no arguments, so its architecture is not known{without}",
                 hint="pass the model's configuration: --hf-config PATH",
             )
         family = families.named(name) if name else families.of_config(config)
         family, ignored, notes = _ignoring(family, config, ignore_keys)
         architecture = family.config.to_megatron(config)
-        recorded = checkpoint.common.recorded
         if recorded is None:
             notes.append(
                 "the checkpoint stores no arguments: its architecture is taken from the Hugging Face configuration"

@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.weights import Sources
+from mcore_convert.conversion import going_on
 from mcore_convert.conversion.target_arguments import (
     experts_of,
     implementation_of,
@@ -22,12 +23,12 @@ from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
 from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
-from mcore_convert.formats.files.yaml_file import yaml_text
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
+from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.registry import arguments_of, options_for, target_named
 from mcore_convert.options import SourceOptions
 from mcore_convert.spec import releases
-from mcore_convert.spec.config import arguments, bridge
+from mcore_convert.spec.config import arguments
 from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
@@ -162,7 +163,9 @@ def lay_out_megatron(
     if training is not None:
         resume = target_named(target.format).resume(training, release, args)
         args |= {**optimizer_arguments(training), **resume.arguments}
-    _note(model, dims, target, training, args, name, notes)
+    goes_on = training is not None and target.iteration == training.iteration
+    random = going_on.random_states(model.checkpoint, target.format, layout) if goes_on else None
+    _note(model, dims, target, training, args, name, notes, random)
     if training is not None:
         notes += resume.notes
     common = {"args": args, "checkpoint_version": 3.0, "iteration": target.iteration or 0}
@@ -176,7 +179,8 @@ def lay_out_megatron(
         layout=layout,
         iteration=target.iteration,
         training=training,
-        run_config=_run_config(model, args, optimizer=training is not None),
+        run_config=going_on.run_config(model, args, optimizer=training is not None, random=random is not None),
+        random_states=random,
         layer_spec=LayerSpec(implementation_of(args), experts_of(args)),
         norm_state=model.checkpoint.norm_state,
         release=release,
@@ -189,7 +193,7 @@ def lay_out_megatron(
     flags = command_line(args, optimizer=training is not None)
     if training is not None:
         flags += ["--use-checkpoint-opt_param-scheduler"] if training.scheduler is not None else []
-        flags += ["--no-load-rng"]
+        flags += ["--no-load-rng"] if random is None else []
     if target_named(target.format).ckpt_format is not None:
         command = shlex.join([*flags, "--load", str(target.path.absolute())])
         reservation.texts = {target.path / COMMAND_FILE: os.fsencode(f"{command}\n"), **reservation.texts}
@@ -199,16 +203,6 @@ def lay_out_megatron(
         if model.checkpoint.quantised is not None and model.config is not None:
             reservation.texts[hf_folder / CONFIG] = json_bytes(model.config)  # of the weights that are written
     return checkpoint, reservation
-
-
-def _run_config(model: Model, args: Mapping[str, Any], *, optimizer: bool) -> str | None:
-    """The source's own `run_config.yaml` for another layout, or one that says what the arguments say."""
-    recorded = model.checkpoint.common.recorded
-    if recorded is not None and recorded.tree is not None:
-        return yaml_text(bridge.rewritten(recorded.tree, args, optimizer=optimizer))
-    if model.refusals:  # of a model that no family knows, the stored arguments say more than a partial one
-        return None
-    return bridge.run_config(_with_true_vocabulary(args, model), model.family.name)
 
 
 def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:
@@ -272,11 +266,6 @@ def _dtypes_of_run(source: Checkpoint, dtype_of: Mapping[Item, str]) -> dict[Ite
     return {item: run if item.state == PARAM and item.weight.trained else dtype for item, dtype in dtype_of.items()}
 
 
-def _with_true_vocabulary(args: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """The arguments with a `vocab_size` that is the vocabulary, which a run leaves to its tokenizer."""
-    return {**args, "vocab_size": model.dims.vocab_size, "tokenizer_type": None}
-
-
 def _note(
     model: Model,
     dims: Dims,
@@ -285,6 +274,7 @@ def _note(
     args: Mapping[str, Any],
     name: str,
     notes: list[str],
+    random: RandomStates | None,
 ) -> None:
     """What a user should know of a Megatron target."""
     layout, vocab = target.layout, model.dims.vocab_size
@@ -297,7 +287,10 @@ def _note(
     if layout.tp > dims.num_query_groups:
         notes.append(f"tp = {layout.tp} exceeds `num_query_groups`: such a run needs Megatron Core 0.16 or later")
     if training is not None:
-        notes.append("random states of the ranks are not carried over: resume with --no-load-rng")
+        if random is None:
+            notes.append("random states of the ranks are not carried over: resume with --no-load-rng")
+        else:
+            notes.append(f"random states of the ranks go along, {random.words}")
     elif target.iteration is not None:
         notes.append(f"Megatron-LM loads `{name}` with --finetune, or with --no-load-optim --no-load-rng")
     notes += caveats(args)

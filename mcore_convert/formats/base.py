@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import LayoutError
+from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.spec.config.recorded import Recorded
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
@@ -295,6 +296,11 @@ class Checkpoint(ABC):
         return None
 
     @property
+    def random_states(self) -> RandomStates | None:
+        """The random states of all ranks; None where there are none, or where they cannot be carried."""
+        return None
+
+    @property
     def weights_are_masters(self) -> bool:
         """Whether what it holds as a weight is the fp32 master copy that an optimizer trains.
 
@@ -338,10 +344,10 @@ class Request:
 
     `dtype_of` has the dtype of every weight, and of its states where the optimizer goes along. `config` is the
     `config.json` of a target on Hugging Face's side, `common` the common state of one on Megatron's (its `args` are a
-    dict), with `training` where the optimizer goes along and `run_config` for Megatron-Bridge. `iteration` names the
-    directory `iter_*`; None writes `release`. `options` are the format's own. `layer_spec` says whose names the modules
-    have, `norm_state` whether the norm at the end is Transformer Engine's all the same, and `release` which Megatron-LM
-    will load it.
+    dict), with `training` where the optimizer goes along, `random_states` where those of the ranks do, and `run_config`
+    for Megatron-Bridge. `iteration` names the directory `iter_*`; None writes `release`. `options` are those of the
+    format. `layer_spec` says whose names the modules have, `norm_state` whether the norm at the end is Transformer
+    Engine's all the same, and `release` which Megatron-LM will load it.
     """
 
     path: Path
@@ -355,6 +361,7 @@ class Request:
     iteration: int | None = None
     training: Training | None = None
     run_config: str | None = None
+    random_states: RandomStates | None = None
     layer_spec: LayerSpec | None = None
     norm_state: bool = False
     release: Release = NEWEST

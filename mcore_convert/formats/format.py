@@ -40,11 +40,12 @@ class Format:
     `detect` claims a directory by what only this format has in it; `open` reads its headers, with Megatron arguments
     that take the place of stored ones; `reserve` lays out a new one, and is None for a format that is only read.
     `options` is a dataclass of what a user may choose for a target, `file_names` are what a reader would recognise a
-    checkpoint by. `holds_optimizer`: it has a place for optimizer state, too. `directory_of` finds the checkpoint that
-    one of its files, or a folder in it, belongs to; None for any other path. `resume` says what Megatron-LM of a
-    release must be told to find the optimizer's state, from the arguments of the run. `ckpt_format` is Megatron-LM's
-    own word for the format, as `--ckpt-format` takes it; None where Megatron-LM does not load it. `arguments` are
-    those of the runs that save and load it and no other.
+    checkpoint by. `holds_optimizer`: it has a place for optimizer state, too. `random_axis` is the rank, beside those
+    of pipeline and tensor, by which it tells random states apart where experts are spread; None where it has none.
+    `directory_of` finds the checkpoint that one of its files, or a folder in it, belongs to; None for any other path.
+    `resume` says what Megatron-LM of a release must be told to find the optimizer's state, from the arguments of the
+    run. `ckpt_format` is Megatron-LM's own word for the format, as `--ckpt-format` takes it; None where Megatron-LM
+    does not load it. `arguments` are those of the runs that save and load it and no other.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Format:
     options: type[Any] = NoOptions
     file_names: str = ""
     holds_optimizer: bool = False
+    random_axis: str | None = None
     directory_of: Callable[[Path], Path | None] = _no_directory
     ckpt_format: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from mcore_convert import convert, diff, inspect, reshard, verify
+from mcore_convert.errors import ConfigError
 from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from tests.conftest import real_checkpoint
 from tests.oracle.test_torch_dist_optimizer import states_in
@@ -189,6 +190,20 @@ def test_optimizer_state_goes_along(program: str, exported: Path, tmp_path: Path
     ]
     names = " ".join(architecture).split()
     assert {name: said.get(name) for name in names} == {name: before.get(name) for name in names}
+
+
+def test_an_activation_that_was_left_out_is_asked_for(exported: Path, tmp_path: Path) -> None:
+    """Megatron-Bridge 0.4 to 0.6 leaves functions out of a nested model, and its own default would be a gelu."""
+    config = run_config(CORE, {**LLAMA_GPT, "vocab_size": 500, "should_pad_vocab": True})
+    del config["model"]["activation_func"], config["model"]["transformer_layer_spec"]
+    path = as_bridge(plain("llama_tp2pp2"), tmp_path / "run", config)
+    with pytest.raises(ConfigError, match="does not name its activation"):
+        convert(path, tmp_path / "hf")
+    convert(path, tmp_path / "hf", hf_config=exported)
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+    reshard(path, tmp_path / "again", tp=1, hf_config=exported)
+    found, wanted = states_in(tmp_path / "again"), states_in(plain("llama_tp2pp2"))
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
 @pytest.mark.parametrize("program", ["Megatron-Bridge", "verl"])

@@ -64,14 +64,14 @@ def made(hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> Ma
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a Megatron checkpoint, each rank's own ones, through torch."""
+    """Every tensor of a Megatron checkpoint but for random states, each rank's own ones, through torch."""
     if inspect(path).format == "torch_dist":
         (folder,) = (file.parent for file in path.rglob(".metadata"))
         return dcp_tensors(folder)
     found: dict[str, torch.Tensor] = {}
     for file in sorted(path.rglob("*.pt")):
-        content = torch.load(file, weights_only=False)
-        found |= {f"{file.relative_to(path)}: {key}": tensor for key, tensor in _leaves(content)}
+        leaves = _leaves(torch.load(file, weights_only=False))
+        found |= {f"{file.relative_to(path)}: {key}": tensor for key, tensor in leaves if "rng_state" not in key}
     return found
 
 
@@ -209,7 +209,7 @@ def test_real_checkpoints_go_anywhere_and_back(name: str, tmp_path: Path) -> Non
     for target, (form, layout) in targets.items():
         there, back = tmp_path / target, tmp_path / f"{target}-back"
         done = reshard(source, there, to=form, **layout)
-        assert "random states of the ranks are not carried over: resume with --no-load-rng" in done.notes
+        assert any(note.startswith("random states of the ranks ") for note in done.notes)
         assert (there / "iter_0000010").is_dir()  # with optimizer state the iteration is kept
         assert (there / "latest_checkpointed_iteration.txt").read_text() == "10"
         assert_with_optimizer(verify(source, there), weights.num_weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,29 @@ def test_fields_become_arguments(model: dict[str, Any], wanted: dict[str, Any]) 
 def test_what_no_argument_says_is_refused(model: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         args_of(**model)
+
+
+JUNK: list[Any] = [None, "x", -1, 0, 1.5, [], {}, [{}], True, 10**30, {"_target_": "torch.dtype"}, {1: 2}]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+def test_values_that_make_no_sense_are_refused_or_handed_on(junk: Any) -> None:
+    """What of them an argument takes is for those who read arguments to judge, as with stored ones."""
+    tree = {
+        **bridged(scale_factor=8, low_freq_factor=1.0, high_freq_factor=4.0, old_context_len=8192, bf16=True),
+        **{name: {"lr": 1} for name in recorded.SECTIONS},
+    }
+    for name in tree["model"]:
+        with contextlib.suppress(ConfigError):
+            recorded.of_bridge({**tree, "model": {**tree["model"], name: junk}}, "run_config.yaml")
+        with contextlib.suppress(ConfigError):
+            said = recorded.of_verl({**tree["model"], name: junk}, "transformer_config.json")
+            recorded.agreed({"num_layers": 2, "layernorm_epsilon": 1e-5, "num_query_groups": 4}, said)
+        with contextlib.suppress(ConfigError):
+            recorded.of_nemo({"config": {**tree["model"], name: junk}, "optim": junk}, "model.yaml")
+    for name in tree:
+        with contextlib.suppress(ConfigError):
+            recorded.of_bridge({**tree, name: junk}, "run_config.yaml")
 
 
 def test_the_vocabulary_of_a_null_tokenizer_is_whole() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Common
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile, scalar
@@ -150,7 +151,10 @@ def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, found: R
         whole["iteration"] = around.iteration
     args = {} if found is None or not found.complete else dict(found.args)
     if (path / TRAIN_STATE).is_file():
-        progress = {name: _number(each) for name, each in TorchFile(path / TRAIN_STATE).tree.items()}
+        stored = TorchFile(path / TRAIN_STATE).tree
+        if not isinstance(stored, dict):
+            raise UnreadableCheckpoint(f"`{path / TRAIN_STATE}` does not hold the progress of a run")
+        progress = {name: _number(stored[name]) for name in (*PROGRESS, FLOPS) if name in stored}
         args |= {name: progress[name] for name in PROGRESS if name in progress} if args else {}
         if FLOPS in progress:
             whole.setdefault(f"num_{FLOPS}", progress[FLOPS])

@@ -15,6 +15,7 @@ FORMAT = Format(
     MegatronOptions,
     "mp_rank_*",
     holds_optimizer=True,
+    random_axis="ep",
     ckpt_format="torch",
     directory_of=directory_of,
     resume=resume,

@@ -13,11 +13,13 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
 from mcore_convert.formats.megatron.flat import local_of, slots_in_global
 from mcore_convert.formats.megatron.modules import name_in_module, shard_of
+from mcore_convert.formats.megatron.random_states import KEY, random_states
 from mcore_convert.formats.megatron.remainders import are_gathered
 from mcore_convert.formats.megatron.run_directory import carried_in
 from mcore_convert.formats.mp_rank import optimizer as mp_rank_optimizer
 from mcore_convert.formats.mp_rank.optimizer import Proof
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
+from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING
@@ -86,6 +88,14 @@ class MpRankCheckpoint(Checkpoint):
     @cached_property
     def training(self) -> Training | None:
         return mp_rank_optimizer.training_of(self._first) if mp_rank_optimizer.states_in(self._first) else None
+
+    @property
+    def random_states(self) -> RandomStates | None:
+        ep = self.layout.ep
+        axes = ("pp", "tp") if ep == 1 else ("pp", "tp", "ep")
+        sizes = (self.layout.pp, self.layout.tp, ep)[: len(axes)]
+        contents = {(rank.pp, rank.tp, rank.ep)[: len(axes)]: file.tree.get(KEY) for rank, file in self.files.items()}
+        return random_states(contents, axes, sizes, ep)
 
     @property
     def found_by_order(self) -> bool:

@@ -27,6 +27,7 @@ from mcore_convert.formats.megatron.modules import (
     name_in_module,
     shard_of,
 )
+from mcore_convert.formats.megatron.random_states import KEY
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
 from mcore_convert.formats.mp_rank.checkpoint import MpRankCheckpoint
@@ -158,7 +159,17 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     chained = None if training is None else groups_of(training, rows, apart=apart)
     masters = any(item.state == MASTER for item in dtype_of)
     files = {
-        rank: _reserve_rank(folder, rank, model, common, training, chained, masters, request.release, reservation)
+        rank: _reserve_rank(
+            folder,
+            rank,
+            model,
+            {**common, **_random(request, rank)},
+            training,
+            chained,
+            masters,
+            request.release,
+            reservation,
+        )
         for rank in layout.ranks()
     }
     reservation.texts = {path / TRACKER: tracker_bytes(request.iteration)}
@@ -207,6 +218,11 @@ def _reserve_rank(
     laid_out = reserve_tree(path, tree, reservation)
     chunks = tuple(_chunk(laid_out.pop(key)) for key in models)
     return RankFile(name, path, laid_out, chunks, buffers)
+
+
+def _random(request: Request, rank: Rank) -> dict[str, Any]:
+    """The random states of a rank, where they go along."""
+    return {} if request.random_states is None else {KEY: request.random_states.of_rank(rank)}
 
 
 def _planned(path: Path, state: State, moments: Mapping[str, tuple[str, ...]]) -> Chunk:

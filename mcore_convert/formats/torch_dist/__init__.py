@@ -17,6 +17,7 @@ FORMAT = Format(
     DcpOptions,
     file_names=".metadata",
     holds_optimizer=True,
+    random_axis="dp",
     ckpt_format=TORCH_DIST,
     directory_of=directory_of,
     resume=resume,

@@ -5,6 +5,7 @@ Its names are those of `keys`, and the optimizer's state is found by `optimizer`
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE, Kind, kind_of
+from mcore_convert.formats.megatron.random_states import random_states
 from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
+from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.directories import inner_directory, optimizer_beside, with_optimizer
@@ -29,6 +32,7 @@ from mcore_convert.formats.torch_dist.training import training_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
+from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import PARAM
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
@@ -36,6 +40,7 @@ TORCH_DIST, ZARR = "torch_dist", "zarr"
 
 # Keys that are no weights: optimizer state (plain, distributed and chained), random states, bookkeeping.
 NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state/|rerun_state_machine_state/|common_state/")
+RANDOM_KEY = re.compile(r"rng_state/shard_([\d.]+)_([\d.]+)")
 ANCHORS = (EMBEDDING, FINAL_NORM)
 
 
@@ -114,6 +119,19 @@ class TorchDistCheckpoint(Checkpoint):
         if not self.optimizer_keys or self.reserved is not None:
             return None
         return training_of(self.directory, self.prefix, self.optimizer_keys, self.common.state)
+
+    @property
+    def random_states(self) -> RandomStates | None:
+        found = {key: each for key in self.directory.objects if (each := RANDOM_KEY.fullmatch(key)) is not None}
+        places = {tuple(map(int, each[1].split("."))): key for key, each in found.items()}
+        grids = {tuple(map(int, each[2].split("."))) for each in found.values()}
+        if len(grids) != 1 or self.common.args is None:
+            return None
+        (sizes,) = grids
+        if len(places) != math.prod(sizes) or len(sizes) not in (2, 3):
+            return None
+        contents = {place: self.directory.object(key) for place, key in places.items()}
+        return random_states(contents, ("pp", "tp", "dp")[: len(sizes)], sizes, Layout.of(self.common.args).ep)
 
     @property
     def found_by_order(self) -> bool:

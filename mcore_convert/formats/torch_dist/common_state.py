@@ -1,13 +1,17 @@
-"""The common state of a `torch_dist` directory: what Megatron Core stores beside tensors and sharded objects."""
+"""Objects of a `torch_dist` directory: the common state beside all tensors, and the random states of the ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.files import dcp
+from mcore_convert.formats.files import dcp, torch_archive
 from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.files.torch_tree import Hole, replaced
+from mcore_convert.formats.megatron.random_states import KEY
+from mcore_convert.formats.random_states import RandomStates
 
 COMMON = "common.pt"
 COMMON_STATE = "common_state/shard_0_1"
@@ -45,3 +49,22 @@ def _state(path: Path, directory: dcp.Directory, key: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise UnreadableCheckpoint(f"the common state of `{path}` is not a dict")
     return state
+
+
+def random_archives(states: RandomStates | None) -> Iterator[tuple[str, torch_archive.Archive]]:
+    """Yield the objects of random states: their keys, and their archives, complete."""
+    if states is None:
+        return
+    grid = ".".join(map(str, states.sizes))
+    for place, content in states.lists.items():
+        yield f"{KEY}/shard_{'.'.join(map(str, place))}_{grid}", _archive_of(content)
+
+
+def _archive_of(content: list[Any]) -> torch_archive.Archive:
+    holes: dict[Hole, int] = {}
+    replaced(content, lambda hole: holes.setdefault(hole, len(holes)))
+    # a sharded object is saved as a list of one
+    archive = torch_archive.lay_out(
+        lambda refs: [replaced(content, lambda hole: refs[holes[hole]])], [hole.meta for hole in holes]
+    )
+    return archive.filled(*(hole.content or b"" for hole in holes))

@@ -31,7 +31,7 @@ from mcore_convert.formats.megatron.modules import (
 )
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.torch_dist.checkpoint import NO_WEIGHT, TorchDistCheckpoint
-from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE
+from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, random_archives
 from mcore_convert.formats.torch_dist.extra_states import axes_written, extra_state_keys, sizes_of
 from mcore_convert.formats.torch_dist.form import Form
 from mcore_convert.formats.torch_dist.training import common_of
@@ -82,8 +82,8 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
             _reserve_weight(item, shard, form, dtype, dims, cut, files, content)
     _refuse_mixed(dtype_of, dims)
     blob = torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]).filled(EXTRA_STATE)
-    for key in extra_state_keys(dtype_of, dims):
-        content.objects[key] = files.place(blob)
+    content.objects |= {key: files.place(blob) for key in extra_state_keys(dtype_of, dims)}
+    content.objects |= {key: files.place(archive) for key, archive in random_archives(request.random_states)}
     content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, form, listed=True))
     reservation.texts = {
         folder / COMMON: _common_state(common, training, dtype_of, form, listed=False).literals[0][1],

@@ -146,12 +146,13 @@ LAYOUT_FIELDS = {
 }
 
 
-def rewritten(tree: Values, args: Values, *, optimizer: bool) -> dict[str, Any]:
+def rewritten(tree: Values, args: Values, *, optimizer: bool, random: bool) -> dict[str, Any]:
     """A `run_config.yaml` as it was read, with what another layout changes: its place among many sections is kept.
 
     Args:
         args: of the checkpoint that is written.
         optimizer: whether the optimizer's state goes along, in the form that any layout loads.
+        random: whether random states do.
     """
     model = dict(tree["model"])
     nested = isinstance(model.get("transformer"), dict)
@@ -167,7 +168,7 @@ def rewritten(tree: Values, args: Values, *, optimizer: bool) -> dict[str, Any]:
     checkpoint = dict(said) if isinstance(said, dict) else {}
     checkpoint |= {
         "save_optim": optimizer,
-        "save_rng": False,
+        "save_rng": random,
         "fully_parallel_save": checkpoint.get("fully_parallel_save", False),
     }
     if optimizer and args.get("dist_ckpt_optim_fully_reshardable"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.rope import LLAMA3
-from mcore_convert.spec.config.symbols import OPAQUE, name_of, plain_value
+from mcore_convert.spec.config.symbols import name_of, plain_fields
 
 Values = Mapping[str, Any]
 
@@ -60,6 +60,7 @@ ACTIVATIONS = {
     ),
 }
 
+SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 LOCAL_SPECS = ("local_layer_spec", "get_gpt_layer_local_spec")
 # Of llama3's scaling before Megatron Core had it: Megatron-Bridge 0.2 (`Llama31ModelProvider`) and NeMo
 # (`Llama31Config`) scaled in the classes that have these fields.
@@ -79,13 +80,12 @@ def arguments_of(model: Values, where: str, *, tied: bool = True) -> dict[str, A
     Raises:
         ConfigError: an activation or a scaling of positions that no argument says.
     """
-    args: dict[str, Any] = {}
-    for name, value in {**DEFAULTS, **model}.items():
-        plain = plain_value(value)
-        if not name.startswith("_") and plain is not OPAQUE:
-            args[RENAMED.get(name, name)] = plain
-    if args.get("num_layers") is None or args.get("hidden_size") is None:
-        raise ConfigError(f"{where} does not say the sizes of a model: it has no `num_layers` or no `hidden_size`")
+    args = {RENAMED.get(name, name): value for name, value in plain_fields({**DEFAULTS, **model}).items()}
+    wrong = [name for name in SIZES if not isinstance(args.get(name), int) or args[name] < 1]
+    if wrong:
+        raise ConfigError(
+            f"{where} does not say the sizes of a model", items=[f"`{name}` = {args.get(name)!r}" for name in wrong]
+        )
     heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
     args["group_query_attention"] = groups is not None and groups != heads
     args["untie_embeddings_and_output_weights"] = not args.pop("share_embeddings_and_output_weights", tied)
@@ -96,6 +96,11 @@ def arguments_of(model: Values, where: str, *, tied: bool = True) -> dict[str, A
     if any(name in str(name_of(model.get("transformer_layer_spec"))) for name in LOCAL_SPECS):
         args["transformer_impl"] = "local"
     return {**args, **_activation(model, where), **_llama3(model, where)}
+
+
+def names_activation(model: Values) -> bool:
+    """Whether a configuration says the activation: what its absence means depends on the class that left it out."""
+    return name_of(model.get("activation_func")) is not None
 
 
 def _activation(model: Values, where: str) -> dict[str, Any]:
@@ -126,7 +131,9 @@ def _llama3(model: Values, where: str) -> dict[str, Any]:
     """llama3's scaling of positions, where a class has it in fields of its own."""
     if model.get("scale_factor") is None or any(model.get(name) is None for name in LLAMA3_FIELDS):
         return {}
-    other = [f"`{name}` = {model[name]}" for name, rope in LLAMA3_FIELDS.items() if model[name] != LLAMA3[rope]]
+    other = [f"`{name}` = {model[name]!r}" for name, rope in LLAMA3_FIELDS.items() if model[name] != LLAMA3[rope]]
+    if not isinstance(model["scale_factor"], int | float):
+        other.append(f"`scale_factor` = {model['scale_factor']!r}")
     if other:
         raise ConfigError(f"Megatron-LM scales rotary positions by other constants than {where}", items=other)
     return {"use_rope_scaling": True, "rope_scaling_factor": float(model["scale_factor"])}

@@ -15,8 +15,8 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.arguments import PLAIN
-from mcore_convert.spec.config.provider import arguments_of
-from mcore_convert.spec.config.symbols import OPAQUE, TARGET, name_of, plain_value, refuse_unknown
+from mcore_convert.spec.config.provider import arguments_of, names_activation
+from mcore_convert.spec.config.symbols import TARGET, name_of, plain_fields, refuse_unknown
 
 Values = Mapping[str, Any]
 
@@ -90,8 +90,10 @@ OF_STRATEGY = re.compile(r"\w*(parallel_size|parallel_layout|pipeline_num_layers
 class Recorded:
     """The configuration of another program.
 
-    `args` are those of Megatron-LM. They are not `complete` where the program leaves out what its Hugging Face
-    configuration says: then `config.json` has to be there as well. `tree` is a `run_config.yaml`, to be written again.
+    `args` are those of Megatron-LM. They are not `complete` where the program leaves out functions, and so the
+    activation, as verl does, and Megatron-Bridge 0.4 to 0.6 in models with a section `transformer`
+    (`models/common/base.py`, `as_dict`): then `config.json` has to be there as well. `tree` is a `run_config.yaml`, to
+    be written again.
     """
 
     program: str
@@ -120,15 +122,11 @@ def of_bridge(tree: Values, file: str) -> Recorded:
     flat.pop("transformer", None)
     args = dict(UNSAID)
     for section, renamed in SECTIONS.items():
-        values = tree.get(section)
-        for name, value in values.items() if isinstance(values, Mapping) else ():
-            plain = plain_value(value)
-            argument = renamed.get(name, name)
-            if argument and plain is not OPAQUE and not name.startswith("_"):
-                args[argument] = plain
+        fields = plain_fields(tree.get(section)).items()
+        args |= {argument: value for name, value in fields if (argument := renamed.get(name, name))}
     # a nested class shares embeddings only where it says so (`GPTModelConfig`)
     args |= arguments_of(flat, where, tied=not isinstance(nested, Mapping))
-    return Recorded(BRIDGE, file, _with_whole_vocabulary(args), tree=tree)
+    return Recorded(BRIDGE, file, _with_whole_vocabulary(args), names_activation(flat), tree)
 
 
 def of_nemo(tree: Values, file: str) -> Recorded:
@@ -143,14 +141,11 @@ def of_nemo(tree: Values, file: str) -> Recorded:
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where} has no `config`", hint="was it written by NeMo 2?")
     _refuse_class(name_of(config), NEMO_CONFIGS, where)
-    args = {**UNSAID, **arguments_of(config, where)}
-    args = {name: value for name, value in args.items() if not OF_STRATEGY.fullmatch(name)}
     optimizer = tree.get("optim")
-    settings = optimizer.get("config") if isinstance(optimizer, Mapping) else None
-    for name, value in settings.items() if isinstance(settings, Mapping) else ():
-        if not name.startswith("_") and plain_value(value) is not OPAQUE:
-            args.setdefault(name, plain_value(value))
-    return Recorded(NEMO, file, _with_whole_vocabulary(args))
+    settings = plain_fields(optimizer.get("config") if isinstance(optimizer, Mapping) else None)
+    args = {**UNSAID, **settings, **arguments_of(config, where)}
+    args = {name: value for name, value in args.items() if not OF_STRATEGY.fullmatch(name)}
+    return Recorded(NEMO, file, _with_whole_vocabulary(args), names_activation(config))
 
 
 def of_verl(tree: Values, file: str) -> Recorded:
@@ -187,8 +182,8 @@ def agreed(args: Values, recorded: Recorded) -> dict[str, Any]:
 
 
 def _are_equal(said: Any, other: Any) -> bool:
-    number = isinstance(said, float) or isinstance(other, float)
-    return math.isclose(said, other) if number else bool(said == other)
+    numbers = isinstance(said, int | float) and isinstance(other, int | float)
+    return math.isclose(said, other) if numbers else bool(said == other)
 
 
 def _refuse_class(name: str | None, known: re.Pattern[str], where: str) -> None:

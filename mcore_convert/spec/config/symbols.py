@@ -100,6 +100,14 @@ def name_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def plain_fields(values: Any) -> dict[str, Any]:
+    """The fields of a section that have plain values; none where it is no mapping."""
+    if not isinstance(values, Mapping):
+        return {}
+    named = {name: plain_value(value) for name, value in values.items() if isinstance(name, str)}
+    return {name: value for name, value in named.items() if value is not OPAQUE and not name.startswith("_")}
+
+
 def plain_value(value: Any) -> Any:
     """A value as Megatron-LM's arguments would have it; OPAQUE for a class, a function or an enum."""
     if isinstance(value, Mapping):

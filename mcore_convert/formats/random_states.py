@@ -1,0 +1,42 @@
+"""The random states of a run's ranks, in plain values, and the layouts that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_convert.spec.layout import Layout, Rank
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states by pipeline and tensor rank, and with experts over ranks by the rank of a third axis, `dp` or `ep`.
+
+    `sizes` are those of these axes, `ep` is how many ranks experts are spread over. Each is a list as Megatron-LM keeps
+    it, of one state, or of one for each data-parallel rank.
+    """
+
+    axes: tuple[str, ...]
+    sizes: Place
+    ep: int
+    lists: Mapping[Place, list[Any]]
+
+    def fit(self, layout: Layout, axis: str) -> bool:
+        """Whether they are those of the ranks of a layout, in a format with this third axis."""
+        same = self.sizes[:2] == (layout.pp, layout.tp) and self.ep == layout.ep
+        return same and self.axes == (("pp", "tp") if layout.ep == 1 else ("pp", "tp", axis))
+
+    @property
+    def words(self) -> str:
+        """Where they can be loaded, in words for people."""
+        num = self.sizes[2] if self.axes[-1] == "dp" else max(map(len, self.lists.values()))
+        if num > 1:
+            return f"for {num} data-parallel ranks: with another number of them resume with --no-load-rng"
+        return "for the same tensor, pipeline and expert parallelism"
+
+    def of_rank(self, rank: Rank) -> list[Any]:
+        """The states in the file of a rank."""
+        return self.lists[(rank.pp, rank.tp, rank.ep)[: len(self.axes)]]

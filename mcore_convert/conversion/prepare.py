@@ -12,7 +12,7 @@ from mcore_convert.conversion.target import Target, lay_out_hf, lay_out_megatron
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.registry import target_named
 from mcore_convert.spec import gpt
-from mcore_convert.spec.config import arguments
+from mcore_convert.spec.config import arguments, latent
 from mcore_convert.spec.names import PARAM
 from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.disk import stamped
@@ -47,6 +47,7 @@ def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
     if model.refusal is not None:
         raise model.refusal
     source = model.checkpoint
+    notes += latent.remarks(model.args)
     if source.optimizer_keys:
         notes.append(f"optimizer state is left behind ({len(source.optimizer_keys)} keys)")
     sources = find_weights(model.family, model.dims, source, allow_drift=target.allow_drift)

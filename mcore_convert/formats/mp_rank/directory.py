@@ -144,12 +144,14 @@ def _implementation_of(names: Collection[str], args: Mapping[str, Any]) -> str:
 
 def _release_of(files: Iterable[RankFile], args: Mapping[str, Any]) -> Release:
     """A release whose modules cut the matrices of latent attention as these files have them."""
-    down = args.get("kv_lora_rank"), args.get("qk_pos_emb_head_dim")
+    rank, rotary = args.get("kv_lora_rank"), args.get("qk_pos_emb_head_dim")
+    if not isinstance(rank, int) or not isinstance(rotary, int):
+        return NEWEST
     for file in files:
         for chunk in file.chunks:
             for name, local in chunk.items():
-                if name.endswith(DOWN_PROJECTIONS[1]) and all(isinstance(size, int) for size in down):
-                    return NEWEST if local.view.shape[0] == sum(down) else OLDEST
+                if name.endswith(DOWN_PROJECTIONS[1]):
+                    return NEWEST if local.view.shape[:1] == (rank + rotary,) else OLDEST
     return NEWEST
 
 

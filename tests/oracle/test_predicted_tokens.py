@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mcore_convert import ConvertError, convert, inspect, verify
+from mcore_convert import ConvertError, convert, diff, inspect, verify
 from mcore_convert.checkpoints.identify import identify
 from mcore_convert.errors import MappingError
 from tests.conftest import HfMaker
@@ -60,6 +60,7 @@ def test_copies_may_be_absent_and_are_written(hf_checkpoint: HfMaker, tmp_path: 
     convert(tmp_path / "out", tmp_path / "back")
     assert_same_tensors(hf_tensors(tmp_path / "back"), hf_tensors(source))
     assert verify(bare, tmp_path / "out").equal
+    assert diff(source, tmp_path / "out").equal
 
 
 @pytest.mark.parametrize("copy", COPIES)

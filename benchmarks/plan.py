@@ -24,7 +24,7 @@ from mcore_convert import convert
 from mcore_convert.formats.base import Reservation
 from mcore_convert.options import LayoutOptions
 
-PLAN_SECONDS, DEEPSEEK_PEAK_MIB = 10.0, 1024.0
+PLAN_SECONDS = 10.0
 SHARDS, DEEPSEEK_SHARDS = 118, 163  # files of the models on the hub
 # Experts over 8 ranks and not cut, the rest over 4: 64 files of ranks.
 LAYOUT: LayoutOptions = {"tp": 4, "pp": 2, "ep": 8, "etp": 1}
@@ -75,7 +75,7 @@ def _measure_deepseek(rounds: int, layers: int) -> list[Figure]:
             "DeepSeek-V3, torch_dist -> hf": planned("convert", place / "dist", target, "hf", {}),
             "DeepSeek-V3, torch, TP4 EP16 ETP1 -> hf": planned("convert", place / "torch", target, "hf", {}),
         }
-        return _figures(commands, rounds, DEEPSEEK_PEAK_MIB)
+        return _figures(commands, rounds)
 
 
 def _measure_qwen(rounds: int, layers: int) -> list[Figure]:
@@ -95,15 +95,15 @@ def _measure_qwen(rounds: int, layers: int) -> list[Figure]:
             "torch_dist -> torch, TP4 PP2 EP8 ETP1": planned("reshard", place / "dist", target, "torch", LAYOUT),
             "torch, TP4 PP2 EP8 ETP1 -> TP2 EP4 ETP1": planned("reshard", place / "torch", target, "torch", OTHER),
         }
-        return _figures(commands, rounds, PEAK_MIB)
+        return _figures(commands, rounds)
 
 
-def _figures(commands: Mapping[str, Command], rounds: int, peak: float) -> list[Figure]:
+def _figures(commands: Mapping[str, Command], rounds: int) -> list[Figure]:
     figures = []
     for what, command in commands.items():
         taken = statistics.median(seconds(command) for _ in range(rounds))
         figures.append(Figure(f"plan of {what}", taken, "s", PLAN_SECONDS))
-        figures.append(Figure("peak memory of it", peak_anonymous_bytes(command) / 2**20, "MiB", peak))
+        figures.append(Figure("peak memory of it", peak_anonymous_bytes(command) / 2**20, "MiB", PEAK_MIB))
     return figures
 
 

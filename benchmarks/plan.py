@@ -1,6 +1,6 @@
-"""Measures planning for a mixture of experts of 235 billion parameters, in every direction, and its memory.
+"""Measures planning for mixtures of experts of 235 and 671 billion parameters, in every direction, and its memory.
 
-    python -m benchmarks.plan [--json FILE] [--rounds 5] [--layers 94]
+    python -m benchmarks.plan [--json FILE] [--rounds 5] [--layers 94] [--deepseek-layers 61]
 
 Files are sparse: they have their headers and their size, and no values. Exits with 1 when a target of
 `benchmarks/README.md` is missed.
@@ -13,9 +13,11 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.convert import COMMAND, PEAK_MIB, Figure, folder, parser_of, reported, say
+from benchmarks.deepseek import DEEPSEEK_V3, deepseek_nbytes, make_deepseek
 from benchmarks.experts import QWEN3_235B, make_qwen3_moe, qwen3_moe_nbytes
 from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 from mcore_convert import convert
@@ -23,10 +25,12 @@ from mcore_convert.formats.base import Reservation
 from mcore_convert.options import LayoutOptions
 
 PLAN_SECONDS = 10.0
-SHARDS = 118  # files of the model on the hub
+SHARDS, DEEPSEEK_SHARDS = 118, 163  # files of the models on the hub
 # Experts over 8 ranks and not cut, the rest over 4: 64 files of ranks.
 LAYOUT: LayoutOptions = {"tp": 4, "pp": 2, "ep": 8, "etp": 1}
 OTHER: LayoutOptions = {"tp": 2, "pp": 1, "ep": 4, "etp": 1}
+# 61 layers have no even pipeline.
+DEEPSEEK_LAYOUT: LayoutOptions = {"tp": 4, "pp": 1, "ep": 16, "etp": 1}
 
 
 def planned(verb: str, source: Path, target: Path, to: str, layout: LayoutOptions) -> Command:
@@ -51,8 +55,30 @@ def write_headers(reservation: Reservation) -> None:
         shutil.copyfile(source, path)
 
 
-def measure(rounds: int, layers: int) -> list[Figure]:
+def measure(rounds: int, layers: int, deepseek_layers: int) -> list[Figure]:
     """All figures. The source of the way back and of reshards is what the first plan would write, without values."""
+    return [*_measure_qwen(rounds, layers), *_measure_deepseek(rounds, deepseek_layers)]
+
+
+def _measure_deepseek(rounds: int, layers: int) -> list[Figure]:
+    config = DEEPSEEK_V3 | {"num_hidden_layers": layers}
+    with folder(Path(tempfile.gettempdir())) as name:
+        place = Path(name)
+        hf = make_deepseek(place / "hf", config, shards=DEEPSEEK_SHARDS)
+        say(f"{deepseek_nbytes(config) / 2e9:.0f} billion parameters in sparse files, medians of {rounds} rounds")
+        write_headers(convert(hf, place / "dist", to="torch_dist", dry_run=True).plan.reservation)
+        write_headers(convert(hf, place / "torch", to="torch", dry_run=True, **DEEPSEEK_LAYOUT).plan.reservation)
+        target = place / "target"
+        commands = {
+            "DeepSeek-V3, hf -> torch_dist": planned("convert", hf, target, "torch_dist", {}),
+            "DeepSeek-V3, hf -> torch, TP4 EP16 ETP1": planned("convert", hf, target, "torch", DEEPSEEK_LAYOUT),
+            "DeepSeek-V3, torch_dist -> hf": planned("convert", place / "dist", target, "hf", {}),
+            "DeepSeek-V3, torch, TP4 EP16 ETP1 -> hf": planned("convert", place / "torch", target, "hf", {}),
+        }
+        return _figures(commands, rounds)
+
+
+def _measure_qwen(rounds: int, layers: int) -> list[Figure]:
     config = QWEN3_235B | {"num_hidden_layers": layers}
     with folder(Path(tempfile.gettempdir())) as name:
         place = Path(name)
@@ -69,19 +95,24 @@ def measure(rounds: int, layers: int) -> list[Figure]:
             "torch_dist -> torch, TP4 PP2 EP8 ETP1": planned("reshard", place / "dist", target, "torch", LAYOUT),
             "torch, TP4 PP2 EP8 ETP1 -> TP2 EP4 ETP1": planned("reshard", place / "torch", target, "torch", OTHER),
         }
-        figures = []
-        for what, command in commands.items():
-            taken = statistics.median(seconds(command) for _ in range(rounds))
-            figures.append(Figure(f"plan of {what}", taken, "s", PLAN_SECONDS))
-            figures.append(Figure("peak memory of it", peak_anonymous_bytes(command) / 2**20, "MiB", PEAK_MIB))
-        return figures
+        return _figures(commands, rounds)
+
+
+def _figures(commands: Mapping[str, Command], rounds: int) -> list[Figure]:
+    figures = []
+    for what, command in commands.items():
+        taken = statistics.median(seconds(command) for _ in range(rounds))
+        figures.append(Figure(f"plan of {what}", taken, "s", PLAN_SECONDS))
+        figures.append(Figure("peak memory of it", peak_anonymous_bytes(command) / 2**20, "MiB", PEAK_MIB))
+    return figures
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=94, help="depth of the model (default: %(default)s)")
+    parser.add_argument("--deepseek-layers", type=int, default=61, help="that of DeepSeek-V3 (default: %(default)s)")
     options = parser.parse_args()
-    return reported(lambda: measure(options.rounds, options.layers), options.json)
+    return reported(lambda: measure(options.rounds, options.layers, options.deepseek_layers), options.json)
 
 
 if __name__ == "__main__":

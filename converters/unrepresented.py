@@ -10,7 +10,7 @@ AFTER = "norms after attention and MLP, which Megatron Core has not"
 EMBEDDING = "the embedding is multiplied by sqrt(hidden_size), and the MLP is gated by gelu: Megatron-LM has neither"
 MULTIPLIERS = "multipliers of embeddings and residuals, which Megatron-LM has not"
 STATE = "state-space layers, which a `GPTModel` has not"
-LATENT = "multi-latent attention, which no family describes yet"
+LATENT = "multi-latent attention without experts, which no family describes yet"
 MIXED = "layers with a window among layers without one, which no family describes yet"
 ELSEWHERE = "its code is not in transformers, so that nothing proves a conversion"
 
@@ -47,7 +47,7 @@ UNREPRESENTED = {
     "MPTForCausalLM": ALIBI,
     "Mamba2ForCausalLM": STATE,
     "MambaForCausalLM": STATE,
-    "MiniCPM3ForCausalLM": f"{LATENT}; {MULTIPLIERS}",
+    "MiniCPM3ForCausalLM": MULTIPLIERS,
     "MiniCPMForCausalLM": MULTIPLIERS,
     "MinistralForCausalLM": MIXED,
     "MptForCausalLM": ALIBI,

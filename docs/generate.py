@@ -98,6 +98,8 @@ def _rows(family: Family) -> Iterator[tuple[str, ...]]:
 
 
 def _pack(weight: Weight) -> str:
+    if weight.copy_of is not None:
+        return f"a copy of `{weight.copy_of}`"
     if weight.mcore is None:
         return "zeros"
     return (
@@ -113,7 +115,8 @@ def _spellings(weight: Weight) -> str:
 def _where(weight: Weight) -> str:
     """The part of a layer that has the weight, and the flags of a model that decide whether it does."""
     flags = [field.name for field in fields_of(Dims) if field.type == "bool"]
-    found = [f"layers with `{weight.part}`"] if weight.part else []
+    found = ["layers that predict further tokens"] if weight.predicts else []
+    found += [f"layers with `{weight.part}`"] if weight.part else []
     for flag in flags:
         changes: list[dict[str, Any]] = [{flag: value} for value in (False, True)]
         without, having = (weight.when(replace(SIZES, **change)) for change in changes)

@@ -88,7 +88,8 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     family = family_of(model)
     states = checkpoint.states if optimizer else (PARAM,)
     located = find_weights(family, model.dims, checkpoint, states, allow_drift=True).slots
-    tensors = tuple(_tensor(item, slots, model, family) for item, slots in located.items() if slots)
+    own = {item: slots for item, slots in located.items() if slots and item.weight.copy_of is None}
+    tensors = tuple(_tensor(item, slots, model, family) for item, slots in own.items())
     return Contents(checkpoint, model, tensors=tensors)
 
 

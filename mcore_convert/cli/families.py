@@ -49,7 +49,7 @@ def row(weight: Weight) -> tuple[str, str, str, str]:
 def cut_of(weight: Weight) -> str:
     """The word that the row begins with in the family's file."""
     if weight.mcore is None:
-        return "must_be_zero"
+        return "must_be_zero" if weight.copy_of is None else "copy"
     return "vocab" if weight.vocab else CUTS[weight.shard.dim, weight.shard.parts]
 
 

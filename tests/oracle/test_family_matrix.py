@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from fixtures.families import FAMILY_OF, MATRIX, ONE_OF_EACH, RANKS, Layout
 from fixtures.hf import CONFIGS, VARIANTS
@@ -24,6 +24,7 @@ from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.config.mapping import REQUIRED, ConfigMapping, Refused
 from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.names import spell
 from tests.conftest import HfMaker
 from tests.oracle.test_megatron_load import check_logits
 from tests.tensors import assert_same_tensors, hf_tensors
@@ -39,7 +40,9 @@ def mappings() -> list[ConfigMapping]:
 
 @pytest.mark.parametrize("mapping", mappings(), ids=lambda mapping: mapping.model_type)
 def test_what_an_absent_key_means_is_the_class_default_of_transformers(mapping: ConfigMapping) -> None:
-    theirs = AutoConfig.for_model(mapping.model_type).to_dict()
+    read_by = [family.config for family in families().values() if mapping in (family.config, *family.config.dialects)]
+    kind = mapping.model_type if mapping.model_type in CONFIG_MAPPING else read_by[0].model_type  # as code of its own
+    theirs = AutoConfig.for_model(kind).to_dict()
     for field in mapping.fields:
         for key, default in field.hf.items():
             if default is not REQUIRED and default is not None and key in theirs:
@@ -129,6 +132,9 @@ def test_families_that_fit_one_model_stand_in_an_order(name: str) -> None:
 def test_no_two_rows_have_one_name(name: str, hf_checkpoint: HfMaker) -> None:
     model = identify(hf_checkpoint(name))
     dims: Dims = model.dims
-    rows = [weight for weight in model.family.weights if weight.exists(dims)]
-    for names in ([row.name for row in rows], [key for row in rows for key in row.hf]):
+    placed = list(model.family.instances(dims))
+    for names in (
+        [row.name for row in {row for row, _ in placed}],
+        [spell(key, at) for row, at in placed for key in row.hf],
+    ):
         assert len(set(names)) == len(names)

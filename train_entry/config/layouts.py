@@ -115,6 +115,9 @@ def problems_of_model(config: Config, args: Mapping[str, Any]) -> Iterator[str]:
         args: arguments of the model under Megatron-LM's names. What is missing or None is not looked at.
     """
     parallel, length = config.parallel, config.training.seq_length
+    for name in ("multi_latent_attention", "mtp_num_layers", "moe_router_enable_expert_bias"):
+        if args.get(name):
+            yield f"`{name}` = {args[name]}: such a model is converted and resharded, and not trained here"
     hidden, heads, groups = args.get("hidden_size"), args.get("num_attention_heads"), args.get("num_query_groups")
     if hidden and heads and hidden % heads and not args.get("kv_channels"):
         yield f"`hidden_size` = {hidden} is no multiple of `num_attention_heads` = {heads}: give `kv_channels`"

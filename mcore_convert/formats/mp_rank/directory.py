@@ -135,14 +135,14 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
 
 def _release_of(files: Iterable[RankFile], args: Mapping[str, Any]) -> Release:
     """A release whose modules cut the matrices of latent attention as these files have them."""
-    latent, rotary = args.get("kv_lora_rank"), args.get("qk_pos_emb_head_dim")
-    if not isinstance(latent, int) or not isinstance(rotary, int):
+    rank, rotary = args.get("kv_lora_rank"), args.get("qk_pos_emb_head_dim")
+    if not isinstance(rank, int) or not isinstance(rotary, int):
         return NEWEST
     for file in files:
         for chunk in file.chunks:
             for name, local in chunk.items():
                 if name.endswith(DOWN_PROJECTIONS[1]):
-                    return NEWEST if local.view.shape[0] == latent + rotary else OLDEST
+                    return NEWEST if local.view.shape[:1] == (rank + rotary,) else OLDEST
     return NEWEST
 
 

@@ -17,6 +17,7 @@ from mcore_convert.formats.base import Findings, Side
 from mcore_convert.inspection.describe import dims_at, dtype_of, saved_layout
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.gpt import EMBEDDING
 from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import OPTIMIZER_STATES, Index, placeholders_of
 from mcore_convert.storage.views import DTYPE_SIZES
@@ -86,13 +87,14 @@ def _weight(weight: Weight, model: Model) -> Data:
     return {
         "name": name,
         "place": "layer" if "layer" in held else end,
+        "times": model.dims.mtp_num_layers if weight.predicts else 1,  # of layers at the end
         "expert": "expert" in held,
         "layers": model.dims.layers_with(weight.part) if "layer" in held else [],
         "dim": weight.shard.dim,
         "parts": weight.shard.parts,
         "shape": model.dims.shape(weight.shape),
         "vocab": weight.vocab,
-        "copied": weight.vocab and model.dims.tied,
+        "copied": (weight.vocab and model.dims.tied) or (name == EMBEDDING and model.dims.mtp_num_layers > 0),
         "trained": weight.trained,
         "hf": row.hf,
         "bands": _bands(row, model.dims),

@@ -10,11 +10,15 @@ import json
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config.arguments import Values, normalise
+from mcore_convert.spec.config.arguments import LATENT_DEFAULTS, Values, normalise
 
 # In every version under this name, for all families; the providers of single families came and went.
 PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
+LATENT_PROVIDER = "megatron.bridge.models.mla_provider.MLAModelProvider"  # the same with `MLATransformerConfig`
 BRIDGED = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
     "llama",
     "mistral",
     "qwen2",
@@ -80,6 +84,18 @@ EXPERT_FIELDS = (
 )
 
 
+# The same of latent attention; a rank of queries that is None says that there is none.
+LATENT_FIELDS = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    *LATENT_DEFAULTS,
+)
+
+
 def run_config(args: Values, family_name: str) -> str:
     """The text of `run_config.yaml` for the arguments that `arguments.complete` made.
 
@@ -94,10 +110,12 @@ def run_config(args: Values, family_name: str) -> str:
         raise ConfigError("Megatron-Bridge needs `vocab_size`, and the arguments do not tell it")
     activation = "silu" if args["swiglu"] else "squared_relu" if args.get("squared_relu") else "gelu"
     dtype = _symbol(f"torch.{'bfloat16' if args.get('bf16') else 'float16' if args.get('fp16') else 'float32'}")
-    model: dict[str, Any] = {"_target_": PROVIDER}
+    is_latent = bool(args.get("multi_latent_attention"))
+    model: dict[str, Any] = {"_target_": LATENT_PROVIDER if is_latent else PROVIDER}
     model |= {name: args[name] for name in FIELDS if name in args}
     # older providers do not know these: they are written only where they say something
-    model |= {name: args[name] for name in ("no_rope_freq", "window_size") if args.get(name) is not None}
+    model |= {name: args[name] for name in ("no_rope_freq", "window_size", "mtp_num_layers") if args.get(name)}
+    model |= {name: args.get(name) for name in LATENT_FIELDS} if is_latent else {}
     if args.get("num_experts"):
         model["num_moe_experts"] = args["num_experts"]
         model |= {name: args[name] for name in EXPERT_FIELDS if args.get(name) is not None}

@@ -18,6 +18,20 @@ from mcore_convert.spec.config.rope import Rope, number_from_one
 WITHOUT_FLAG = {name: LATENT_DEFAULTS[name] for name in ("original_max_position_embeddings", "beta_fast", "beta_slow")}
 
 
+EPSILON = 1e-6  # of the norms within latent attention in transformers, whatever `rms_norm_eps` says
+
+
+def remarks(args: Values) -> list[str]:
+    """What differs on the way between Megatron and Hugging Face, a line each; mostly nothing."""
+    epsilon = args.get("layernorm_epsilon")
+    if not args.get("multi_latent_attention") or epsilon == EPSILON:
+        return []
+    return [
+        f"norms within latent attention have an epsilon of {EPSILON} in transformers, and in Megatron Core that of all "
+        f"others, {epsilon}: logits differ by as much"
+    ]
+
+
 def latent_attention(*, queries: int | None = 1536) -> tuple[Field, ...]:
     """The sizes. Queries are made in one step where their rank is `null`.
 
@@ -137,4 +151,4 @@ def predicted_tokens() -> Field:
         return {"num_nextn_predict_layers": args.get("mtp_num_layers") or 0}
 
     keys = {"num_nextn_predict_layers": None, "num_mtp_layers": None}
-    return Field(keys, ("mtp_num_layers",), to_megatron, to_hf)
+    return Field(keys, ("mtp_num_layers",), to_megatron, to_hf, none_says=True)

@@ -36,12 +36,14 @@ class Field:
 
     `hf` maps keys of `config.json` to what their absence means, the default of the class in transformers. `megatron`
     names the arguments that the field answers for. Both functions see a whole side and raise `Refused`.
+    `none_says`: arguments that are None say so, and not that a version did not store them.
     """
 
     hf: Values
     megatron: tuple[str, ...]
     to_megatron: Callable[[Values], dict[str, Any]]
     to_hf: Callable[[Values], dict[str, Any]]
+    none_says: bool = False
 
 
 MAX_SHOWN = 200  # characters of a value that an error shows
@@ -235,4 +237,5 @@ def _differs(field: Field, filled: Values, args: Values) -> bool:
         said = field.to_megatron(filled)
     except (Refused, KeyError, *NONSENSE):  # not representable, or absent without a default: the arguments know better
         return True
-    return any(args.get(name) is not None and args[name] != value for name, value in said.items())
+    known = {name: value for name, value in said.items() if field.none_says or args.get(name) is not None}
+    return any(args.get(name) != value for name, value in known.items())

@@ -24,12 +24,10 @@ function layoutNumbers(data) {
 
   // How often some stages of a rank hold a weight: once, once a layer, once for each expert of a layer.
   function countIn(weight, layout, stages, ep) {
-    if (weight.place === "layer") {
-      const [first, stop] = weight.expert ? expertsOf(layout, ep) : [0, 1];
-      return layersIn(weight, stages).length * (stop - first);
-    }
+    const [first, stop] = weight.expert ? expertsOf(layout, ep) : [0, 1];
+    if (weight.place === "layer") return layersIn(weight, stages).length * (stop - first);
     const ends = endsOf(layout, stages);
-    return Number(ends[weight.place] || (weight.copied && ends.output));
+    return Number(ends[weight.place] || (weight.copied && ends.output)) * weight.times * (stop - first);
   }
 
   const boxesOn = (number, layout, tp) => cutOf(layout).weights[number].boxes[tp];

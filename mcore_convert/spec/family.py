@@ -42,7 +42,8 @@ class Weight:
     `vocab` rows have the vocabulary as their first dimension, which Megatron pads. What is not `trained` is a buffer,
     and has no optimizer state. `part` names the part of a layer that the row belongs to, in the words of
     `spec.layers`: layers without it do not have the weight. `also` are further spellings that are read, where a file
-    has none of the names in `hf`; they are never written.
+    has none of the names in `hf`; they are never written. `less` is by how much Megatron's numbers are smaller than
+    those of Hugging Face: 1 for a norm, a list of numbers, that it alone stores around zero.
     """
 
     mcore: str | None
@@ -55,6 +56,7 @@ class Weight:
     trained: bool = True
     part: str | None = None
     also: tuple[Spelling, ...] = ()
+    less: float = 0.0
 
     @property
     def spellings(self) -> tuple[Spelling, ...]:
@@ -112,8 +114,9 @@ def _row(shard: Shard, *, in_vocab: bool = False) -> Row:
         when: Condition = always,
         part: str | None = None,
         also: tuple[Spelling, ...] = (),
+        less: float = 0.0,
     ) -> Weight:
-        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab, part=part, also=also)
+        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab, part=part, also=also, less=less)
 
     return make
 

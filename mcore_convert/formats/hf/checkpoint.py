@@ -20,6 +20,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item, Spelling
 from mcore_convert.spec.names import placeholders_of, spell
 from mcore_convert.storage.codecs import Quantised
+from mcore_convert.storage.shifts import Shifted
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -118,9 +119,10 @@ class HfCheckpoint(Checkpoint):
         weight, at, _ = item
         shape = dims.shape(weight.shape)
         spelling = self._spelling(item)
-        views = []
+        views, names = [], []
         for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
             name = self.name_of(spell(template, at))
+            names.append(name)
             view = self.views.get(name)
             meta = None if view is None else TensorMeta(view.shape, view.dtype)
             joined = at.expert if "expert" not in placeholders_of(template) else None
@@ -132,6 +134,8 @@ class HfCheckpoint(Checkpoint):
         slots = []
         for piece in spelling.pack.pieces(shape, dims):
             view = views[piece.tensor].narrow(piece.hf)
+            if weight.less:
+                view = Shifted.of(names[piece.tensor], view, -weight.less)
             slots.append(Slot(view.transposed if piece.transposed else view, piece.mcore))
         return slots
 

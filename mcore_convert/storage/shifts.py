@@ -13,7 +13,7 @@ from mcore_convert.storage.values import Bytes, as_float, round_to
 from mcore_convert.storage.views import Access, Coded, View
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Shifted(Coded):
     """A list of numbers of which files hold those less `by`, in the same dtype."""
 

@@ -73,7 +73,7 @@ class Access(Protocol):
         """Return the elements of a view of a file that is written, to be set."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Coded(ABC):
     """A tensor whose values are computed from other tensors, its `parts`, which files hold under these `names`."""
 

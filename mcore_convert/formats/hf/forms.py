@@ -49,7 +49,8 @@ def _blocks(code: str, block: Block, names: tuple[str, ...], shape: Shape, views
     codes, scales, *zeros = views
     if not all(view.is_contiguous for view in views):
         raise Misfit("is not stored row by row")
-    size = tuple(length if each is None else each for each, length in zip(block, shape[-2:], strict=True))
+    spans = zip(block, shape[-2:], strict=True)
+    size = [max(1, length if each is None else min(each, length)) for each, length in spans]
     grid = (*shape[:-2], *(-(-length // each) for length, each in zip(shape[-2:], size, strict=True)))
     if scales.dtype not in SCALES:
         raise Misfit(f"scales in {scales.dtype}")

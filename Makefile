@@ -17,6 +17,9 @@ INSTALLED := .venv/.installed
 TORCH := torch==2.13.0
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Tests, benchmarks and the demo start many processes: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo check test lint fuzz docs bench dist sbom clean
 
 install: $(INSTALLED)

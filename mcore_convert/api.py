@@ -157,8 +157,10 @@ def _convert(model: Model, final: Path, options: ConvertOptions, opened: Mapping
         idle = {name: options.get(name) for name in ("iteration", "tokenizer", "for_megatron")}
         _refuse_idle("a Hugging Face target", {**idle, **_changed(layout)})
     if from_hf:
-        idle = {name: options.get(name) for name in ("hf_config", "vocab_size")}
-        _refuse_idle("a Hugging Face source", {**idle, "arg": options.get("given") or None})
+        idle = {"vocab_size": options.get("vocab_size"), "arg": options.get("given") or None}
+        if model.checkpoint.original_config is not None:
+            idle = {"hf_config": options.get("hf_config"), **idle}
+        _refuse_idle("a Hugging Face source", idle)
     strict, checksums = options.get("strict", False), options.get("checksums", True)
     if strict and not checksums:
         raise ConvertError("--strict looks at values while checksums are taken", hint="leave out --no-checksums")
@@ -179,7 +181,13 @@ def _convert(model: Model, final: Path, options: ConvertOptions, opened: Mapping
     plan = dataclasses.replace(plan, stamps={**planned, **plan.stamps, **opened})
     if not dry_run:
         notes = execute(
-            plan, overwrite=options.get("overwrite", False), progress=progress, strict=strict, checksums=checksums
+            plan,
+            overwrite=options.get("overwrite", False),
+            progress=progress,
+            strict=strict,
+            checksums=checksums,
+            resume=options.get("resume", False),
+            workers=options.get("workers"),
         )
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     return Conversion(plan, dry_run)

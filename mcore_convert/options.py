@@ -75,12 +75,17 @@ class RunOptions(TypedDict, total=False):
     """How a command that writes is run.
 
     overwrite: replace a destination that exists; it stays until the new one is complete.
+    resume: go on with what an earlier run left that was killed or ran out of room, and leave what this one completes if
+        it ends early; the result is the same to the last byte.
+    workers: threads that copy; one for each processor unless given.
     dry_run: plan and prove, write and send nothing.
     progress: called with the bytes done so far and their total, by one thread at a time. Where it has a method `phase`,
         that is called with the name of what is done next (`planning`, `copying`), and None after it.
     """
 
     overwrite: bool
+    resume: bool
+    workers: int | None
     dry_run: bool
     progress: Progress | None
 
@@ -98,7 +103,7 @@ class ConvertOptions(LayoutOptions, SourceOptions, RunOptions, total=False):
     iteration: number of the `iter_*` directory. Without one, weights alone become a `release`, and weights with
         optimizer state keep the number that they have.
     tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
-    max_shard_size: largest safetensors file, in bytes; 5 GB unless given.
+    max_shard_size: largest safetensors or `.distcp` file, in bytes; 5 GB and 2 GiB unless given.
     revision: branch, tag or commit of a Hub id.
     checksums: put them into the manifest; true unless given. Without them values are not looked at, and `strict` cannot
         be asked for.
@@ -121,6 +126,7 @@ class ModelFolderOptions(SourceOptions, total=False):
     tokenizer: a directory or a name on the Hub; that of the original model or of the run unless given.
     with_tokenizer: false exports the model without one.
     dtype: `float32`, `float16` or `bfloat16`, to which weights are rounded to nearest; as stored unless given.
+    from_master: take the fp32 master copies of the optimizer's state in place of the weights, which they round to.
     quantize: `fp8-block` or `int4`, to which the weights of linear layers are quantised; not at all unless given.
     max_shard_size: largest safetensors file, in bytes; 5 GB unless given.
     metadata: fields of the model card (`license`, `datasets`), over those that are found.
@@ -129,6 +135,7 @@ class ModelFolderOptions(SourceOptions, total=False):
     tokenizer: str | None
     with_tokenizer: bool
     dtype: str | None
+    from_master: bool
     quantize: str | None
     max_shard_size: int | None
     metadata: Mapping[str, Any] | None

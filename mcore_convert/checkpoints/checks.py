@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mcore_convert.errors import ConvertError
 from mcore_convert.storage.elements import CAST_BLOCK, WORKERS, Files, blocks_of, differing
-from mcore_convert.storage.values import round_to
+from mcore_convert.storage.rounding import rounds_to
 from mcore_convert.storage.views import View
 
 
@@ -41,7 +41,7 @@ def _check(check: Check, files: Files) -> None:
     if check.other is not None and check.rounded:
         exact, rounded = check.view, check.other
         failed = any(
-            bool((round_to(files.read(exact.block(block)), rounded.dtype) != files.read(rounded.block(block))).any())
+            not rounds_to(files.read(exact.block(block)), files.read(rounded.block(block)), rounded.dtype).all()
             for block in blocks_of(exact.shape, exact.itemsize, CAST_BLOCK)
         )
     elif check.other is not None:

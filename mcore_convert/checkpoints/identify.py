@@ -13,7 +13,7 @@ from mcore_convert.checkpoints.families import Choice
 from mcore_convert.checkpoints.manifest import check_manifest
 from mcore_convert.checkpoints.runs import find_run
 from mcore_convert.errors import ConfigError, UnreadableCheckpoint
-from mcore_convert.formats.base import Checkpoint
+from mcore_convert.formats.base import Checkpoint, Side
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, resolve
@@ -22,8 +22,10 @@ from mcore_convert.options import FamilyOptions, ModelOptions
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.config.mapping import shown
+from mcore_convert.spec.config.recorded import agreed
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
+from mcore_convert.spec.names import spell
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.paths import absent
 
@@ -62,9 +64,9 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, without padding; a tied head counts once."""
-        instances = self.family.instances(self.dims)
-        return sum(Box.whole(self.family.shape(weight, self.dims)).numel for weight, _ in instances)
+        """Parameters of the model, without padding; a tied head counts once, and so does what is copied."""
+        instances = (weight for weight, _ in self.family.instances(self.dims) if weight.copy_of is None)
+        return sum(Box.whole(self.family.shape(weight, self.dims)).numel for weight in instances)
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,13 @@ def model_of(checkpoint: Checkpoint, **options: Unpack[FamilyOptions]) -> Model:
     config = _read_config(hf_config)
     if hf_config is not None and hf_config.is_dir():
         folder = hf_config
+    if checkpoint.side is Side.HUGGING_FACE:
+        if config is None:
+            raise ConfigError(
+                f"`{checkpoint.path}` has no `{CONFIG}`, so its architecture is not known",
+                hint="pass the model's configuration: --hf-config PATH",
+            )
+        return replace(_identify_by_config(checkpoint, config, family, ignore_keys), folder=folder)
     if config is None and folder is not None and (folder / CONFIG).is_file():
         config = read_json(folder / CONFIG)
     if config is not None:  # it is of the original files, and says nothing of these weights
@@ -219,7 +228,20 @@ def _identify_by_config(
     vocab = args["vocab_size"]
     dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)
     opened = checkpoint.named_for(family)
+    if dims.mtp_num_layers and not _predicts(opened, family, dims):
+        said = [f"`{key}` = {shown(config[key])}" for key in family.config.keys_of("mtp_num_layers") if config.get(key)]
+        if said:
+            notes.append(f"config.json says {said[0]}, but no file has such layers: converted without them")
+        args = {**args, "mtp_num_layers": None}
+        dims = replace(dims, mtp_num_layers=0)
     return Model(opened, family, dims, args, config, tuple(notes), folder=opened.companions, ignored=ignored)
+
+
+def _predicts(checkpoint: Checkpoint, family: Family, dims: Dims) -> bool:
+    """Whether any tensor is of a layer that predicts further tokens; transformers saves models without them."""
+    rows = ((weight, at) for weight, at in family.instances(dims) if weight.predicts)
+    names = (spell(name, at) for weight, at in rows for spelling in weight.spellings for name in spelling.hf)
+    return any(name in checkpoint.tensors for name in names)
 
 
 def _identify_megatron(
@@ -240,10 +262,16 @@ def _identify_megatron(
             )
         family = families.named(name) if name else families.of_config(config)
         family, ignored, notes = _ignoring(family, config, ignore_keys)
-        args = arguments.normalise(family.config.to_megatron(config))
-        notes.append(
-            "the checkpoint stores no arguments: its architecture is taken from the Hugging Face configuration"
-        )
+        architecture = family.config.to_megatron(config)
+        recorded = checkpoint.common.recorded
+        if recorded is None:
+            notes.append(
+                "the checkpoint stores no arguments: its architecture is taken from the Hugging Face configuration"
+            )
+        else:
+            architecture = agreed(architecture, recorded)
+        args = arguments.normalise(architecture)
+        checkpoint = checkpoint.described_by(args)
     else:
         args = arguments.normalise(stored)
         try:

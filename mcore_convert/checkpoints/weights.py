@@ -17,6 +17,7 @@ from mcore_convert.spec.family import Family, Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.names import MASTER, PARAM, Index, match
 from mcore_convert.spec.shard import Box
+from mcore_convert.storage.joining import REMAINDER
 from mcore_convert.storage.views import Slot, cut, untiled
 
 DRIFT_HINT = "old runs drift a little: --allow-drift takes the first rank's copy"
@@ -39,6 +40,14 @@ class Sources:
             last = slots[0].view.dtype if slots else last
             dtypes[key] = last
         return dtypes
+
+    def in_masters(self) -> Sources:
+        """The same without what a master copy stands for, which is proven to round to the weight that is left out."""
+        left = {item for item in self.slots if item.state == PARAM and item._replace(state=MASTER) in self.slots}
+        known = {(check.view, check.other) for check in self.checks if check.rounded}
+        checks = [check for check in master_checks(self.slots) if (check.view, check.other) not in known]
+        slots = {item: places for item, places in self.slots.items() if item not in left}
+        return Sources(slots, (*self.checks, *checks))
 
 
 def find_weights(
@@ -63,7 +72,11 @@ def find_weights(
     slots: dict[Item, list[Slot]] = {}
     checks: list[Check] = []
     broken = []
-    for item in items_of(family, dims, states):
+    for item in (item for item in items_of(family, dims, states) if source.keeps(item, dims)):
+        if item.weight.copy_of is not None:
+            slots[item] = slots[family.original_of(item)]
+            checks += _copy_checks(item, dims, source, slots[item], findings)
+            continue
         found = without_padding(item.weight, dims, source.locate(item, dims, findings))
         slots[item] = found
         if not found:
@@ -83,20 +96,45 @@ def find_weights(
             failure = f"the ranks do not agree on `{item}`: {where} differs from the first"
             checks += equal_checks(replica, found, failure, hint=DRIFT_HINT)
     if source.found_by_order:
-        checks += _master_checks(slots)
+        checks += master_checks(slots)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
     return Sources(slots, tuple(checks))
 
 
-def _master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
+def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift: bool = False) -> Sources:
+    """Find the master copy of every weight in its place, proven to round to it; what is not trained has none.
+
+    Raises:
+        MappingError: as `find_weights`; or there are no master copies.
+    """
+    if MASTER not in source.states:
+        raise MappingError(
+            f"`{source.path}` holds no master copies of its weights",
+            hint="leave out --from-master: an optimizer keeps them for weights in bfloat16 or float16 alone",
+        )
+    both = find_weights(family, dims, source, (PARAM, MASTER), allow_drift=allow_drift)
+    taken = {
+        item: both.slots.get(item._replace(state=MASTER), slots)
+        for item, slots in both.slots.items()
+        if item.state == PARAM
+    }
+    proofs = () if source.found_by_order else tuple(master_checks(both.slots))
+    return Sources(taken, (*both.checks, *proofs))
+
+
+def master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
     """That every master copy rounds to its weight: the proof that state found by its order was found right."""
     for item, masters in slots.items():
         if item.state == MASTER:
             param = item._replace(state=PARAM)
             failure = f"the master copy of `{param}` does not round to the weight"
             for slot in masters:
+                if slot.view.low_dtype == REMAINDER:  # joined with any weight it rounds to that weight
+                    continue
                 for check in equal_checks(slot, slots[param], failure, hint=ALONE_HINT):
+                    if check.view == check.other:  # the weight is held as its master copy
+                        continue
                     yield replace(check, rounded=check.other is not None and check.view.dtype != check.other.dtype)
 
 
@@ -111,6 +149,19 @@ def equal_checks(replica: Slot, slots: list[Slot], failure: str, *, hint: str | 
     """That a slot holds what others hold of the same box."""
     for part in cut(slots, replica.box):
         yield Check(replica.part(part.box), part.view, failure, hint=hint)
+
+
+def _copy_checks(item: Item, dims: Dims, source: Checkpoint, slots: list[Slot], findings: Findings) -> Iterator[Check]:
+    """A copy of a weight may be absent; where it is not, it must be equal."""
+    there = Findings()
+    found = source.locate(item, dims, there)
+    if there.missing or not there.used:
+        return
+    findings.used |= there.used
+    findings.misshapen += there.misshapen
+    failure = f"`{item}` in `{source.path}` differs from the `{item.weight.copy_of}` that it should be a copy of"
+    for slot in found:
+        yield from equal_checks(slot, slots, failure)
 
 
 def _tied_checks(

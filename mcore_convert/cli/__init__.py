@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated, NoReturn
 
 import typer
@@ -15,8 +16,10 @@ from mcore_convert.cli import convert, data, diff, export, families, inspect, lo
 from mcore_convert.cli.command import SETTINGS, Command, Group
 from mcore_convert.cli.failures import DONE, Failures, UsageError
 from mcore_convert.cli.interruption import Interrupted, interruptible
+from mcore_convert.cli.sharing import sharing
 from mcore_convert.cli.text import say, show
 from mcore_convert.errors import ConvertError
+from mcore_convert.storage.destination import counts, has_journal, left
 from mcore_convert.version import VERSION
 
 NAME = "mcore-convert"
@@ -69,16 +72,25 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     failures = Failures(words)
+    with sharing(words) as scope:
+        _run(words, failures, scope)
+
+
+def _run(words: Sequence[str], failures: Failures, scope: AbstractContextManager[object]) -> NoReturn:
+    before = counts()[1]
     try:
         try:
-            with interruptible():
+            with interruptible(), scope:
                 code = app(words, prog_name=NAME, standalone_mode=False)
         finally:
             sys.stdout.flush()  # here, and not when Python ends, where a failure could not be told
     except SystemExit as end:
         sys.exit(failures.trouble if isinstance(end.__context__, OSError) else end.code)  # the output has no reader
     except ConvertError as error:
-        sys.exit(failures.refused(error))
+        code = failures.refused(error)
+        for path in filter(has_journal, left(before)):
+            say(f"note: what is complete stays in `{path}`: --resume goes on with it")
+        sys.exit(code)
     except UsageError as error:
         sys.exit(failures.misused(error))
     except Interrupted as stop:

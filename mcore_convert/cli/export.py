@@ -64,9 +64,9 @@ def command(
     if given["tokenizer"] is not None and not given["with_tokenizer"]:
         raise typer.BadParameter("there is one or there is none", param_hint="--tokenizer and --no-tokenizer")
     if every:
-        single = (given["branch"], given["tag"], given["commit_message"], given["overwrite"], given["dry_run"])
-        if single != ("main", None, None, False, False):
-            idle = "--branch, --tag, --commit-message, --overwrite and --dry-run"
+        names = ("branch", "tag", "commit_message", "overwrite", "resume", "workers", "dry_run")
+        if [given.get(name) for name in names] != ["main", None, None, False, False, None, False]:
+            idle = "--branch, --tag, --commit-message, --overwrite, --resume, --workers and --dry-run"
             raise typer.BadParameter(f"an iteration has its own branch, and is never replaced: leave out {idle}")
         _sweep(
             source,

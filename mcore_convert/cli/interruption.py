@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 from mcore_convert.storage import destination
@@ -28,12 +29,17 @@ class Interrupted(BaseException):
         if self._remains is not None:
             return self._remains
         finished = [f"`{path}` was finished, and stands" for path in destination.finished(self._since[0])]
-        left = [f"`{path}` is left, which the next run clears" for path in destination.left(self._since[1])]
+        left = [_what_is_left(path) for path in destination.left(self._since[1])]
         return "; ".join([*finished, *left]) or "nothing was left behind"
 
     @remains.setter
     def remains(self, what: str) -> None:
         self._remains = what
+
+
+def _what_is_left(path: Path) -> str:
+    goes_on = "--resume goes on with" if destination.has_journal(path) else "the next run clears"
+    return f"`{path}` is left, which {goes_on}"
 
 
 @contextlib.contextmanager

@@ -232,6 +232,14 @@ Tokenizer = Annotated[
 NoTokenizer = Annotated[
     bool, typer.Option("--no-tokenizer", rich_help_panel=TARGET, help="Export the model without a tokenizer")
 ]
+FromMaster = Annotated[
+    bool,
+    typer.Option(
+        "--from-master",
+        rich_help_panel=TARGET,
+        help="Take the optimizer's fp32 master copies in place of the weights",
+    ),
+]
 ToDtype = Annotated[
     Dtype | None, typer.Option(rich_help_panel=TARGET, help="Round weights to it; as stored unless given")
 ]
@@ -251,11 +259,27 @@ Metadata = Annotated[
 MaxShardSize = Annotated[
     int | None,
     typer.Option(
-        parser=size, metavar="SIZE", rich_help_panel=TARGET, help="Largest safetensors file; 5GB unless given"
+        parser=size,
+        metavar="SIZE",
+        rich_help_panel=TARGET,
+        help="Largest safetensors or .distcp file; 5GB and 2GiB unless given",
     ),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", rich_help_panel=TARGET, help="Replace a destination that exists")
+]
+
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        rich_help_panel=RUN,
+        help="Go on where a run ended that was killed or ran out of room, and leave what is complete if this one does",
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=RUN, help="Threads that copy; as many as processors unless given"),
 ]
 
 PushToHub = Annotated[

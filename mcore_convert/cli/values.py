@@ -32,6 +32,7 @@ def _split(members: Sequence[OfWeight]) -> tuple[str, str]:
     first = members[0]
     name = first.weight.replace("{expert}", _span([m.expert for m in members]))
     name = name if first.state == PARAM else f"{name} ({first.state})"
+    name = name.replace("{mtp}.", "{layer}.")
     before, placeholder, after = name.partition("{layer}.")
     return (before + _span([m.layer for m in members]), after) if placeholder else ("", name)
 

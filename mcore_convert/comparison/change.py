@@ -249,7 +249,7 @@ def change_of(a: Tensor, b: Tensor, gap: Gap) -> Change:
     return Change(
         a.name,
         a.weight,
-        a.at.layer,
+        a.at.number,
         a.at.expert,
         a.state,
         a.shape,

@@ -108,7 +108,15 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         raise VerificationError("the models have different sizes", items=items)
     family, states, notes = _common_ground(a, b)
     with phase(progress, "checking"):
-        mine, theirs = (_found(each, family, states).slots for each in (a, b))
+        found = [_found(each, family, states) for each in (a, b)]
+        if a.checkpoint.weights_are_masters != b.checkpoint.weights_are_masters:
+            found = [each.in_masters() for each in found]
+            prove(check for each in found for check in each.checks if check.rounded)
+        mine, theirs = (each.slots for each in found)
+    apart = sorted({item.state for item in mine.keys() ^ theirs.keys()})
+    if apart:  # of optimizers that are chained by kinds of weights
+        notes = [*notes, f"only one has {', '.join(apart)} of some weights"]
+        mine = {item: slots for item, slots in mine.items() if item in theirs}
     nbytes = [sum(slot.view.nbytes for slots in side.values() for slot in slots) for side in (mine, theirs)]
     with phase(progress, "comparing", sum(nbytes)), Files() as files:
         pairs = ((slots, theirs[item]) for item, slots in mine.items())

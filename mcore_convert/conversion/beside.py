@@ -44,7 +44,7 @@ def together(copies: Sequence[Copy]) -> list[list[Copy]]:
 
 
 def _in_short_runs(view: View) -> bool:
-    if len(view.shape) < 2 or not view.nbytes or view.is_contiguous or view.coded is not None:
+    if len(view.shape) < 2 or not view.nbytes or view.is_contiguous or not view.is_plain:
         return False
     return max(view.strides) == view.strides[0] and view.shape[-1] * view.itemsize < KERNEL_RUN
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import threading
 from collections.abc import Callable, Iterator, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mcore_convert.checkpoints.checks import prove
-from mcore_convert.conversion.beside import copy_together
+from mcore_convert.conversion.copying import fill
+from mcore_convert.conversion.journal import Journal, clear_except, fingerprint
 from mcore_convert.conversion.plan import Plan
+from mcore_convert.conversion.ranks import Ranks, current
 from mcore_convert.conversion.recording import Recording
 from mcore_convert.conversion.reopening import check_reopened
 from mcore_convert.errors import MAX_ITEMS, ConvertError, UnreadableCheckpoint, UnwritableTarget, counted
@@ -31,7 +31,8 @@ from mcore_convert.storage.views import open_error
 # Two threads and their blocks need next to nothing: what is anonymous is the interpreter and the plan itself.
 BASE_MEMORY = 64 * 2**20
 
-BEYOND_HINT = "--dtype bfloat16 has the range of float32"
+CLEARED = "an earlier run had completed files here, which were cleared: --resume would have gone on with them"
+OTHER_WORK = "what an earlier run had completed here was of another source, other options or another version: cleared"
 
 
 def expected_memory(plan: Plan) -> int:
@@ -47,10 +48,13 @@ def execute(
     conclude: Callable[[Path], Mapping[Path, bytes]] | None = None,
     strict: bool = False,
     checksums: bool = True,
+    resume: bool = False,
+    workers: int | None = None,
 ) -> tuple[str, ...]:
     """Write what a plan says, with its manifest, and return what a user should know of the values.
 
-    The destination appears at the end, whole, or not at all.
+    The destination appears at the end, whole, or not at all. Processes that have `joined` write it together: each
+    fills files of its own, and the first one does the rest.
 
     Args:
         overwrite: replace a destination that exists; it stays until the new one is complete.
@@ -59,38 +63,96 @@ def execute(
             paths that they will have. What it raises leaves nothing behind.
         strict: refuse NaN and infinities.
         checksums: put them into the manifest. Without them values are not looked at, and the kernel copies.
+        resume: go on with what an earlier run of the same plan left; leave what this one completes if it ends early.
+        workers: threads that copy; WORKERS unless given.
 
     Raises:
         ConvertError: with `strict`, numbers that are none; a number that a cast would make infinite.
         UnwritableTarget: the destination exists, is being written by another process, or there is no room.
         UnreadableCheckpoint: a check on the source's data failed, or its files changed.
     """
-    final = plan.reservation.path
+    final, ranks = plan.reservation.path, current()
     check_free(final, overwrite=overwrite)
     sources = plan.source_files | {*plan.reservation.carried.values()}
     for place in (final, partial_path(final)):
         _refuse_overlap(place, plan.source.path, sources)
     stamps = {**stamped(sources), **plan.stamps}
     with phase(progress, "checking"):
-        prove(plan.checks)
+        prove(plan.checks[ranks.rank :: ranks.size])
         _check_unchanged(stamps)
-    partial = partial_path(final)
-    with _as_errors(final, sources), claimed(final, plan.reservation.nbytes, overwrite=overwrite) as claim:
-        with phase(progress, "copying", plan.nbytes), Files() as files:
-            _reserve(plan, partial)
-            recording = Recording(plan, partial, checksums=checksums)
-            _fill(plan, files, Meter(plan.nbytes, progress), recording)
-        notes = _not_finite(recording, strict=strict)
+    ranks.meet("proven")
+    partial, resume = partial_path(final), resume or ranks.size > 1
+    journal = Journal(partial, fingerprint(plan, checksums=checksums), stays=resume, rank=ranks.rank)
+    run = _Run(plan, ranks, progress, journal, checksums, workers or WORKERS)
+    if not ranks.is_first:
+        with _as_errors(final, sources):
+            run.help()
+        return ()
+    with (
+        _as_errors(final, sources),
+        claimed(final, plan.reservation.nbytes, overwrite=overwrite, resume=resume) as claim,
+    ):
+        recording, notes = run.lead()
+        notes += [CLEARED] if claim.cleared else []
+        notes += _not_finite(recording, strict=strict)
         further = conclude(partial) if conclude else {}
         with phase(progress, "finishing"):
             _finish(plan, partial, further, recording)
             check_reopened(plan, partial)
             _check_unchanged(stamps)
             claim.publish()
-    return notes
+    ranks.send("end", None)
+    return tuple(notes)
 
 
-def _not_finite(recording: Recording, *, strict: bool) -> tuple[str, ...]:
+class _Run:
+    """The copying of one plan by this process."""
+
+    def __init__(
+        self, plan: Plan, ranks: Ranks, progress: Progress | None, journal: Journal, checksums: bool, workers: int
+    ) -> None:
+        self._plan, self._ranks, self._progress, self._journal = plan, ranks, progress, journal
+        self._partial = partial_path(plan.reservation.path)
+        self._checksums, self._workers = checksums, workers
+
+    def lead(self) -> tuple[Recording, list[str]]:
+        """Reserve the files, fill those of this process, and wait for the others; returns what all have recorded."""
+        root, sizes = self._plan.reservation.path, self._plan.reservation.sizes
+        kept = self._journal.kept()
+        found = clear_except(self._partial, kept)
+        _reserve(self._plan, self._partial, {*kept})
+        self._ranks.send("kept", sorted(str(path.relative_to(self._partial)) for path in kept))
+        recording = self._copy({moved(path, self._partial, root) for path in kept})
+        self._ranks.meet("copied")
+        done = self._journal.kept() if self._ranks.size > 1 else kept
+        for path, each in done.items():
+            if path not in recording.filled:
+                recording.adopt(path, each.regions)
+        if not kept:
+            return recording, [OTHER_WORK] if found else []
+        return recording, [f"{len(kept)} of {len(sizes)} files were complete already"]
+
+    def help(self) -> None:
+        """Fill the files of this process when they are there, and wait for the end."""
+        root = self._plan.reservation.path
+        self._copy({root / name for name in self._ranks.receive("kept")})
+        self._ranks.meet("copied")
+        self._ranks.receive("end")
+
+    def _copy(self, kept: Set[Path]) -> Recording:
+        """Fill the files of this process, but for those that are complete."""
+        plan, ranks = self._plan, self._ranks
+        sizes = {path: size for path, size in plan.reservation.sizes.items() if path not in kept}
+        mine = ranks.part(sizes)
+        there = sum(c.source.nbytes for move in plan.moves for c in move.copies if c.target.path in kept)
+        meter = Meter(plan.nbytes, self._progress, there)
+        with phase(self._progress, "copying", plan.nbytes), Files() as files, ranks.counting(meter):
+            recording = Recording(plan, self._partial, mine, checksums=self._checksums)
+            fill(plan, mine, files, meter, recording, self._journal, self._workers)
+        return recording
+
+
+def _not_finite(recording: Recording, *, strict: bool) -> list[str]:
     """A note of the tensors that hold NaN or infinities, all in one.
 
     Raises:
@@ -98,12 +160,12 @@ def _not_finite(recording: Recording, *, strict: bool) -> tuple[str, ...]:
     """
     lines = recording.not_finite()
     if not lines:
-        return ()
+        return []
     message = counted(len(lines), "tensor holds", "tensors hold") + " numbers that are not finite"
     if strict:
         raise ConvertError(message, items=lines, hint="leave out --strict to copy them as they are")
     more = [f"and {len(lines) - MAX_ITEMS} more"] if len(lines) > MAX_ITEMS else []
-    return (f"{message}: {'; '.join([*lines[:MAX_ITEMS], *more])}",)
+    return [f"{message}: {'; '.join([*lines[:MAX_ITEMS], *more])}"]
 
 
 @contextlib.contextmanager
@@ -141,53 +203,17 @@ def _refuse_overlap(final: Path, source: Path, files: Set[Path]) -> None:
         )
 
 
-def _reserve(plan: Plan, partial: Path) -> None:
-    """Every file at its final size, with the bytes that are known before any tensor."""
+def _reserve(plan: Plan, partial: Path, kept: Set[Path]) -> None:
+    """Every file that is not kept at its final size, with the bytes that are known before any tensor."""
     reservation = plan.reservation
     literals: dict[Path, list[tuple[int, bytes]]] = {path: [] for path in reservation.sizes}
     for path, at, content in reservation.literals:
         literals[path].append((at, content))
     for path, size in reservation.sizes.items():
         here = moved(path, reservation.path, partial)
-        here.parent.mkdir(parents=True, exist_ok=True)
-        reserve(here, size, literals[path])
-
-
-def _fill(plan: Plan, files: Files, meter: Meter, recording: Recording) -> None:
-    """Run every copy. The threads draw from one queue, so that its length costs no memory."""
-    copies = ((move.item, groups) for move in plan.moves for groups in recording.in_order(move.copies))
-    drawing, stop = threading.Lock(), threading.Event()
-    feed = recording.feed if recording.checksums else None
-
-    def work() -> None:
-        while not stop.is_set():
-            with drawing:
-                drawn = next(copies, None)
-            if drawn is None:
-                return
-            item, groups = drawn
-            try:
-                for group in groups:
-                    here = [copy._replace(target=copy.target.moved(recording.here)) for copy in group]
-                    for done in copy_together(files, here, feed):
-                        meter.add(done)
-                        if stop.is_set():
-                            return
-                    recording.done(here, files)
-            except OverflowError as error:
-                stop.set()
-                raise ConvertError(f"`{item}` has {error}", hint=BEYOND_HINT) from error
-            except BaseException:
-                stop.set()  # the others need not go on
-                raise
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        try:
-            for worker in [pool.submit(work) for _ in range(WORKERS)]:
-                worker.result()
-        finally:
-            stop.set()
-    recording.complete(files)
+        if here not in kept:
+            here.parent.mkdir(parents=True, exist_ok=True)
+            reserve(here, size, literals[path])
 
 
 def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes], recording: Recording) -> None:

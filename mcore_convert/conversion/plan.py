@@ -102,7 +102,7 @@ def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoi
         filled = sum(Box.whole(copy.target.shape).numel for copy in first)
         copies += first
         shape = family.shape(weight, dims)
-        if weight.mcore is not None and (
+        if (weight.mcore is not None or (weight.copy_of is not None and places)) and (
             filled != Box.whole(shape).numel or untiled([place.box for place in places], shape) is not None
         ):
             raise MappingError(f"`{item}` would not be filled completely; please report this")

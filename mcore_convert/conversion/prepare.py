@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from mcore_convert.checkpoints.identify import Model
-from mcore_convert.checkpoints.weights import find_weights
+from mcore_convert.checkpoints.weights import find_masters, find_weights
 from mcore_convert.conversion.plan import Plan, moves_between
 from mcore_convert.conversion.target import Target, lay_out_hf, lay_out_megatron
 from mcore_convert.formats.base import Side
@@ -19,6 +19,11 @@ from mcore_convert.storage.disk import stamped
 from mcore_convert.text.quantities import in_bytes
 
 logger = logging.getLogger(__name__)
+
+REMAINDERS_NOTE = (
+    "master weights, kept as 16-bit remainders of the weights, are written whole, in fp32: load them with "
+    "`store_param_remainders` off"
+)
 
 
 @without_collection()
@@ -47,9 +52,12 @@ def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
     if model.refusal is not None:
         raise model.refusal
     source = model.checkpoint
-    if source.optimizer_keys:
+    if target.from_master:
+        notes.append("weights are the optimizer's fp32 master copies; the rest of its state is left behind")
+    elif source.optimizer_keys:
         notes.append(f"optimizer state is left behind ({len(source.optimizer_keys)} keys)")
-    sources = find_weights(model.family, model.dims, source, allow_drift=target.allow_drift)
+    find = find_masters if target.from_master else find_weights
+    sources = find(model.family, model.dims, source, allow_drift=target.allow_drift)
     if target_named(target.format).side is Side.HUGGING_FACE:
         if model.choice is not None and model.choice.note is not None:
             notes.append(model.choice.note)
@@ -84,6 +92,10 @@ def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> P
     elif not keeps and source.training is not None:
         notes.append(f"optimizer state is left behind: the format `{target.format}` has no place for it")
     sources = find_weights(family, held, source, states, allow_drift=target.allow_drift)
+    if any(slot.view.high is not None for slots in sources.slots.values() for slot in slots):
+        notes.append(REMAINDERS_NOTE)
     checkpoint, reservation = lay_out_megatron(model, family, dims, target, sources, notes)
+    if checkpoint.weights_are_masters:
+        sources = sources.in_masters()
     moves = moves_between(family, dims, sources, checkpoint)
     return Plan(family, dims, source, checkpoint, reservation, moves, sources, tuple(notes), model.num_parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -17,10 +17,11 @@ from mcore_convert.conversion.beside import together
 from mcore_convert.conversion.plan import Copy, Plan
 from mcore_convert.errors import counted
 from mcore_convert.formats.base import Findings
+from mcore_convert.spec.names import MASTER
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.digests import Region, checksum_of_runs, gaps_between
 from mcore_convert.storage.elements import Files
-from mcore_convert.storage.marker import MARKER
+from mcore_convert.storage.marker import is_bookkeeping
 from mcore_convert.storage.paths import files_in, moved
 from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import View
@@ -61,7 +62,9 @@ def _made_of(plan: Plan) -> dict[str, set[str]]:
     for move in plan.moves:
         findings = Findings()
         if not (plan.source.whole_views and plan.target.whole_views):
-            plan.source.locate(move.item, plan.dims, findings)
+            item = plan.family.original_of(move.item)
+            is_master = plan.options.get("from_master") and item.weight.trained
+            plan.source.locate(item._replace(state=MASTER) if is_master else item, plan.dims, findings)
         if not plan.target.whole_views:
             made_of[str(move.item)] = findings.used
         else:
@@ -88,16 +91,30 @@ class Recording:
     """The regions of the files that a plan writes below `partial`, and the copies that are still to fill them.
 
     Without `checksums` there is no region, nothing is read or counted, and bytes are copied by the kernel.
+
+    Args:
+        mine: those of the files that this process fills, by the names that they will have.
     """
 
-    def __init__(self, plan: Plan, partial: Path, *, checksums: bool = True) -> None:
+    def __init__(self, plan: Plan, partial: Path, mine: Set[Path], *, checksums: bool = True) -> None:
         self._plan, self._partial, self.checksums = plan, partial, checksums
         self._regions: dict[Path, list[Region]] = defaultdict(list)
         self._starts: dict[Path, list[int]] = {}
         self._lock = threading.Lock()
-        if not checksums:
-            return
-        final = plan.reservation.path
+        self._left = dict.fromkeys(map(self.here, sorted(mine)), 0)  # copies, by file
+        if checksums:
+            self._lay_out()
+        for copy in (copy for move in plan.moves for copy in move.copies if copy.target.path in mine):
+            self._left[self.here(copy.target.path)] += 1
+            for view in copy.target.stored:
+                region = self._at(self.here(view.path), view.offset)
+                if region is not None:
+                    region.pending += 1
+        self._copies = dict(self._left)
+
+    def _lay_out(self) -> None:
+        """Make the regions of all files."""
+        plan, final = self._plan, self._plan.reservation.path
         spans = sorted(
             (stored.view.path, stored.view.offset, stored.view.end, stored.dtype)
             for stored in stored_tensors(plan)
@@ -112,11 +129,6 @@ class Recording:
                 regions.append(Region(self.here(path), start, end, dtype))
         self._starts = {path: [region.start for region in regions] for path, regions in self._regions.items()}
         assert all(path.is_relative_to(final) for path, *_ in spans)
-        for copy in (copy for move in plan.moves for copy in move.copies):
-            for view in copy.target.stored:
-                region = self._at(self.here(view.path), view.offset)
-                if region is not None:
-                    region.pending += 1
 
     def here(self, path: Path) -> Path:
         """Where a file of the destination is while it is written."""
@@ -161,8 +173,9 @@ class Recording:
             part.sort(key=lambda group: (group[0].target.stored[0].path, group[0].target.stored[0].offset))
         return [*alone, *distinct]
 
-    def done(self, copies: Iterable[Copy], files: Files) -> None:
-        """Note that copies, by their places below `partial`, are complete; what is full is finished."""
+    def done(self, copies: Iterable[Copy], files: Files) -> list[Path]:
+        """Note that copies, by their places below `partial`, are complete; returns the files that have the last one."""
+        copies = list(copies)
         full = []
         with self._lock:
             for copy in copies:
@@ -174,11 +187,44 @@ class Recording:
                             full.append(region)
         for region in full:
             region.finish(files.fd(region.path, write=True))
+        complete = []
+        with self._lock:  # again: a file is complete when all of its regions are finished
+            for copy in copies:
+                self._left[copy.target.path] -= 1
+                if not self._left[copy.target.path]:
+                    complete.append(copy.target.path)
+        for path in complete:
+            self._finish(path, files)
+        return complete
 
-    def complete(self, files: Files) -> None:
-        """Finish what no copy has filled, as rows that are padding alone."""
-        for region in chain.from_iterable(self._regions.values()):
-            region.finish(files.fd(region.path, write=True))
+    @property
+    def filled(self) -> Set[Path]:
+        """The files that this process fills, by their places below `partial`."""
+        return self._copies.keys()
+
+    def untouched(self, files: Files) -> list[Path]:
+        """The files of this process that no copy fills, as those of padding alone; their regions are finished."""
+        found = [path for path, copies in self._copies.items() if not copies]
+        for path in found:
+            self._finish(path, files)
+        return found
+
+    def _finish(self, path: Path, files: Files) -> None:
+        """Finish what no copy has filled of a file, as rows that are padding alone."""
+        for region in self._regions.get(path, ()):
+            region.finish(files.fd(path, write=True))
+
+    def facts_of(self, path: Path) -> list[list[Any]]:
+        """What is known of the regions of a file that is complete, for `adopt`."""
+        return [[each.start, each.end, each.nan, each.infinite, each.sums] for each in self._regions.get(path, ())]
+
+    def adopt(self, path: Path, facts: Sequence[Sequence[Any]]) -> None:
+        """Take what another process, or one before this, knows of a file that it has completed."""
+        regions = self._regions.get(path, [])
+        if [(start, end) for start, end, *_ in facts] != [(region.start, region.end) for region in regions]:
+            raise ValueError(f"`{path}` was written in other regions than those of this plan")
+        for region, (_, _, nan, infinite, sums) in zip(regions, facts, strict=True):
+            region.adopt(nan, infinite, sums)
 
     def not_finite(self) -> list[str]:
         """The tensors that have NaN or infinities, a line each with their counts."""
@@ -202,7 +248,11 @@ class Recording:
         """Write the manifest of all that is in the checkpoint's directory, when the rest is there."""
         plan = self._plan
         folder = self.here(plan.target.path)
-        listed = {name: self._file(path) for name, path in files_in(folder).items() if name not in (*UNCOVERED, MARKER)}
+        listed = {
+            name: self._file(path)
+            for name, path in files_in(folder).items()
+            if name not in UNCOVERED and not is_bookkeeping(name)
+        }
         facts = {
             "source": source_facts(plan.source, plan.source_files),
             "format": plan.target.format,

@@ -22,8 +22,9 @@ from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
 from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
+from mcore_convert.formats.files.yaml_file import yaml_text
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
-from mcore_convert.formats.registry import options_for, target_named
+from mcore_convert.formats.registry import arguments_of, options_for, target_named
 from mcore_convert.options import SourceOptions
 from mcore_convert.spec import releases
 from mcore_convert.spec.config import arguments, bridge
@@ -32,6 +33,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.gpt import WEIGHT_SHARDS
 from mcore_convert.spec.layout import Layout
+from mcore_convert.spec.names import PARAM
 from mcore_convert.spec.releases import Release
 
 COMMAND_FILE = "megatron_args.txt"
@@ -45,6 +47,7 @@ class Target:
     one, or, on Hugging Face's side, where the one comes from that the caller adds. `release` of Megatron-LM is the one
     to load it; that which wrote the source where it can be told, else the newest.
     `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
+    `from_master` takes master copies in place of the weights on Hugging Face's side.
     `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
     None stands for what was not given. `reading` is what a user has said of the source, for the manifest.
     """
@@ -57,6 +60,7 @@ class Target:
     optimizer: bool = True
     allow_drift: bool = False
     dtype: str | None = None
+    from_master: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     release: Release | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +76,7 @@ class Target:
             "no_optimizer": not self.optimizer or None,
             "allow_drift": self.allow_drift or None,
             "dtype": self.dtype,
+            "from_master": self.from_master or None,
             "for_megatron": None if self.release is None else releases.spelled(self.release),
             **self.options,
             **self.reading,
@@ -94,15 +99,20 @@ def reading_of(options: SourceOptions) -> dict[str, Any]:
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
     """A Hugging Face directory: its configuration is synthesised, or the original one corrected."""
     dtype_of = sources.dtype_of
-    cast = target.dtype is not None and set(dtype_of.values()) != {target.dtype}
+    trained = {dtype for item, dtype in dtype_of.items() if item.weight.trained}  # buffers stay as they are
+    cast = target.dtype is not None and trained != {target.dtype}
     if target.dtype is not None and cast:
         rounded = "" if target.dtype == "float32" else ", rounded to nearest"
-        notes.append(f"weights in {' and '.join(sorted(set(dtype_of.values())))} become {target.dtype}{rounded}")
-        dtype_of = dict.fromkeys(dtype_of, target.dtype)
+        notes.append(f"weights in {' and '.join(sorted(trained))} become {target.dtype}{rounded}")
+        dtype_of = {item: target.dtype if item.weight.trained else dtype for item, dtype in dtype_of.items()}
+    run = _rounded_to(model.checkpoint)
+    if target.dtype is None and run is not None:
+        notes.append(f"weights stay float32, as the optimizer trains them: --dtype {run} rounds them as the run does")
     args = {**model.args, **_dtype_flags(dtype_of)}
     from_hf = model.checkpoint.side is Side.HUGGING_FACE
-    if from_hf and not cast and model.config is not None:
-        config: Mapping[str, Any] = model.config
+    own = model.checkpoint.original_config
+    if own is not None and not cast:
+        config: Mapping[str, Any] = own
     elif model.config is None:
         config = model.family.config.to_hf(args)
         if model.folder is None and target.tokenizer is None:
@@ -144,7 +154,9 @@ def lay_out_megatron(
     name = name_of(target.iteration)
     hf_folder = target.path / name / CARRIED
     training = model.checkpoint.training if any(item.state != "param" for item in sources.slots) else None
-    args = _stored_arguments(model, dims, target, sources.dtype_of, hf_folder, carried)
+    of_run = _dtypes_of_run(model.checkpoint, sources.dtype_of)
+    dtype_of = _whole_states(of_run)
+    args = _stored_arguments(model, dims, target, dtype_of, hf_folder, carried)
     release = target.release or releases.of_run(args) or releases.NEWEST
     args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
     if training is not None:
@@ -154,24 +166,26 @@ def lay_out_megatron(
     if training is not None:
         notes += resume.notes
     common = {"args": args, "checkpoint_version": 3.0, "iteration": target.iteration or 0}
-    # of a model that no family knows, the stored arguments say more than a partial `run_config.yaml`
-    known = not model.refusals
     request = Request(
         target.path,
         family,
         dims,
-        sources.dtype_of,
+        dtype_of,
         _options(target),
         common=common,
         layout=layout,
         iteration=target.iteration,
         training=training,
-        run_config=bridge.run_config(_with_true_vocabulary(args, model), model.family.name) if known else None,
+        run_config=_run_config(model, args, optimizer=training is not None),
         layer_spec=LayerSpec(implementation_of(args), experts_of(args)),
         norm_state=model.checkpoint.norm_state,
         release=release,
     )
     checkpoint, reservation = _reserve(target, request)
+    if not checkpoint.weights_are_masters and of_run != sources.dtype_of:
+        notes.append(f"weights that are held in float32 become {_rounded_to(model.checkpoint)}, as the run rounds them")
+    if training is not None and model.checkpoint.format == target.format:
+        reservation.carried = dict(model.checkpoint.progress_files(target.path, name))
     flags = command_line(args, optimizer=training is not None)
     if training is not None:
         flags += ["--use-checkpoint-opt_param-scheduler"] if training.scheduler is not None else []
@@ -181,10 +195,25 @@ def lay_out_megatron(
         reservation.texts = {target.path / COMMAND_FILE: os.fsencode(f"{command}\n"), **reservation.texts}
     if folder is not None:
         there = [file for file in carried if (folder / file).is_file()]
-        reservation.carried = {hf_folder / file: folder / file for file in there}
+        reservation.carried |= {hf_folder / file: folder / file for file in there}
         if model.checkpoint.quantised is not None and model.config is not None:
             reservation.texts[hf_folder / CONFIG] = json_bytes(model.config)  # of the weights that are written
     return checkpoint, reservation
+
+
+def _run_config(model: Model, args: Mapping[str, Any], *, optimizer: bool) -> str | None:
+    """The source's own `run_config.yaml` for another layout, or one that says what the arguments say."""
+    recorded = model.checkpoint.common.recorded
+    if recorded is not None and recorded.tree is not None:
+        return yaml_text(bridge.rewritten(recorded.tree, args, optimizer=optimizer))
+    if model.refusals:  # of a model that no family knows, the stored arguments say more than a partial one
+        return None
+    return bridge.run_config(_with_true_vocabulary(args, model), model.family.name)
+
+
+def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:
+    """The dtypes with every state of an optimizer in fp32, as Megatron Core stores it, whatever precision it has."""
+    return {item: dtype if item.state == PARAM else "float32" for item, dtype in dtype_of.items()}
 
 
 def _options(target: Target) -> Any:
@@ -221,8 +250,26 @@ def _stored_arguments(
         )
     decided = layout_arguments(layout, dims)
     shards = {name: decided[size] for name, size in WEIGHT_SHARDS.items() if args.get(name) is not None}
-    known = target_named(target.format).ckpt_format
-    return {**args, **decided, **shards, **({} if known is None else {"ckpt_format": known})}
+    return {**args, **decided, **shards, **arguments_of(target_named(target.format), args)}
+
+
+def _rounded_to(source: Checkpoint) -> str | None:
+    """The dtype in which the run of a source computes with its fp32 weights; None where weights are held in their own.
+
+    Those that are held as master copies are rounded in use.
+    """
+    args = source.common.args or {}
+    if not source.weights_are_masters:
+        return None
+    return "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else None
+
+
+def _dtypes_of_run(source: Checkpoint, dtype_of: Mapping[Item, str]) -> dict[Item, str]:
+    """The dtypes of the tensors, with weights that are held as master copies in that of the run."""
+    run = _rounded_to(source)
+    if run is None:
+        return dict(dtype_of)
+    return {item: run if item.state == PARAM and item.weight.trained else dtype for item, dtype in dtype_of.items()}
 
 
 def _with_true_vocabulary(args: Mapping[str, Any], model: Model) -> dict[str, Any]:

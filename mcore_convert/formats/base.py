@@ -9,6 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.errors import LayoutError
+from mcore_convert.spec.config.recorded import Recorded
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.gpt import EMBEDDING
@@ -61,10 +63,10 @@ class Training:
 
     `groups` are the optimizer's parameter groups without their lists of parameters, those of chained optimizers one
     after the other; each says which it is (`wd_mult`, `lr_mult`, `is_expert_parallel`, `is_decoupled_lr`) and, under
-    `step`, how many steps it took. `steps_by_group`: whether the optimizer counts them so, as those of Apex and
-    Transformer Engine do, or for each parameter, as torch's own does. `distributed` tells Megatron's distributed
-    optimizer from the plain ones, and `rest` holds what is stored beside them (`num_floating_point_operations_so_far`
-    and the like).
+    `step`, how many steps it took, where it counts them. `steps_by_group`: whether the optimizer counts them so, as
+    those of Apex and Transformer Engine do, or for each parameter, as torch's own does. `distributed` tells Megatron's
+    distributed optimizer from the plain ones, and `rest` holds what is stored beside them
+    (`num_floating_point_operations_so_far` and the like). `chain` has the number of each group's optimizer.
     """
 
     iteration: int
@@ -73,15 +75,53 @@ class Training:
     steps_by_group: bool = False
     scheduler: Mapping[str, Any] | None = None
     rest: Mapping[str, Any] = field(default_factory=dict)
+    chain: tuple[int, ...] = ()
+
+    @property
+    def is_chained_by_kind(self) -> bool:
+        """Whether optimizers of different kinds are chained, as Muon and Adam."""
+        return len({is_by_momentum(group) for group in self.groups}) > 1
+
+    def chained_by_kind(self, *, apart: bool) -> list[list[Mapping[str, Any]]]:
+        """Return the groups of each optimizer where different ones are chained, as Muon and Adam; else nothing.
+
+        Where all are of one kind, which groups are of experts follows from the layout, and their chain with it.
+
+        Args:
+            apart: whether experts are spread over ranks in the run that will load the state.
+
+        Raises:
+            LayoutError: they are not in the run that saved it, or the other way round.
+        """
+        if not self.is_chained_by_kind:
+            return []
+        if apart != any(group.get("is_expert_parallel") for group in self.groups):
+            raise LayoutError(
+                "the chain of optimizers of different kinds is that of another expert parallelism",
+                hint="keep `--ep` at 1, or above, as it was; --no-optimizer leaves the state behind",
+            )
+        return [
+            [group for each, group in zip(self.chain, self.groups, strict=True) if each == number]
+            for number in sorted(set(self.chain))
+        ]
+
+
+def is_by_momentum(group: Mapping[str, Any]) -> bool:
+    """Whether a parameter group is of SGD or Muon, which keep one momentum and have no betas."""
+    return "betas" not in group
 
 
 @dataclass(frozen=True)
 class Common:
-    """What a checkpoint stores beside tensors: the run's arguments, its iteration, and the rest as it stands."""
+    """What a checkpoint stores beside tensors: the run's arguments, its iteration, and the rest as it stands.
+
+    `recorded` is the configuration of another program, where that stands in the place of arguments.
+    """
 
     args: Mapping[str, Any] | None = None
     iteration: int | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Recorded | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +213,19 @@ class Checkpoint(ABC):
         """What is stored beside tensors; nothing on Hugging Face's side."""
         return Common()
 
+    def described_by(self, args: Mapping[str, Any]) -> Checkpoint:
+        """Return the checkpoint with what the model's configuration says, for where no arguments are stored."""
+        return self
+
+    def progress_files(self, path: Path, name: str) -> Iterable[tuple[Path, Path]]:
+        """Yield what says how far the run has come, as files of a run's directory: target and source.
+
+        Args:
+            path: of the run's directory that is written.
+            name: of the directory of its one iteration.
+        """
+        return ()
+
     @property
     def companions(self) -> Path | None:
         """The folder with a Hugging Face model's other files: tokenizer, generation config, license."""
@@ -227,6 +280,10 @@ class Checkpoint(ABC):
         """The states that it holds of every trained weight: `param`, and what an optimizer kept."""
         return (PARAM,)
 
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        """Return whether it is to hold this state of this weight: chained optimizers keep different ones."""
+        return True
+
     @property
     def optimizer_keys(self) -> list[str]:
         """Where the optimizer's state is, a name each; empty where there is none."""
@@ -236,6 +293,14 @@ class Checkpoint(ABC):
     def training(self) -> Training | None:
         """What a run needs to go on; None where no optimizer state is held."""
         return None
+
+    @property
+    def weights_are_masters(self) -> bool:
+        """Whether what it holds as a weight is the fp32 master copy that an optimizer trains.
+
+        A run in bf16 or fp16 computes with these, rounded.
+        """
+        return False
 
     @property
     def found_by_order(self) -> bool:

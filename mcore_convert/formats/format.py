@@ -43,7 +43,8 @@ class Format:
     checkpoint by. `holds_optimizer`: it has a place for optimizer state, too. `directory_of` finds the checkpoint that
     one of its files, or a folder in it, belongs to; None for any other path. `resume` says what Megatron-LM of a
     release must be told to find the optimizer's state, from the arguments of the run. `ckpt_format` is Megatron-LM's
-    own word for the format, as `--ckpt-format` takes it; None where Megatron-LM does not load it.
+    own word for the format, as `--ckpt-format` takes it; None where Megatron-LM does not load it. `arguments` are
+    those of the runs that save and load it and no other.
     """
 
     name: str
@@ -56,4 +57,5 @@ class Format:
     holds_optimizer: bool = False
     directory_of: Callable[[Path], Path | None] = _no_directory
     ckpt_format: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     resume: Callable[[Training, Release, Mapping[str, Any]], Resume] = _nothing_to_resume

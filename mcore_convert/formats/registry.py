@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import ConfigError, ConvertError, UnreadableCheckpoint
-from mcore_convert.formats import hf, mp_rank, torch_dist
+from mcore_convert.formats import fsdp_dtensor, hf, mp_rank, torch_dist
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format
 from mcore_convert.plugins import REPAIR, Plugins, load
 
 GROUP = "mcore_convert.formats"
 # The first of each side is what a conversion from the other side writes unless told otherwise.
-OWN = (hf.FORMAT, torch_dist.FORMAT, mp_rank.FORMAT, torch_dist.ZARR_FORMAT)
+OWN = (hf.FORMAT, torch_dist.FORMAT, mp_rank.FORMAT, fsdp_dtensor.FORMAT, torch_dist.ZARR_FORMAT, hf.DCP_FORMAT)
 
 
 @lru_cache(maxsize=1)
@@ -96,6 +96,13 @@ def format_of(path: Path) -> Format | None:
             hint="keep one of them in the directory",
         )
     return claims[0] if claims else None
+
+
+def arguments_of(target: Format, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that say of a run which format it saves: those of a target, and no other's."""
+    others = {name: False for each in formats().values() for name in each.arguments if args.get(name)}
+    named = {} if target.ckpt_format is None else {"ckpt_format": target.ckpt_format}
+    return {**others, **target.arguments, **named}
 
 
 def options_for(target: Format, given: Mapping[str, Any]) -> Any:

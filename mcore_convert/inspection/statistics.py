@@ -184,7 +184,7 @@ def _statistics(tensor: Tensor, tally: Tally, files: Files) -> WeightStatistics:
     return WeightStatistics(
         tensor.name,
         tensor.weight,
-        at.layer,
+        at.number,
         at.expert,
         tensor.state,
         tensor.shape,

@@ -6,11 +6,14 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM
+from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, FUSED_NORMS
 from mcore_convert.megatron.cpu import import_megatron
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+
+NORMS = ((DENSE_NORM, EXPERT_NORM), *((own, fused) for fused, own in FUSED_NORMS.items()))
 
 
 def load_torch_dist(stages: Sequence[GPTModel], path: Path) -> dict[str, Any]:
@@ -32,11 +35,12 @@ def load_torch_dist(stages: Sequence[GPTModel], path: Path) -> dict[str, Any]:
 
 
 def take_expert_norms(wanted: Mapping[str, Mapping[str, Any]], keys: Container[str]) -> None:
-    """Ask for the norm before experts under its own name, where the checkpoint has not that of the local layer spec."""
+    """Ask for norms under Transformer Engine's names, where the checkpoint has not those of the local layer spec."""
     for stage in wanted.values():
         for entry in stage.values():
-            if DENSE_NORM in entry.key and entry.key not in keys:
-                entry.key = entry.key.replace(DENSE_NORM, EXPERT_NORM)
+            if entry.key not in keys:
+                others = (entry.key.replace(ours, theirs) for ours, theirs in NORMS if ours in entry.key)
+                entry.key = next((key for key in others if key in keys), entry.key)
 
 
 def named(stages: Sequence[GPTModel]) -> dict[str, GPTModel]:

@@ -51,6 +51,23 @@ SAME_OF_EXPERTS = (
     "moe_shared_expert_gate",
 )
 
+# The same, of latent attention, which has a class of its own for them (`MLATransformerConfig`).
+SAME_OF_LATENT_ATTENTION = (
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rotary_base",
+    "rotary_percent",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+
 # Arguments of another name, older spellings last.
 RENAMED = {
     "norm_epsilon": "layernorm_epsilon",
@@ -69,8 +86,8 @@ STAGES = {
 
 # Arguments that change the mathematics in a way that is not built here, and the values that do not.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (False,),
-    "mtp_num_layers": (0,),
+    "mtp_use_repeated_layer": (False,),
+    "mtp_hybrid_override_pattern": (),
     "moe_latent_size": (),
     "heterogeneous_layers_config_path": (),
     "heterogeneous_layers_config_encoded_json": (),
@@ -84,14 +101,15 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla",),
     "window_attn_skip_freq": (),
     "qk_l2_norm": (False,),
-    "rotary_scaling_factor": (1.0,),
-    "rope_type": ("rope",),
     "mrope_section": (),
     "apply_residual_connection_post_layernorm": (False,),
     "glu_linear_offset": (0.0,),
     "activation_func_clamp_value": (),
     "moe_apply_probs_on_input": (False,),
 }
+
+# The same, where attention is not latent.
+ONLY_ELSEWHERE: dict[str, tuple[Any, ...]] = {"rotary_scaling_factor": (1.0,), "rope_type": ("rope",)}
 
 
 def config_of(
@@ -107,11 +125,13 @@ def config_of(
     """
     import_megatron()
     from megatron.core import parallel_state
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     _refuse_unknown_mathematics(args)
     pp = parallel_state.get_pipeline_model_parallel_world_size()
+    is_latent = bool(args.get("multi_latent_attention"))
     same = (*SAME, *SAME_OF_EXPERTS) if args.get("num_experts") else SAME
+    same = (*same, *SAME_OF_LATENT_ATTENTION) if is_latent else same
     fields = {**RENAMED, **{name: name for name in same}, **(STAGES if pp > 1 else {})}
     chosen = {field: args[name] for name, field in fields.items() if args.get(name) is not None}
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in chosen]
@@ -126,6 +146,10 @@ def config_of(
         chosen["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
         chosen["moe_token_dispatcher_type"] = "allgather"  # the other one wants CUDA streams
         chosen["moe_router_load_balancing_type"] = "none"  # the balancing losses are of no concern to a forward pass
+    if is_latent:
+        chosen["q_lora_rank"] = args.get("q_lora_rank")  # None says that there is none
+    if args.get("mtp_num_layers"):
+        chosen["mtp_num_layers"] = args["mtp_num_layers"]
     activation, gated = activation_of(args)
     fields_of_run = {
         "activation_func": activation,
@@ -146,7 +170,7 @@ def config_of(
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
-    return TransformerConfig(**{**chosen, **fields_of_run, **(settings or {})})
+    return (MLATransformerConfig if is_latent else TransformerConfig)(**{**chosen, **fields_of_run, **(settings or {})})
 
 
 def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
@@ -168,7 +192,7 @@ def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], tor
 def _refuse_unknown_mathematics(args: Mapping[str, Any]) -> None:
     bad = [
         f"{name} = {args[name]!r}"
-        for name, allowed in ONLY.items()
+        for name, allowed in {**ONLY, **({} if args.get("multi_latent_attention") else ONLY_ELSEWHERE)}.items()
         if args.get(name) is not None and args[name] not in allowed
     ]
     if bad:

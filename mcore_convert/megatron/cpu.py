@@ -22,9 +22,42 @@ def import_megatron() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # modules that Megatron Core imports from itself
-        import megatron.core.dist_checkpointing
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.parallel_state  # noqa: F401
+        with _compiling_late():
+            import megatron.core.dist_checkpointing
+            import megatron.core.models.gpt.gpt_layer_specs
+            import megatron.core.parallel_state  # noqa: F401
+
+
+@contextlib.contextmanager
+def _compiling_late() -> Iterator[None]:
+    """A scope in which `torch.compile` as a decorator waits for the function's first call, on a machine without CUDA.
+
+    Megatron Core decorates some fifty functions with it (`megatron/core/jit.py`), of which a CPU runs hardly any. The
+    compiler that the first of them loads takes as long to import as torch itself.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        yield
+        return
+    original = torch.compile
+
+    def decorator(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(decorator, **options)
+        compiled = functools.cache(lambda: original(function, **options))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    torch.compile = decorator  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original
 
 
 @contextlib.contextmanager
@@ -41,10 +74,13 @@ def without_cuda() -> Iterator[None]:
 def enable() -> bool:
     """Let Megatron Core run on the CPU until `disable()`; True where this call did it. Does nothing with CUDA."""
     import torch
+    import torch.utils._device
 
     import_megatron()
     if _replaced or torch.cuda.is_available():
         return False
+    # torch remembers which functions `with torch.device(..)` is for, as they are when it is first entered, as YaRN does
+    torch.utils._device._device_constructors()
     for owner, attribute, replacement in _replacements():
         _replaced.append((owner, attribute, getattr(owner, attribute)))
         setattr(owner, attribute, replacement)

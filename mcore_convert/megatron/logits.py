@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,10 +38,22 @@ def logits(model: GPTModel | Sequence[GPTModel], tokens: torch.Tensor) -> torch.
                 hidden = hidden.to(tokens.device)
                 torch.distributed.recv(hidden, ranks[here - 1], group=group)
                 chunk.set_input_tensor(hidden)
-            out = chunk(tokens, positions, None)  # no mask: causal
+            with _without_predicting(chunk):
+                out = chunk(tokens, positions, None)  # no mask: causal
             if stage < last and len(ranks) > 1:
                 torch.distributed.send(out.contiguous(), ranks[(here + 1) % len(ranks)], group=group)
         return _on_all_stages(out, chunks[-1], tokens, ranks)
+
+
+@contextlib.contextmanager
+def _without_predicting(chunk: GPTModel) -> Iterator[None]:
+    """A scope in which the layers that predict further tokens are left out: with them a model wants labels."""
+    layers, process = chunk.config.mtp_num_layers, chunk.mtp_process
+    chunk.config.mtp_num_layers, chunk.mtp_process = None, False
+    try:
+        yield
+    finally:
+        chunk.config.mtp_num_layers, chunk.mtp_process = layers, process
 
 
 def _on_all_stages(out: torch.Tensor, chunk: GPTModel, tokens: torch.Tensor, ranks: list[int]) -> torch.Tensor:

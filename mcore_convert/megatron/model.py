@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,10 +56,11 @@ def build_model(
     choices = choices or Choices()
     config = config_of(args, dtype=dtype, settings=choices.settings)
     positions = _position_embedding_of(args)
+    layers = (choices.block_spec or local_block_spec)(config, vp_stage)
     with without_cuda():
         model = (choices.model_class or GPTModel)(
             config,
-            (choices.block_spec or local_block_spec)(config, vp_stage),
+            layers,
             vocab_size=_required(args, "padded_vocab_size", "vocab_size"),
             max_sequence_length=_required(args, "max_position_embeddings", "seq_length"),
             pre_process=pre_process,
@@ -72,6 +73,7 @@ def build_model(
             rope_scaling_factor=args.get("rope_scaling_factor") or 8.0,
             seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
             vp_stage=vp_stage,
+            **({"mtp_block_spec": predicting_spec(config, layers, vp_stage)} if config.mtp_num_layers else {}),
         )
     # norms and position embeddings do not follow params_dtype; rotary frequencies are no buffer and stay float32
     return model.to(dtype).eval()
@@ -100,6 +102,7 @@ def build_stages(
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's local layer spec, with torch's norms wherever Apex or Transformer Engine would bring theirs."""
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -109,6 +112,9 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
     if config.num_moe_experts and not hasattr(moe_utils, "te_general_gemm"):
         # the router asks whether it is None, but without Transformer Engine the name is never bound (0.16.1)
         moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        # it takes Transformer Engine for installed where the module that asks for it can be imported (0.16.1)
+        multi_latent_attention.HAVE_TE = False
     specs = {has_experts: _local_layer(config, has_experts) for has_experts in (False, True)}
     every = expert_layers(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else []
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -116,6 +122,21 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
     return TransformerBlockSubmodules(
         layer_specs=[specs[bool(every) and every[layer]] for layer in mine], layer_norm=Norm
     )
+
+
+def predicting_spec(config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None) -> Any:
+    """The layers of this stage that predict further tokens, each as the last of the decoder; None where it has none."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from mcore_convert.megatron.norm import Norm
+
+    if not layers.layer_specs:  # a stage of its own: what the last layer of the decoder would be
+        every = expert_layers(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else [False]
+        layers = replace(layers, layer_specs=[_local_layer(config, every[-1])])
+    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in block.layer_specs if block is not None else ():
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = Norm
+    return block
 
 
 def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
@@ -129,11 +150,19 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
         num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=False,  # experts one by one: same keys in a checkpoint, and no CUDA kernel
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
-    attention.q_layernorm = attention.k_layernorm = Norm if config.qk_layernorm else IdentityOp
+    norm = Norm if config.qk_layernorm else IdentityOp
+    if config.multi_latent_attention:
+        from mcore_convert.megatron.attention import LatentDotProductAttention
+
+        attention.q_layernorm = attention.kv_layernorm = norm
+        attention.core_attention = LatentDotProductAttention
+    else:
+        attention.q_layernorm = attention.k_layernorm = norm
     return layer
 
 

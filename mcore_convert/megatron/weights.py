@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_convert.errors import MappingError, fold
+from mcore_convert.formats.megatron.modules import FUSED_NORMS
 from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 
 if TYPE_CHECKING:
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
 
 # How the modules of the local layer spec are called where a checkpoint has Transformer Engine's names.
 MODULES = {
-    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
-    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+    **{f".{fused}": f".{own}" for fused, own in FUSED_NORMS.items()},
     ".mlp.experts.experts.": ".mlp.experts.local_experts.",
 }
 

@@ -98,7 +98,7 @@ def _prepare(
     source = directory_of(source)
     run = find_run(source) or run_around(source)
     if model.checkpoint.side is Side.HUGGING_FACE:
-        _refuse_idle(options)
+        _refuse_idle(model, options)
     history = history_of(model.checkpoint.common)
     notes: list[str] = []
     tokenizer = None
@@ -117,6 +117,7 @@ def _prepare(
         tokenizer=tokenizer.place if tokenizer else None,
         allow_drift=options.get("allow_drift", False),
         dtype=dtype,
+        from_master=options.get("from_master", False),
         reading=reading_of(options),
     )
     plan = plan_conversion(model, target)
@@ -143,16 +144,27 @@ def _prepare(
 
 
 class Written(NamedTuple):
-    """The checksum of the weights as the source stores them, and what a user should know of the values."""
+    """The checksum of the weights as the source stores them, and what a user should know of the values.
 
-    checksum: str
+    Only the first of several processes has a checksum.
+    """
+
+    checksum: str | None
     notes: tuple[str, ...]
 
 
-def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | None = None) -> Written:
+def write(
+    prepared: Prepared,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    resume: bool = False,
+    workers: int | None = None,
+) -> Written:
     """Write an export, and prove every bit of it.
 
-    The directory appears when it is complete and proven, or not at all.
+    The directory appears when it is complete and proven, or not at all. Of processes that share the export, the first
+    one proves it.
 
     Raises:
         ConvertError: as `execute`; or what was written is not what was read.
@@ -175,8 +187,16 @@ def write(prepared: Prepared, *, overwrite: bool = False, progress: Progress | N
 
     check_sums(plan.source)
     copied = None if progress is None else Part(progress, 0, total)
-    notes = execute(plan, overwrite=overwrite, progress=copied, conclude=proven, strict=prepared.strict)
-    return Written(checksums[0], notes)
+    notes = execute(
+        plan,
+        overwrite=overwrite,
+        progress=copied,
+        conclude=proven,
+        strict=prepared.strict,
+        resume=resume,
+        workers=workers,
+    )
+    return Written(checksums[0] if checksums else None, notes)
 
 
 def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path:
@@ -193,12 +213,13 @@ def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path
     return place.with_name(f"{place.stem if place.is_file() else place.name}-hf")
 
 
-def _refuse_idle(options: ModelFolderOptions) -> None:
-    """Refuse what only a Megatron checkpoint has a use for."""
+def _refuse_idle(model: Model, options: ModelFolderOptions) -> None:
+    """Refuse what only a Megatron checkpoint has a use for, or one without a configuration of its own."""
     of_megatron = {
-        "--hf-config": options.get("hf_config"),
+        "--hf-config": options.get("hf_config") if model.checkpoint.original_config is not None else None,
         "--vocab-size": options.get("vocab_size"),
         "--arg": options.get("given"),
+        "--from-master": options.get("from_master"),
     }
     idle = [name for name, value in of_megatron.items() if value]
     if idle:

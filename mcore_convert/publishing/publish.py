@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from mcore_convert.checkpoints.identify import open_checkpoint
 from mcore_convert.conversion.plan import Plan
+from mcore_convert.conversion.ranks import current
 from mcore_convert.errors import ConvertError, HubError
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.registry import directory_of, format_of
@@ -116,14 +117,16 @@ def hand_over(
     **run: Unpack[RunOptions],
 ) -> Export:
     """Export to a directory, and to a destination on the Hub that was checked where there is one."""
-    progress, dry_run, overwrite = run.get("progress"), run.get("dry_run", False), run.get("overwrite", False)
+    progress, overwrite = run.get("progress"), run.get("overwrite", False)
     if destination is None and target is not None:
+        if run.get("resume", False) or current().size > 1:
+            raise ConvertError("a temporary directory cannot be resumed or shared", hint="name a destination")
         with tempfile.TemporaryDirectory(prefix="mcore-convert-") as folder:
             prepared = _prepared(source, _in(folder, source), options, target, progress)
-            return _run(prepared, target, overwrite=False, dry_run=dry_run, progress=progress, bars=bars, kept=False)
+            return _run(prepared, target, {**run, "overwrite": False}, bars=bars, kept=False)
     prepared = _prepared(source, destination, options, target, progress)
-    check_free(prepared.path, overwrite=overwrite or dry_run)
-    return _run(prepared, target, overwrite=overwrite, dry_run=dry_run, progress=progress, bars=bars, kept=True)
+    check_free(prepared.path, overwrite=overwrite or run.get("dry_run", False))
+    return _run(prepared, target, run, bars=bars, kept=True)
 
 
 def _in(folder: str, source: Path) -> Path:
@@ -145,24 +148,21 @@ def _prepared(
         return prepare(source, destination, options, repo=target.repo, revision=revision)
 
 
-def _run(
-    prepared: Prepared,
-    target: Destination | None,
-    *,
-    overwrite: bool,
-    dry_run: bool,
-    progress: Progress | None,
-    bars: bool,
-    kept: bool,
-) -> Export:
-    path = prepared.path if kept else None
-    if dry_run:
+def _run(prepared: Prepared, target: Destination | None, run: RunOptions, *, bars: bool, kept: bool) -> Export:
+    path, progress = prepared.path if kept else None, run.get("progress")
+    if run.get("dry_run", False):
         return Export(prepared.plan, prepared.tokenizer, path, prepared.files, None, None, True)
-    checksum, notes = write(prepared, overwrite=overwrite, progress=progress)
+    checksum, notes = write(
+        prepared,
+        overwrite=run.get("overwrite", False),
+        progress=progress,
+        resume=run.get("resume", False),
+        workers=run.get("workers"),
+    )
     plan = replace(prepared.plan, notes=(*prepared.plan.notes, *notes))
     files = {name: file.stat().st_size for name, file in files_in(prepared.path).items()}
     sent = None
-    if target is not None:
+    if target is not None and current().is_first:
         try:
             sent = upload(prepared.path, target, progress=progress, bars=bars)
         except HubError as error:

@@ -12,7 +12,7 @@ import numpy as np
 from mcore_convert.checkpoints.checks import prove
 from mcore_convert.checkpoints.download import local_path
 from mcore_convert.checkpoints.identify import Model, identify
-from mcore_convert.conversion.execute import BEYOND_HINT
+from mcore_convert.conversion.copying import BEYOND_HINT
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
 from mcore_convert.conversion.target import Target

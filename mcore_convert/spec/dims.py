@@ -19,7 +19,9 @@ class Dims:
     """Sizes in elements, under Megatron's names. `vocab_size` is the true one, without padding.
 
     `parts` has the parts of each layer; all have experts, or none has, unless given. `stacked`: Megatron Core takes the
-    layers for alike, so that one key of `torch_dist` holds a weight of all of them.
+    layers for alike, so that one key of `torch_dist` holds a weight of all of them. The ranks and sizes of latent
+    attention are None where attention is of another kind, `q_lora_rank` also where queries are made in one step.
+    `mtp_num_layers` layers after those of the decoder predict further tokens, each with the parts of the last of these.
     """
 
     num_layers: int
@@ -39,6 +41,14 @@ class Dims:
     shared_ffn_hidden_size: int | None = None
     parts: Parts = ()
     stacked: bool = True
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    v_head_dim: int | None = None
+    low_rank_queries: bool = False
+    qk_norm: bool = False
+    mtp_num_layers: int = 0
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -77,6 +87,10 @@ class Dims:
                 f"`num_query_groups` = {args['num_query_groups']}"
             )
         with_experts = bool(args.get("num_experts"))
+        latent = _latent(args) if args.get("multi_latent_attention") else {}
+        mtp = args.get("mtp_num_layers") or 0
+        if not isinstance(mtp, int) or not 0 <= mtp <= MAX_LAYERS:
+            raise ConfigError(f"`mtp_num_layers` = {mtp!r} is not a number of layers")
         return Dims(
             **{name: args[name] for name in names},
             vocab_size=vocab_size,
@@ -89,7 +103,25 @@ class Dims:
             shared_ffn_hidden_size=args.get("moe_shared_expert_intermediate_size") if with_experts else None,
             parts=parts_of(args, args["num_layers"]),
             stacked=are_stacked(args),
+            **latent,
+            low_rank_queries=latent.get("q_lora_rank") is not None,
+            qk_norm=bool(args.get("qk_layernorm")),
+            mtp_num_layers=int(mtp),
         )
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values are made from one latent vector."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def predicting(self) -> range:
+        """The layers that predict further tokens."""
+        return range(self.num_layers, self.num_layers + self.mtp_num_layers)
+
+    def parts_of(self, layer: int) -> frozenset[str]:
+        """The parts of a layer. One that predicts is like the last of the decoder (`get_gpt_mtp_block_spec`)."""
+        return self.parts[min(layer, self.num_layers - 1)]
 
     def layers_with(self, part: str | None) -> list[int]:
         """The layers that have a part, or all."""
@@ -101,6 +133,7 @@ class Dims:
 
     @cached_property
     def _sizes(self) -> Mapping[str, int]:
+        rope, v = self.qk_pos_emb_head_dim or 0, self.v_head_dim or 0
         return {
             "vocab": self.vocab_size,
             "positions": self.max_position_embeddings,
@@ -115,6 +148,13 @@ class Dims:
             "gated_moe_ffn": 2 * (self.moe_ffn_hidden_size or 0),
             "shared_ffn": self.shared_ffn_hidden_size or 0,
             "gated_shared_ffn": 2 * (self.shared_ffn_hidden_size or 0),
+            "q_rank": self.q_lora_rank or 0,
+            "kv_rank": self.kv_lora_rank or 0,
+            "kv_down": (self.kv_lora_rank or 0) + rope,
+            "q_latent": self.num_attention_heads * ((self.qk_head_dim or 0) + rope),
+            "kv_latent": self.num_attention_heads * ((self.qk_head_dim or 0) + v),
+            "v_latent": self.num_attention_heads * v,
+            "twice_hidden": 2 * self.hidden_size,
             "one": 1,
         }
 
@@ -132,3 +172,18 @@ class Dims:
     @cached_property
     def _shapes(self) -> dict[tuple[str, ...], Shape]:
         return {}  # asked for every expert of every layer
+
+
+def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of latent attention (Megatron Core, `MLATransformerConfig`)."""
+    names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    found = {name: args.get(name) for name in (*names, "q_lora_rank")}
+    wanted = names if found["q_lora_rank"] is None else tuple(found)
+    bad = [name for name in wanted if not isinstance(found[name], int) or isinstance(found[name], bool)]
+    bad += [name for name in wanted if name not in bad and args[name] < 1]
+    if bad:
+        raise ConfigError(
+            "the Megatron arguments do not describe latent attention",
+            items=[f"{name} = {found[name]!r}" for name in bad],
+        )
+    return found

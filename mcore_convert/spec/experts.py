@@ -65,7 +65,7 @@ def every_layer() -> Field:
     return Field({}, ("moe_layer_freq",), lambda _: {"moe_layer_freq": 1}, to_hf)
 
 
-def router(*, default: int, normed: bool | None = None) -> Field:
+def router(*, default: int | None, normed: bool | None = None) -> Field:
     """How many experts see a token, and whether their weights are made to sum to one (`norm_topk_prob`).
 
     A softmax over all experts, then normed over the chosen ones, is the softmax over the chosen ones alone: Megatron's
@@ -123,6 +123,129 @@ def expert_size(key: str, *, default: int, of_mlp: bool = False) -> Field:
         return {**args, "ffn_hidden_size": args["moe_ffn_hidden_size"]}
 
     return Field(size.hf, ("moe_ffn_hidden_size", "ffn_hidden_size"), to_megatron, size.to_hf)
+
+
+def first_dense_layers(*, default: int) -> Field:
+    """Layers without experts, all of them before those that have some."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        dense, count, step = config["first_k_dense_replace"], config["num_hidden_layers"], config["moe_layer_freq"]
+        if type(dense) is not int or not 0 <= dense < count:
+            raise Refused(f"`first_k_dense_replace` = {shown(dense)} leaves none of {count} layers with experts")
+        if step != 1:
+            raise Refused(f"`moe_layer_freq` = {shown(step)}, only 1 can be represented")
+        return {"moe_layer_freq": [0] * dense + [1] * (count - dense) if dense else 1}
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        pattern = expert_layers(args.get("moe_layer_freq"), stated(args, "num_layers"))
+        if sorted(pattern) != pattern or not any(pattern):
+            raise Refused(f"`moe_layer_freq` = {args['moe_layer_freq']!r}, the family has layers without experts first")
+        return {"first_k_dense_replace": pattern.index(True), "moe_layer_freq": 1}
+
+    return Field({"first_k_dense_replace": default, "moe_layer_freq": 1}, ("moe_layer_freq",), to_megatron, to_hf)
+
+
+def shared_experts(*, default: int) -> Field:
+    """How many experts see every token. They are one MLP, as many times the size of an expert."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        count, size = config["n_shared_experts"], config["moe_intermediate_size"]
+        if type(count) is not int or count < 1 or type(size) is not int:
+            raise Refused(f"`n_shared_experts` = {shown(count)} of size {shown(size)} is not a number of experts")
+        return {"moe_shared_expert_intermediate_size": count * size, "moe_shared_expert_gate": False}
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        size, one = args.get("moe_shared_expert_intermediate_size") or 0, stated(args, "moe_ffn_hidden_size")
+        if not size or size % one:
+            raise Refused(f"`moe_shared_expert_intermediate_size` = {size} is no multiple of the {one} of an expert")
+        if args.get("moe_shared_expert_gate"):
+            raise Refused("`moe_shared_expert_gate` = True, the family has False")
+        return {"n_shared_experts": size // one}
+
+    names = ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
+    return Field({"n_shared_experts": default}, names, to_megatron, to_hf)
+
+
+def scaled_weights(*, default: float) -> Field:
+    """What the weights of chosen experts are multiplied by; Megatron takes 0 and None for 1."""
+    factor = same("routed_scaling_factor", "moe_router_topk_scaling_factor", kind=float, default=default)
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        return {"routed_scaling_factor": float(args.get("moe_router_topk_scaling_factor") or 1.0)}
+
+    return Field(factor.hf, factor.megatron, factor.to_megatron, to_hf)
+
+
+def expert_groups(*, best: int, default: tuple[int | None, int | None], method: tuple[str, str]) -> Field:
+    """Groups of experts, of which a token takes some before it takes experts of these.
+
+    Megatron Core rates a group by the sum of its best `moe_router_topk // moe_router_group_topk` experts
+    (`moe_utils.py`, `group_limited_topk`), and transformers by that of its best two, or one. Groups decide nothing
+    where a token takes all of them, or as many groups as experts, which then are the best of all.
+
+    Args:
+        best: of how many experts the class adds up the scores.
+        default: `n_group` and `topk_group` of the class.
+        method: `topk_method` where there are no groups, which is that of the class, and where there are.
+    """
+    keys = ("n_group", "topk_group")
+    names = ("moe_router_num_groups", "moe_router_group_topk")
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        count, chosen, topk = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+        if config["topk_method"] not in method:
+            raise Refused(f"`topk_method` = {shown(config['topk_method'])}")
+        if count in (None, 1) or config["topk_method"] != method[1] or count == chosen:
+            return dict.fromkeys(names)
+        said = f"`n_group` = {shown(count)} and `topk_group` = {shown(chosen)}"
+        if any(type(each) is not int or each < 1 for each in (count, chosen, topk)) or chosen > count:
+            raise Refused(f"{said} are no groups of experts")
+        if topk // chosen != best:
+            raise Refused(
+                f"{said} with `num_experts_per_tok` = {topk}: Megatron Core rates a group by its best {topk // chosen} "
+                f"experts, and this class by its best {best}"
+            )
+        return dict(zip(names, (count, chosen), strict=True))
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        count, chosen, topk = (args.get(name) for name in (*names, "moe_router_topk"))
+        if not count or not chosen or count == chosen or topk == chosen:
+            return {"n_group": 1, "topk_group": 1, "topk_method": method[0]}
+        if topk // chosen != best:
+            raise Refused(
+                f"`moe_router_num_groups` = {count} and `moe_router_group_topk` = {chosen} with `moe_router_topk` = "
+                f"{topk} rate a group by its best {topk // chosen} experts, and the family by its best {best}"
+            )
+        return {"n_group": count, "topk_group": chosen, "topk_method": method[1]}
+
+    own = {**dict(zip(keys, default, strict=True)), "topk_method": method[0]}
+    return Field(own, names, to_megatron, to_hf)
+
+
+def sigmoid_router(*, default: int) -> Field:
+    """Scores between 0 and 1 for each expert by itself, with a bias that only the choice sees.
+
+    The weights of chosen experts are made to sum to one where there are several, in Megatron Core always.
+    """
+    count = same("num_experts_per_tok", "moe_router_topk", default=default)
+    fixed = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        args = count.to_megatron(config)
+        if config["norm_topk_prob"] is not (args["moe_router_topk"] > 1):
+            said = f"`norm_topk_prob` = {shown(config['norm_topk_prob'])}"
+            raise Refused(f"{said} with `num_experts_per_tok` = {args['moe_router_topk']}, which Megatron Core has not")
+        return {**args, **fixed, "moe_router_pre_softmax": False}
+
+    def to_hf(args: Values) -> dict[str, Any]:
+        wrong = [name for name in fixed if args.get(name) != fixed[name]]
+        if wrong:
+            raise Refused(*(f"`{name}` = {args.get(name)!r}, the family has {fixed[name]!r}" for name in wrong))
+        topk = count.to_hf(args)
+        return {**topk, "norm_topk_prob": topk["num_experts_per_tok"] > 1}
+
+    keys = {**count.hf, "norm_topk_prob": True}
+    return Field(keys, (*count.megatron, *fixed, "moe_router_pre_softmax"), to_megatron, to_hf)
 
 
 def shared_expert(*, default: int) -> Field:

@@ -42,8 +42,10 @@ class Weight:
     `vocab` rows have the vocabulary as their first dimension, which Megatron pads. What is not `trained` is a buffer,
     and has no optimizer state. `part` names the part of a layer that the row belongs to, in the words of
     `spec.layers`: layers without it do not have the weight. `also` are further spellings that are read, where a file
-    has none of the names in `hf`; they are never written. `less` is by how much Megatron's numbers are smaller than
-    those of Hugging Face: 1 for a norm, a list of numbers, that it alone stores around zero.
+    has none of the names in `hf`; they are never written. `copy_of` is the `mcore` of the weight that a tensor which
+    only Hugging Face has is a copy of, in each layer that predicts further tokens: it may be absent from a file, must
+    be equal where it is not, and is written. `less` is by how much Megatron's numbers are smaller than those of Hugging
+    Face: 1 for a norm, a list of numbers, that it alone stores around zero.
     """
 
     mcore: str | None
@@ -56,6 +58,7 @@ class Weight:
     trained: bool = True
     part: str | None = None
     also: tuple[Spelling, ...] = ()
+    copy_of: str | None = None
     less: float = 0.0
 
     @property
@@ -69,25 +72,37 @@ class Weight:
         return self.mcore or self.hf[0]
 
     @property
+    def predicts(self) -> bool:
+        """Whether each layer that predicts further tokens has one."""
+        return self.copy_of is not None or "mtp" in placeholders_of(self.name)
+
+    @property
     def per_layer(self) -> bool:
-        """Whether each layer has one."""
-        return "layer" in placeholders_of(self.name)
+        """Whether each layer has one, of the decoder or of those that predict further tokens."""
+        return self.predicts or "layer" in placeholders_of(self.name)
+
+    def layers(self, dims: Dims) -> range:
+        """The layers of which each may have one: those of the decoder, or those after them that predict."""
+        return dims.predicting if self.predicts else range(dims.num_layers)
 
     def exists(self, dims: Dims) -> bool:
         """Whether a model of these sizes has the weight in any layer."""
-        return self.when(dims) and (self.part is None or any(self.part in parts for parts in dims.parts))
+        if self.predicts and not dims.mtp_num_layers:
+            return False
+        return self.when(dims) and (self.part is None or any(self.in_layer(at, dims) for at in self.layers(dims)))
 
     def in_layer(self, layer: int, dims: Dims) -> bool:
         """Whether a layer has the weight."""
-        return self.part is None or self.part in dims.parts[layer]
+        return self.part is None or self.part in dims.parts_of(layer)
 
     def at(self, layer: int | None, dims: Dims) -> list[Index]:
         """Where a layer has the weight: once, once for each expert, or not at all."""
         if layer is not None and not self.in_layer(layer, dims):
             return []
+        mtp = layer - dims.num_layers if self.predicts and layer is not None else None
         if "expert" not in placeholders_of(self.name):
-            return [Index(layer)]
-        return [Index(layer, expert) for expert in range(dims.num_experts or 0)]
+            return [Index(layer, None, mtp)]
+        return [Index(layer, expert, mtp) for expert in range(dims.num_experts or 0)]
 
 
 class Item(NamedTuple):
@@ -126,6 +141,16 @@ replicated, column, row, gated_column = map(_row, (REPLICATED, COLUMN, ROW, GATE
 vocab = _row(COLUMN, in_vocab=True)
 
 
+def buffer(mcore: str, shape: str, *hf: str, part: str | None = None) -> Weight:
+    """A tensor of the model that no optimizer trains, whole on every rank."""
+    return Weight(mcore, tuple(shape.split()), hf, part=part, trained=False)
+
+
+def copy_of(weight: Weight, hf: str) -> Weight:
+    """A tensor of Hugging Face's that repeats a weight in each layer that predicts further tokens."""
+    return Weight(None, weight.shape, (hf,), when=weight.when, vocab=weight.vocab, copy_of=weight.mcore)
+
+
 def must_be_zero(hf: str, shape: str, *, when: Condition = always) -> Weight:
     """A tensor that Hugging Face has and Megatron cannot hold: proven zero on the way in, written as zeros back."""
     return Weight(None, tuple(shape.split()), (hf,), when=when)
@@ -152,11 +177,18 @@ class Family:
     def instances(self, dims: Dims) -> Iterator[tuple[Weight, Index]]:
         """Every weight that a model of these sizes has, layer by layer, in the order of the forward pass."""
         rows = (weight for weight in self.weights if weight.exists(dims))
-        for per_layer, block in groupby(rows, key=lambda weight: weight.per_layer):
+        for (per_layer, _), block in groupby(rows, key=lambda weight: (weight.per_layer, weight.predicts)):
             weights = list(block)
-            for layer in range(dims.num_layers) if per_layer else [None]:
+            for layer in weights[0].layers(dims) if per_layer else [None]:
                 for weight in weights:
                     yield from ((weight, at) for at in weight.at(layer, dims))
+
+    def original_of(self, item: Item) -> Item:
+        """The weight that a tensor of Hugging Face's is a copy of; the item itself where it is none."""
+        copied = item.weight.copy_of
+        if copied is None:
+            return item
+        return Item(next(weight for weight in self.weights if weight.mcore == copied), Index(), item.state)
 
     def shape(self, weight: Weight, dims: Dims) -> Shape:
         """The shape of the global tensor, without vocabulary padding."""

@@ -21,11 +21,12 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 LAYER = "decoder.layers.{layer}."
 EXPERT = LAYER + "mlp.experts.experts.{expert}."
+MTP = "mtp.layers.{mtp}."
 
 # Arguments that change which weights there are, in ways that are not described here, and their plain values.
 UNKNOWN: dict[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (None, False),
-    "mtp_num_layers": (None, 0),
+    "mtp_use_repeated_layer": (None, False),
+    "mtp_hybrid_override_pattern": (None,),
     "is_hybrid_model": (None, False),
     "hybrid_layer_pattern": (None,),
     "hybrid_override_pattern": (None,),
@@ -40,7 +41,6 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "moe_shared_expert_glu_interleave_size": (None,),
     "moe_extended_tp": (None, False),
     "enable_mhc_connections": (None, False),
-    "use_megatron_fsdp": (None, False),
 }
 
 
@@ -60,6 +60,8 @@ def refusals(args: Mapping[str, Any]) -> list[str]:
         for name, size in WEIGHT_SHARDS.items()
         if args.get(name) not in (None, args.get(size) or tp)
     ]
+    if args.get("mtp_num_layers") and not args.get("untie_embeddings_and_output_weights"):
+        again.append(f"`mtp_num_layers` = {args['mtp_num_layers']!r}, with embeddings that are tied")
     return again + [f"`{name}` = {args[name]!r}" for name, plain in UNKNOWN.items() if args.get(name) not in plain]
 
 
@@ -84,22 +86,56 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
     rows = [_row(EMBEDDING, "vocab hidden", COLUMN, vocab=True)]
     if args.get("position_embedding_type") == "learned_absolute" and args.get("add_position_embedding", True):
         rows.append(_row("embedding.position_embeddings.weight", "positions hidden"))
-    rows += _norm(LAYER + "self_attention.linear_qkv.layer_norm_", norm_bias)
-    rows += _linear(LAYER + "self_attention.linear_qkv.", "qkv", "hidden", COLUMN, qkv_bias)
-    if args.get("qk_layernorm"):
-        for part in "qk":
-            rows += _norm(LAYER + f"self_attention.{part}_layernorm.", norm_bias, "head")
-    rows += _linear(LAYER + "self_attention.linear_proj.", "hidden", "heads", ROW, bias)
+    if args.get("multi_latent_attention"):
+        rows += _latent_attention(args, norm_bias, bias)
+    else:
+        rows += _norm(LAYER + "self_attention.linear_qkv.layer_norm_", norm_bias)
+        rows += _linear(LAYER + "self_attention.linear_qkv.", "qkv", "hidden", COLUMN, qkv_bias)
+        if args.get("qk_layernorm"):
+            for part in "qk":
+                rows += _norm(LAYER + f"self_attention.{part}_layernorm.", norm_bias, "head")
+        rows += _linear(LAYER + "self_attention.linear_proj.", "hidden", "heads", ROW, bias)
     mlp = _norm(LAYER + "mlp.linear_fc1.layer_norm_", norm_bias)
     mlp += _linear(LAYER + "mlp.linear_fc1.", up_shape + "ffn", "hidden", up, bias)
     mlp += _linear(LAYER + "mlp.linear_fc2.", "hidden", "ffn", ROW, bias)
     rows += [replace(weight, part=MLP) for weight in mlp]
     if args.get("num_experts"):
         rows += [replace(weight, part=EXPERTS) for weight in _experts(args, norm_bias, bias, up, up_shape)]
+    layers = [weight for weight in rows if weight.per_layer]
     rows += _norm("decoder.final_layernorm.", norm_bias)
+    if args.get("mtp_num_layers"):
+        rows += [row for name in ("enorm.", "hnorm.") for row in _norm(MTP + name, norm_bias)]
+        rows.append(_row(MTP + "eh_proj.weight", "hidden twice_hidden", COLUMN))
+        rows += [predicting(weight) for weight in layers]
+        rows += _norm(MTP + "final_layernorm.", norm_bias)
     if args.get("untie_embeddings_and_output_weights"):
         rows.append(_row(OUTPUT, "vocab hidden", COLUMN, vocab=True))
     return tuple(rows)
+
+
+def predicting(weight: Weight) -> Weight:
+    """The row of a layer that predicts further tokens, from that of a decoder layer (`MultiTokenPredictionLayer`)."""
+    assert weight.mcore is not None
+    return replace(weight, mcore=weight.mcore.replace(LAYER, MTP + "transformer_layer."))
+
+
+def _latent_attention(args: Mapping[str, Any], norm_bias: bool, bias: bool) -> list[Weight]:
+    """Queries, and keys with values, each by way of a vector of low rank (`MLASelfAttention`).
+
+    The norm before it is a module of its own. Queries may be made in one step.
+    """
+    prefix, rows = LAYER + "self_attention.", _norm(LAYER + "input_layernorm.", norm_bias)
+    steps = [("kv", "kv_down", "kv_rank", "kv_latent")]
+    if args.get("q_lora_rank") is None:
+        rows.append(_row(prefix + "linear_q_proj.weight", "q_latent hidden", COLUMN))
+    else:
+        steps.insert(0, ("q", "q_rank", "q_rank", "q_latent"))
+    for name, down, rank, up in steps:
+        rows.append(_row(prefix + f"linear_{name}_down_proj.weight", f"{down} hidden"))
+        if args.get("qk_layernorm"):
+            rows += _norm(prefix + f"linear_{name}_up_proj.layer_norm_", norm_bias, rank)
+        rows.append(_row(prefix + f"linear_{name}_up_proj.weight", f"{up} {rank}", COLUMN))
+    return rows + _linear(prefix + "linear_proj.", "hidden", "v_latent", ROW, bias)
 
 
 def _experts(args: Mapping[str, Any], norm_bias: bool, bias: bool, up: Shard, up_shape: str) -> list[Weight]:

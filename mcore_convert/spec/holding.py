@@ -8,14 +8,14 @@ embedding on the first stage, the rest on the last, where a tied embedding has a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
-from mcore_convert.spec.gpt import EMBEDDING
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.layout import Layout, Stage
 from mcore_convert.spec.names import Index, placeholders_of
 
@@ -23,13 +23,14 @@ from mcore_convert.spec.names import Index, placeholders_of
 class Held(NamedTuple):
     """A tensor of a model chunk: its row, its index in the model, and its index in the modules of the chunk.
 
-    `is_copy`: it is the embedding again, as the head of a tied model on another stage.
+    `copied_as`: it is the embedding again on another stage, as a tensor of this name: as the head of a tied model, or
+    for the layers that predict further tokens.
     """
 
     weight: Weight
     at: Index
     local: Index
-    is_copy: bool = False
+    copied_as: str | None = None
 
 
 class Home(NamedTuple):
@@ -57,20 +58,36 @@ class Holding:
         """The stage with the final norm and the output layer."""
         return max(self.stages)
 
-    def shares_embedding(self, dims: Dims) -> bool:
-        """Whether another rank than that of the embedding has a copy of it."""
-        return dims.tied and self.last.pp != self.first.pp
+    def mtp(self, dims: Dims) -> Stage:
+        """The stage with the layers that predict further tokens."""
+        return self.layout.mtp_stage(dims.num_layers)
+
+    def copies_of_embedding(self, dims: Dims) -> dict[str, Stage]:
+        """The further stages that have the embedding, by the name of the tensor there.
+
+        From Megatron Core 0.16, `gpt_model.py`: `tie_word_embeddings_state_dict`, `setup_embeddings_and_output_layer`.
+        """
+        copies = {}
+        if dims.mtp_num_layers and self.mtp(dims) != self.first:
+            copies[EMBEDDING] = self.mtp(dims)
+        if dims.tied and self.last.pp != self.first.pp:
+            copies[OUTPUT] = self.last
+        return copies
 
     def home_of(self, weight: Weight, at: Index, dims: Dims) -> Home:
         """Return where a tensor is."""
         layer, expert, ep = at.layer, at.expert, None
         if expert is not None:
             ep, expert = divmod(expert, (dims.num_experts or 0) // self.layout.ep)
-        if layer is not None:
+        if at.mtp is not None:
+            stage = self.mtp(dims)
+        elif layer is not None:
             stage, layer = self._stage_of[layer]
+        elif weight.mcore is not None and weight.mcore.startswith("decoder.") and dims.mtp_num_layers:
+            stage, _ = self._stage_of[dims.num_layers - 1]  # behind the last layer of the decoder, wherever that is
         else:
             stage = self.first if (weight.mcore or "").startswith("embedding.") else self.last
-        return Home(stage, ep, Index(layer, expert))
+        return Home(stage, ep, Index(layer, expert, at.mtp))
 
     @cached_property
     def _stage_of(self) -> dict[int, tuple[Stage, int]]:
@@ -85,32 +102,41 @@ class Holding:
             rows: in the order in which modules register them.
             grouped: the experts of a layer are kept by the linear layer that holds them all, and not one by one.
         """
-        for per_layer, block in groupby(rows, key=lambda weight: weight.per_layer):
+        copies = self.copies_of_embedding(dims)
+        for (per_layer, predicts), block in groupby(rows, key=lambda weight: (weight.per_layer, weight.predicts)):
             members = list(block)
-            for number, layer in enumerate(self.stages[stage] if per_layer else ()):
+            if predicts:
+                mine = dims.predicting if stage == self.mtp(dims) else range(0)
+            else:
+                mine = self.stages[stage] if per_layer else range(0)
+            for number, layer in enumerate(mine):
                 present = [weight for weight in members if weight.in_layer(layer, dims)]
-                yield from self._layer(present, dims, number, layer, ep, grouped=grouped)
+                at = Index(layer, None, number) if predicts else Index(layer)
+                yield from self._layer(present, dims, at, replace(at, layer=number), ep, grouped=grouped)
             for weight in () if per_layer else members:
                 if self.home_of(weight, Index(), dims).stage == stage:
                     yield Held(weight, Index(), Index())
-        if stage == self.last and self.shares_embedding(dims):
-            yield from (Held(weight, Index(), Index(), True) for weight in rows if weight.mcore == EMBEDDING)
+                elif weight.mcore == EMBEDDING and copies.get(EMBEDDING) == stage:
+                    yield Held(weight, Index(), Index(), EMBEDDING)
+        if copies.get(OUTPUT) == stage:
+            yield from (Held(weight, Index(), Index(), OUTPUT) for weight in rows if weight.mcore == EMBEDDING)
 
     def _layer(
-        self, rows: Sequence[Weight], dims: Dims, number: int, layer: int, ep: int, *, grouped: bool
+        self, rows: Sequence[Weight], dims: Dims, at: Index, local: Index, ep: int, *, grouped: bool
     ) -> Iterator[Held]:
-        """Yield the tensors of layer `layer`, which is layer `number` of its chunk."""
+        """Yield the tensors of the layer at `at`, which is at `local` in its chunk."""
         for of_experts, block in groupby(rows, is_of_expert):
             members = list(block)
             if not of_experts:
-                yield from (Held(weight, Index(layer), Index(number)) for weight in members)
+                yield from (Held(weight, at, local) for weight in members)
                 continue
             modules = [members]
             if grouped:
                 modules = [list(part) for _, part in groupby(members, lambda row: (row.mcore or "").rpartition(".")[0])]
             for module in modules:
-                for local, expert in enumerate(self.layout.experts(dims.num_experts or 0, ep)):
-                    yield from (Held(weight, Index(layer, expert), Index(number, local)) for weight in module)
+                for number, expert in enumerate(self.layout.experts(dims.num_experts or 0, ep)):
+                    there, here = replace(at, expert=expert), replace(local, expert=number)
+                    yield from (Held(weight, there, here) for weight in module)
 
 
 def is_of_expert(weight: Weight) -> bool:

@@ -164,6 +164,17 @@ class Layout:
                 return stage, layer - layers.start
         raise LayoutError(f"layer {layer} is not one of {num_layers}")
 
+    def mtp_stage(self, num_layers: int) -> Stage:
+        """The stage with the layers that predict further tokens: the last, unless the pipeline layout has it elsewhere.
+
+        `num_layers` are those of the decoder. From Megatron Core 0.16, `get_mtp_num_layers_to_build`.
+        """
+        stages = list(self.stages(num_layers))
+        if self.pipeline_layout is not None:
+            letters = zip(stages, _stages_of(self.pipeline_layout), strict=True)
+            return next((stage for stage, text in letters if "m" in text), stages[-1])
+        return stages[-1]
+
     def experts(self, num_experts: int, ep: int) -> range:
         """The global indices of the experts on expert-parallel rank `ep`.
 
@@ -192,10 +203,21 @@ class Layout:
             self.stages(dims.num_layers)
         except LayoutError as error:
             problems.append(error.message)
+        problems += self._mtp_problems(dims.mtp_num_layers)
         if len(problems) == 1:
             raise LayoutError(problems[0], hint=self._divisors(dims))
         if problems:
             raise LayoutError("the model does not fit this layout", items=problems, hint=self._divisors(dims))
+
+    def _mtp_problems(self, num_layers: int) -> list[str]:
+        """Why the layers that predict further tokens have no place: all are on one stage, which is not the first."""
+        if self.pipeline_layout is None:
+            return []
+        counts = [text.count("m") for text in _stages_of(self.pipeline_layout)]
+        if sum(counts) != num_layers or (num_layers and max(counts) != num_layers):
+            wanted = f"`m` {num_layers} times in one stage" if num_layers else "no `m`"
+            return [f"`mtp_num_layers` = {num_layers} needs {wanted} of the pipeline layout `{self.pipeline_layout}`"]
+        return []
 
     @property
     def _expert_cut(self) -> str:
@@ -211,6 +233,8 @@ class Layout:
             sizes["moe_shared_expert_intermediate_size"] = dims.shared_ffn_hidden_size
         problems = [f"`{name}` = {size} cannot be split over tp = {tp}" for name, size in sizes.items() if size % tp]
         groups = dims.num_query_groups
+        if dims.is_latent:
+            return problems
         if (groups % tp and tp % groups) or dims.size("qkv") % tp:
             problems.append(f"`num_query_groups` = {groups} cannot be split over tp = {tp}")
         return problems

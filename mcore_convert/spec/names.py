@@ -1,4 +1,5 @@
-"""Names with `{layer}` and `{expert}` placeholders: templates, not regular expressions, so that they work both ways."""
+"""Names with `{layer}`, `{mtp}` and `{expert}` placeholders: templates, not regular expressions, so that they work both
+ways."""
 
 from __future__ import annotations
 
@@ -6,20 +7,32 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-PLACEHOLDERS = ("layer", "expert")
+PLACEHOLDERS = ("layer", "mtp", "expert")
 
 
 # The states of a weight: the model's own tensor, and what an optimizer keeps for it, each of the weight's shape.
-PARAM, MASTER, EXP_AVG, EXP_AVG_SQ = "param", "master", "exp_avg", "exp_avg_sq"
-OPTIMIZER_STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
+PARAM, MASTER, EXP_AVG, EXP_AVG_SQ, MOMENTUM = "param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"
+MOMENTS = (EXP_AVG, EXP_AVG_SQ, MOMENTUM)
+OPTIMIZER_STATES = (MASTER, *MOMENTS)
+ADAM, LION, BY_MOMENTUM = (EXP_AVG, EXP_AVG_SQ), (EXP_AVG,), (MOMENTUM,)  # the last of SGD and Muon
 
 
 @dataclass(frozen=True, order=True)
 class Index:
-    """Which layer and which expert; None where a weight stands outside the layers or has no experts."""
+    """Which layer and which expert; None where a weight stands outside the layers or has no experts.
+
+    Layers that predict further tokens are numbered by `mtp`, and their `layer` goes on after those of the decoder: they
+    are `mtp.layers.0` to Megatron, and the layer after the last one to Hugging Face.
+    """
 
     layer: int | None = None
     expert: int | None = None
+    mtp: int | None = None
+
+    @property
+    def number(self) -> int | None:
+        """The number of the layer in Megatron's names."""
+        return self.layer if self.mtp is None else self.mtp
 
 
 @lru_cache(maxsize=4096)
@@ -30,7 +43,8 @@ def placeholders_of(template: str) -> tuple[str, ...]:
 
 def spell(template: str, at: Index) -> str:
     """The key of one index: `spell("h.{layer}.ln", Index(3))` is `h.3.ln`."""
-    return template.replace("{layer}", str(at.layer)).replace("{expert}", str(at.expert))
+    name = template.replace("{layer}", str(at.layer)).replace("{expert}", str(at.expert))
+    return name if at.mtp is None else name.replace("{mtp}", str(at.mtp))
 
 
 @lru_cache(maxsize=4096)

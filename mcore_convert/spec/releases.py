@@ -20,7 +20,9 @@ NEWEST: Release = (0, 19)
 PIPELINE_LAYOUT: Release = (0, 13)  # --pipeline-model-parallel-layout
 GROUPS_OF_ALL_RANKS: Release = (0, 14)  # every rank has every parameter group, some of them without parameters
 CHAINS_WITHOUT_PREFIX: Release = (0, 14)  # keys of chained optimizers are told apart by their parameters alone
+WHOLE_DOWN_PROJECTIONS: Release = (0, 14)  # latent attention's are no longer cut where they are Transformer Engine's
 FULLY_RESHARDABLE: Release = (0, 15)  # that form of state; before, `fully_sharded_model_space`
+MTP_MODEL_LAYER: Release = (0, 17)  # the name of the module; `transformer_layer` before, and in `torch_dist`
 SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; before, as parameters come
 
 # An argument that every run of a release and those after it stores, the newest first. Runs of 0.12 and before have

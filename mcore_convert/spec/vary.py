@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_convert.spec.config.mapping import Field
-from mcore_convert.spec.family import Weight
-from mcore_convert.spec.shard import REPLICATED
+from mcore_convert.spec.family import Weight, copy_of
+from mcore_convert.spec.gpt import EMBEDDING, MTP, OUTPUT, predicting
+from mcore_convert.spec.shard import COLUMN, REPLICATED
 
 
 def fields(base: Iterable[Field], *own: Field, **defaults: Any) -> tuple[Field, ...]:
@@ -74,6 +75,30 @@ def with_biases(base: Iterable[Weight], *parts: str) -> tuple[Weight, ...]:
 def of_part(part: str, rows: Iterable[Weight]) -> tuple[Weight, ...]:
     """The rows as those of one part of a layer, in the words of `spec.layers`."""
     return tuple(replace(row, part=part) for row in rows)
+
+
+def with_predicting(base: Iterable[Weight], layer: str) -> tuple[Weight, ...]:
+    """The rows with those of layers that predict further tokens, before that of the output layer.
+
+    Such a layer has all that one of the decoder has, and Hugging Face numbers it after them: it holds two more norms, a
+    projection, and copies of the embedding and of the output layer.
+
+    Args:
+        layer: what stands before the names of a layer in Hugging Face's files.
+    """
+    rows = list(base)
+    own = {row.mcore: row for row in rows}
+    hidden = ("hidden",)
+    return (
+        *(row for row in rows if row.mcore != OUTPUT),
+        *(Weight(f"{MTP}{norm}.weight", hidden, (f"{layer}{norm}.weight",)) for norm in ("enorm", "hnorm")),
+        Weight(f"{MTP}eh_proj.weight", ("hidden", "twice_hidden"), (f"{layer}eh_proj.weight",), COLUMN),
+        *(predicting(row) for row in rows if row.per_layer),
+        Weight(f"{MTP}final_layernorm.weight", hidden, (f"{layer}shared_head.norm.weight",)),
+        own[OUTPUT],
+        copy_of(own[EMBEDDING], f"{layer}embed_tokens.weight"),
+        copy_of(own[OUTPUT], f"{layer}shared_head.head.weight"),
+    )
 
 
 def _bias_of(weight: str) -> str:

@@ -114,7 +114,7 @@ def read(files: Files, view: View, block: Block, scratch: Scratch, name: str) ->
     step = 2 * ROW
     padded = scratch.array(name, f"u{view.itemsize}", -(-count // step) * step)
     padded[count:] = 0
-    if view.coded is None and len(view.shape) == 1 and view.strides[0] == view.itemsize:
+    if view.is_plain and len(view.shape) == 1 and view.is_contiguous:
         files.read_run(view.path, view.offset + block.start * view.itemsize, padded[:count].view(np.uint8).data)
     else:
         part = files.read(view.block(block.where))

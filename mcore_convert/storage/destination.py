@@ -8,23 +8,24 @@ was, for the moment of the exchange. What has none of these marks is a stranger'
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import shutil
-import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnwritableTarget
 from mcore_convert.storage.deferral import Deferral
-from mcore_convert.storage.disk import mark, remove_tree, sync, write_at
-from mcore_convert.storage.marker import LARGEST, MARKER, in_the_way, mark_of, new_id, record_bytes, record_of, unmark
-
-# File systems that cannot lock files, such as Lustre mounted without `flock`: better no lock than no conversion.
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+from mcore_convert.storage.disk import mark, remark, remove_tree, sync
+from mcore_convert.storage.locking import Lock, locked
+from mcore_convert.storage.marker import (
+    MARKER,
+    in_the_way,
+    journals,
+    mark_of,
+    unmark,
+)
 
 # What this process has given its name, or is about to: the path, and the directory's own numbers.
 _published: list[tuple[Path, tuple[int, int]]] = []
@@ -68,30 +69,16 @@ def check_free(final: Path, *, overwrite: bool) -> None:
 
 
 @dataclass
-class Lock:
-    """A lock file that is held, and what the process that had it before has recorded in it.
-
-    It `stays` behind while there is what one of them left: without the record nobody would know whose that is.
-    """
-
-    fd: int
-    earlier: dict[str, Any] | None
-    identity: str = field(default_factory=new_id)
-    stays: bool = False
-
-    def record(self, **facts: Any) -> None:
-        """Write down the id of this work, and what else the next process must know if this one is killed."""
-        write_at(self.fd, record_bytes(self.identity, **facts).ljust(LARGEST // 4), 0)  # as long as the one before
-        os.fsync(self.fd)
-
-
-@dataclass
 class Claim:
-    """A destination that this process writes, and no other: in `partial`, until `publish`."""
+    """A destination that this process writes, and no other: in `partial`, until `publish`.
+
+    `cleared`: an earlier run had completed files there, which were removed.
+    """
 
     final: Path
     lock: Lock
     overwrite: bool
+    cleared: bool = False
 
     @property
     def partial(self) -> Path:
@@ -128,8 +115,11 @@ class Claim:
 
 
 @contextlib.contextmanager
-def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[Claim]:
+def claimed(final: Path, nbytes: int, *, overwrite: bool, resume: bool = False) -> Iterator[Claim]:
     """Make the partial directory, and remove it if anything goes wrong. What a killed run of ours left is cleared.
+
+    Args:
+        resume: take what an earlier run left as it is, and leave what this one has completed.
 
     Raises:
         UnwritableTarget: another process writes it, something that is not ours is in its place, the destination has
@@ -142,24 +132,30 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[Claim]:
         try:
             with locked(partial.with_name(partial.name + ".lock"), partial) as lock:
                 lock.stays = lock.earlier is not None
-                _clear(final, partial, lock.earlier)
+                goes_on = resume and has_journal(partial)
+                cleared = not goes_on and has_journal(partial)
+                if not goes_on:
+                    _clear(final, partial, lock.earlier)
                 lock.stays = False
                 check_free(final, overwrite=overwrite)  # again: another process may have finished
-                free = shutil.disk_usage(final.parent).free
+                free = shutil.disk_usage(final.parent).free + (_allocated(partial) if goes_on else 0)
                 if free < nbytes:
+                    lock.stays = goes_on
                     raise UnwritableTarget(f"`{final.parent}` has {free:,} bytes free, {nbytes:,} are needed")
                 lock.record()
                 _began.append(partial)
-                partial.mkdir()
+                if not goes_on:
+                    partial.mkdir()
                 try:
-                    mark(partial, lock.identity)
+                    (remark if goes_on else mark)(partial, lock.identity)
                     try:
                         signals.admit()
-                        yield Claim(final, lock, overwrite)
+                        yield Claim(final, lock, overwrite, cleared)
                     finally:
                         signals.hold()
                 except BaseException:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    if not (resume and has_journal(partial)):
+                        shutil.rmtree(partial, ignore_errors=True)
                     lock.stays = os.path.lexists(partial)
                     raise
         except BaseException:
@@ -167,6 +163,16 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool) -> Iterator[Claim]:
                 for folder in made:
                     folder.rmdir()
             raise
+
+
+def has_journal(partial: Path) -> bool:
+    """Whether a partial directory is ours, and holds files that are complete."""
+    return mark_of(partial) is not None and bool(journals(partial))
+
+
+def _allocated(folder: Path) -> int:
+    """The bytes that the files below a folder take on the disk."""
+    return sum(path.stat(follow_symlinks=False).st_blocks * 512 for path in folder.rglob("*"))
 
 
 def _old_path(final: Path, identity: str) -> Path:
@@ -224,66 +230,3 @@ def _make_folder(folder: Path) -> list[Path]:
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
-
-
-@contextlib.contextmanager
-def locked(file: Path, partial: Path) -> Iterator[Lock]:
-    """Hold a lock file, and remove it at the end.
-
-    Raises:
-        UnwritableTarget: another process holds it, or it is something else than a lock file of ours.
-    """
-    with Deferral() as signals:
-        fd, earlier = _acquired(file, partial)
-        lock = Lock(fd, earlier)
-        try:
-            try:
-                signals.admit()
-                yield lock
-            finally:
-                signals.hold()
-        finally:
-            if not lock.stays:
-                file.unlink(missing_ok=True)  # before the lock is given up, so that nobody else's is removed
-            os.close(fd)
-
-
-def _acquired(file: Path, partial: Path) -> tuple[int, dict[str, Any] | None]:
-    """The descriptor of a lock file that is held, and the record in it."""
-    while True:
-        fd = _open_lock(file)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise UnwritableTarget(f"`{partial}` is being written by another process") from error
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                os.close(fd)
-                raise
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), file.stat()):
-                break
-        os.close(fd)  # its last holder has removed it between our two calls
-    try:
-        content = os.pread(fd, LARGEST, 0) if os.fstat(fd).st_size else b""
-        earlier = record_of(content)
-        if content and earlier is None:
-            raise in_the_way(file)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, earlier
-
-
-def _open_lock(file: Path) -> int:
-    try:
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise in_the_way(file) from error
-        raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise in_the_way(file)
-    return fd

@@ -153,3 +153,8 @@ class Region:
             part = scratch(min(STEP, self.end - self._at)).data
             read_at(fd, part, self._at, self.path)
             self.add(self._at, part)
+
+    def adopt(self, nan: int, infinite: int, sums: Iterable[str]) -> None:
+        """Take what is known of bytes that others have written."""
+        self.nan, self.infinite, self.sums = nan, infinite, list(sums)
+        self._at, self.pending = self.end, 0

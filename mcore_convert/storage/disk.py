@@ -190,6 +190,11 @@ def mark(folder: Path, identity: str) -> None:
     write_new(folder / MARKER, record_bytes(identity))
 
 
+def remark(folder: Path, identity: str) -> None:
+    """Mark a directory that another process has marked as work of this one."""
+    write_whole(folder / MARKER, record_bytes(identity))
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Give a file new content: at any moment it has the old or the new one. What a killed run of ours left is removed.
 

@@ -26,6 +26,7 @@ from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.digests import STEP, Feed, hand_on
 from mcore_convert.storage.disk import Shrunk, copy_range, read_at, stream_range
 from mcore_convert.storage.gather import gathered, scratch
+from mcore_convert.storage.joining import joined
 from mcore_convert.storage.sources import open_fd
 from mcore_convert.storage.values import cast
 from mcore_convert.storage.views import Slot, View
@@ -35,7 +36,16 @@ logger = logging.getLogger(__name__)
 BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
 CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its two dtypes stays in the cache
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
-WORKERS = min(4, os.cpu_count() or 1)
+
+
+def _processors() -> int:
+    """The processors of this process; torchrun says how many processes of a machine share them."""
+    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, every // max(1, int(sharing if sharing.isdigit() else 1)))
+
+
+WORKERS = _processors()
 
 Bytes = NDArray[Any]
 
@@ -77,10 +87,15 @@ class Files:
             OverflowError: as `cast`.
         """
         wanted = dtype or view.dtype
-        if view.coded is None and wanted == view.dtype:
+        if view.is_plain and wanted == view.dtype:
             with _as_unreadable():
                 return gathered(self.fd(view.path), view, into)
-        values = view.coded.read(self, view, wanted) if view.coded else cast(self.read(view), view.dtype, wanted)
+        if view.coded is not None:
+            values = view.coded.read(self, view, wanted)
+        elif view.high is not None:
+            values = cast(joined(self.read(view.low), self.read(view.high), view), view.dtype, wanted)
+        else:
+            values = cast(self.read(view), view.dtype, wanted)
         if into is None:
             return values
         into[...] = values
@@ -141,7 +156,7 @@ def copy_view(files: Files, source: View, target: View, feed: Feed | None = None
     Raises:
         OverflowError: as `cast`.
     """
-    if source.dtype != target.dtype or source.coded is not None:
+    if source.dtype != target.dtype or not source.is_plain:
         yield from _cast_view(files, source, target, feed)
         return
     shape, source_strides, target_strides = _joined(source, target)

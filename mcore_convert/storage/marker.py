@@ -16,6 +16,7 @@ from typing import Any
 from mcore_convert.errors import UnwritableTarget
 
 MARKER = ".mcore-convert-partial"
+JOURNAL = ".mcore-convert-journal"  # what begins the name of a journal, which goes with the marker
 TOOL = "mcore-convert"
 PARTIAL, REMOVED = ".partial", ".removed"
 ID = re.compile(r"[0-9a-f]{32}")
@@ -44,8 +45,20 @@ def record_of(content: bytes) -> dict[str, Any] | None:
 
 
 def unmark(folder: Path) -> None:
-    """Take the mark away: the directory is finished."""
+    """Take the mark and the journals away: the directory is finished."""
+    for journal in journals(folder):
+        journal.unlink()
     (folder / MARKER).unlink(missing_ok=True)
+
+
+def journals(folder: Path) -> list[Path]:
+    """The journals in a directory."""
+    return sorted(folder.glob(f"{JOURNAL}-*"))
+
+
+def is_bookkeeping(name: str) -> bool:
+    """Whether a file in an unfinished directory is ours, and no part of what is made."""
+    return name == MARKER or name.startswith(f"{JOURNAL}-")
 
 
 def mark_of(folder: Path) -> str | None:

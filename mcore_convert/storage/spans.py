@@ -113,7 +113,7 @@ def _turned(view: View, axes: tuple[int, ...]) -> View:
     """The view with its dimensions in another order; a number becomes a list of one."""
     shape = tuple(view.shape[axis] for axis in axes) or (1,)
     strides = tuple(view.strides[axis] for axis in axes) or (view.itemsize,)
-    return view._replace(shape=shape, strides=strides)
+    return view._replace(shape=shape, strides=strides, high=None if view.high is None else _turned(view.high, axes))
 
 
 def _flat(view: View) -> View:

@@ -101,6 +101,9 @@ class View(NamedTuple):
 
     With `coded` no file has these bytes: they are those of a row-major tensor of `dtype` that begins at 0, whose
     elements `coded` computes. All that holds for bytes of a file (boxes, transposes, runs) holds for them.
+
+    Elements that are rebuilt from two places (`storage/joining.py`) have the view of the other one in `high`. Then
+    `dtype` is that of the result, and `low_dtype` that of the bytes here.
     """
 
     path: Path
@@ -109,6 +112,8 @@ class View(NamedTuple):
     strides: Shape
     dtype: str
     coded: Coded | None = None
+    high: View | None = None
+    low_dtype: str = ""
 
     @staticmethod
     def of(path: Path, offset: int, meta: TensorMeta) -> View:
@@ -123,15 +128,17 @@ class View(NamedTuple):
 
     @property
     def stored(self) -> tuple[View, ...]:
-        """What files hold of it: itself, or the parts of the coded tensor that it is of."""
-        return (self,) if self.coded is None else self.coded.parts
+        """What files hold of it: itself, the parts of the coded tensor that it is of, or both places."""
+        if self.coded is not None:
+            return self.coded.parts
+        return (self,) if self.high is None else (self.low, *self.high.stored)
 
     def moved(self, place: Callable[[Path], Path]) -> View:
         """The view of the same bytes of other files."""
         coded = self.coded
         if coded is not None:
             coded = replace(coded, parts=tuple(part.moved(place) for part in coded.parts))
-        return self._replace(path=place(self.path), coded=coded)
+        return self._replace(path=place(self.path), coded=coded, high=self.high and self.high.moved(place))
 
     @property
     def itemsize(self) -> int:
@@ -150,6 +157,8 @@ class View(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements are one run of bytes in row-major order."""
+        if self.high is not None:
+            return False
         step = self.itemsize
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -160,7 +169,7 @@ class View(NamedTuple):
     def narrow(self, box: Box) -> View:
         """The view of a box."""
         offset = self.offset + sum(start * stride for start, stride in zip(box.offsets, self.strides, strict=True))
-        return View(self.path, offset, box.sizes, self.strides, self.dtype, self.coded)
+        return self._at(offset, box.sizes, self.strides, self.high and self.high.narrow(box))
 
     def block(self, where: tuple[slice, ...]) -> View:
         """The view of slices of the first dimensions, each with its start and stop."""
@@ -168,17 +177,30 @@ class View(NamedTuple):
         for axis, part in enumerate(where):
             offset += part.start * self.strides[axis]
             shape[axis] = part.stop - part.start
-        return View(self.path, offset, tuple(shape), self.strides, self.dtype, self.coded)
+        return self._at(offset, tuple(shape), self.strides, self.high and self.high.block(where))
 
     def select(self, index: int) -> View:
         """The view of one index of the first dimension, which goes away."""
         offset = self.offset + index * self.strides[0]
-        return View(self.path, offset, self.shape[1:], self.strides[1:], self.dtype, self.coded)
+        return self._at(offset, self.shape[1:], self.strides[1:], self.high and self.high.select(index))
 
     @property
     def transposed(self) -> View:
         """The view with its dimensions reversed."""
-        return View(self.path, self.offset, self.shape[::-1], self.strides[::-1], self.dtype, self.coded)
+        return self._at(self.offset, self.shape[::-1], self.strides[::-1], self.high and self.high.transposed)
+
+    def _at(self, offset: int, shape: Shape, strides: Shape, high: View | None) -> View:
+        return View(self.path, offset, shape, strides, self.dtype, self.coded, high, self.low_dtype)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether files hold the elements as they are."""
+        return self.coded is None and self.high is None
+
+    @property
+    def low(self) -> View:
+        """The bytes here, of elements that are rebuilt from two places."""
+        return self._replace(dtype=self.low_dtype, high=None, low_dtype="")
 
 
 class Slot(NamedTuple):
@@ -190,6 +212,16 @@ class Slot(NamedTuple):
     def part(self, box: Box) -> View:
         """The view of a box of the global tensor that lies in the slot's own."""
         return self.view if box == self.box else self.view.narrow(box.relative_to(self.box.offsets))
+
+    def select(self, index: int) -> Slot:
+        """The slot at one index of the first dimension, which lies in its box and goes away."""
+        inside = self.view.select(index - self.box.offsets[0])
+        return Slot(inside, Box(self.box.offsets[1:], self.box.sizes[1:]))
+
+    def moved(self, rows: int) -> Slot:
+        """The slot of a tensor that has so many rows before those of this one's."""
+        offsets = (self.box.offsets[0] + rows, *self.box.offsets[1:]) if rows else self.box.offsets
+        return Slot(self.view, Box(offsets, self.box.sizes))
 
 
 class Sum(NamedTuple):

@@ -13,12 +13,12 @@ from pathlib import Path
 from mcore_convert.checkpoints.families import families
 from mcore_convert.checkpoints.identify import identify
 from mcore_convert.errors import ConvertError
-from mcore_convert.formats.files import pickles, safetensors
+from mcore_convert.formats.files import dcp, pickles, safetensors
 from mcore_convert.formats.files.pickle_budget import check_tree
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.hf.checkpoint import open_hf
 from mcore_convert.formats.megatron.run_directory import parse_tracker
-from mcore_convert.formats.torch_dist import dcp, zarr
+from mcore_convert.formats.torch_dist import zarr
 from mcore_convert.inspection.page.curve import curve_data, read_metrics
 from mcore_convert.publishing.tokenizer import read_tokenizer
 from tests.fuzz.mutations import CORPUS

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from mcore_convert import reshard, verify
 from mcore_convert.cli import app
 from mcore_convert.errors import ConvertError, LayoutError
-from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.files import dcp
 from mcore_convert.spec import releases
 from tests.conftest import real_checkpoint
 from tests.tensors import dcp_tensors

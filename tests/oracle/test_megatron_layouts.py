@@ -59,7 +59,7 @@ def test_a_tied_output_layer_must_equal_the_embedding(alone: None) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"multi_latent_attention": True}, "multi_latent_attention = True"),
+        ({"rotary_scaling_factor": 4.0}, "rotary_scaling_factor = 4.0"),
         ({"window_attn_skip_freq": 2}, "window_attn_skip_freq = 2"),
         ({"position_embedding_type": "yarn"}, "`position_embedding_type` = 'yarn'"),
         ({"hidden_size": None}, "hidden_size"),

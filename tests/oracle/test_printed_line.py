@@ -17,8 +17,8 @@ from fixtures.optimizer import STEP, Form, Loaded, State, load_with_optimizer, r
 from mcore_convert import convert, reshard
 from mcore_convert.api import Conversion
 from mcore_convert.checkpoints.identify import open_checkpoint
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.hf.checkpoint import HfCheckpoint
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.config.arguments import padded_vocab_size
 from mcore_convert.spec.config.command_line import command_line
 from tests.conftest import HfMaker, real_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_convert import convert, inspect, verify
+from mcore_convert import convert, inspect, reshard, verify
 from tests.conftest import real_checkpoint
 
 DISTRIBUTED = ["gpt2_tp2pp2", "llama_tp2pp2", "llama_tp2dp2", "m19_llama_tp2pp2"]
@@ -85,7 +85,18 @@ def test_a_model_with_experts_is_looked_at() -> None:
     assert any(line.name == "decoder.layers.mlp.experts.experts.linear_fc1.weight" for line in found.weights)
 
 
-def test_a_model_of_no_family_can_still_be_looked_at() -> None:
-    found = inspect(real_checkpoint("dsv3_legacy_ep2"))
-    assert found.family is None
-    assert any("multi_latent_attention" in line for line in found.refusals)
+def test_latent_attention_computes_the_same_and_comes_back_with_its_optimizer(tmp_path: Path) -> None:
+    """Its tokens may take as many groups as experts, so that groups decide nothing and transformers needs none."""
+    source = real_checkpoint("dsv3_legacy_ep2")
+    assert inspect(source).family == "deepseek_v3"
+    convert(source, tmp_path / "hf")
+    found = verify(source, tmp_path / "hf", logits=True)
+    assert found.equal
+    assert found.logits is not None
+    assert found.logits.difference < LOGITS_TOLERANCE
+    assert json.loads((tmp_path / "hf/config.json").read_text())["n_group"] == 1
+    reshard(source, tmp_path / "moved", to="torch_dist", tp=2)
+    reshard(tmp_path / "moved", tmp_path / "back", to="torch", ep=2)
+    again = verify(source, tmp_path / "back")
+    assert again.equal
+    assert again.num_weights > 4 * 90  # with the three states of each

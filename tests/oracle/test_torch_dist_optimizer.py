@@ -23,7 +23,7 @@ from mcore_convert.conversion.execute import execute
 from mcore_convert.conversion.plan import Plan, moves_between
 from mcore_convert.errors import ConvertError, MappingError, UnreadableCheckpoint
 from mcore_convert.formats.base import Findings, Request
-from mcore_convert.formats.format import NoOptions
+from mcore_convert.formats.megatron.options import DcpOptions
 from mcore_convert.formats.torch_dist import writer as torch_dist_writer
 from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
 from mcore_convert.spec import gpt
@@ -195,7 +195,7 @@ def reshard(path: Path, destination: Path, *, tp: int = 1, ep: int = 1) -> None:
         family,
         dims,
         sources.dtype_of,
-        NoOptions(),
+        DcpOptions(),
         layout=Layout(tp=tp),
         iteration=10,
         common={"args": args, "checkpoint_version": 3.0, "iteration": 10},

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from mcore_convert.formats.torch_dist.keys import StateKeys
 from mcore_convert.spec.names import EXP_AVG_SQ, MASTER, PARAM

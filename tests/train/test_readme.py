@@ -105,6 +105,8 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.Fix
         make_old_run(tmp_path)
     if page.name == "limits.md":
         make_yarn(tmp_path)
+    if page.name == "scale.md":
+        make_old_run(tmp_path)
     if page.name == "reshard.md":
         make_old_run(tmp_path)
         make_345m(tmp_path)

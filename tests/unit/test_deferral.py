@@ -20,8 +20,9 @@ import pytest
 
 from mcore_convert.storage import deferral, destination, disk, marker
 from mcore_convert.storage.deferral import Deferral
-from mcore_convert.storage.destination import claimed, locked
+from mcore_convert.storage.destination import claimed
 from mcore_convert.storage.disk import write_new, write_whole
+from mcore_convert.storage.locking import locked
 from tests.refusals import tree
 
 EACH = int(os.environ.get("SIGNALS_EACH", "41"))

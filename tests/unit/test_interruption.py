@@ -44,7 +44,7 @@ def removed(*words, **options):
 shutil.rmtree = removed
 def fill(*_):
     kill()
-execute._fill = fill
+execute.fill = fill
 """
 WHILE_IT_IMPORTS = """
 real = builtins.__import__

@@ -12,8 +12,9 @@ import torch
 
 from mcore_convert import convert, export, verify
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.files import dcp
+from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.formats.torch_dist import dcp
 from tests.conftest import HfMaker, real_checkpoint
 from tests.refusals import refusal
 
@@ -37,7 +38,7 @@ def rewritten(source: Path, path: Path, change: int | str) -> Path:
     else:
         other = parts[int(change)].place
     parts[0] = parts[0]._replace(place=other)
-    (folder / dcp.METADATA).write_bytes(dcp.metadata_bytes(directory.tensors, chunks, directory.objects))
+    (folder / dcp.METADATA).write_bytes(metadata_bytes(directory.tensors, chunks, directory.objects))
     return path
 
 
@@ -56,7 +57,7 @@ def test_overlapping_chunks_are_refused(distributed: Path, tmp_path: Path) -> No
     key = "decoder.layers.mlp.linear_fc2.weight"
     place = directory.chunks[key][1].place
     directory.chunks[key][1] = directory.chunks[key][1]._replace(place=place._replace(offset=place.offset - 100))
-    content = dcp.metadata_bytes(directory.tensors, directory.chunks, directory.objects)
+    content = metadata_bytes(directory.tensors, directory.chunks, directory.objects)
     (tmp_path / "SRC/release/.metadata").write_bytes(content)
     assert "has several parts at one place" in refusal(tmp_path / "SRC", "--to", "hf")
 

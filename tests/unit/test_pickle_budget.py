@@ -18,8 +18,8 @@ import torch
 
 from mcore_convert.errors import UnreadableCheckpoint, UnsafePickle
 from mcore_convert.formats.files import pickles
+from mcore_convert.formats.files.dcp import METADATA
 from mcore_convert.formats.files.pickle_budget import MAX_DEPTH, check_tree, end_of
-from mcore_convert.formats.torch_dist.dcp import METADATA
 from tests.conftest import SHARED
 
 PROTO, STOP = b"\x80\x04", b"."
@@ -75,7 +75,7 @@ import io, resource, sys
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files import pickles
 from mcore_convert.formats.files.pickle_budget import check_tree
-from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.files import dcp
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
 data = sys.stdin.buffer.read()

@@ -25,11 +25,11 @@ from safetensors.torch import save
 from mcore_convert import convert
 from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
-from mcore_convert.formats.files import pickles
+from mcore_convert.formats.files import dcp, pickles
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import TensorMeta
@@ -319,7 +319,7 @@ def samples() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
     for at, content in laid.literals:
         chunk[at : at + len(content)] = content
     place = dcp.Place("__0_0.distcp", 0, laid.size)
-    ours = dcp.metadata_bytes({"w": meta}, {"w": [dcp.Chunk(Box.whole((2, 3)), place)]}, {"o": place})
+    ours = metadata_bytes({"w": meta}, {"w": [dcp.Chunk(Box.whole((2, 3)), place)]}, {"o": place})
     theirs = pickle.dumps(pickle.loads(ours))
     common = torch_file.dumps({"args": argparse.Namespace(num_layers=2, dtype=TorchDtype("bfloat16")), "iteration": 3})
 

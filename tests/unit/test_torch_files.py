@@ -11,9 +11,10 @@ import torch
 from torch.distributed import checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.views import TensorMeta, View
@@ -109,7 +110,7 @@ def test_torch_reads_our_metadata(tmp_path: Path) -> None:
         content[64 + laid.holes[0] : 64 + laid.holes[0] + len(raw)] = raw
         (tmp_path / f"__{number}_0.distcp").write_bytes(content)
         found.append(dcp.Chunk(box, dcp.Place(f"__{number}_0.distcp", 64, laid.size)))
-    (tmp_path / ".metadata").write_bytes(dcp.metadata_bytes({"w": meta}, {"w": found}, {}))
+    (tmp_path / ".metadata").write_bytes(metadata_bytes({"w": meta}, {"w": found}, {}))
     reader = torch_dcp.FileSystemReader(tmp_path)
     entry = reader.read_metadata().state_dict_metadata["w"]
     assert isinstance(entry, TensorStorageMetadata)

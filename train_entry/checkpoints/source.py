@@ -9,8 +9,8 @@ from mcore_convert.api import convert
 from mcore_convert.checkpoints.download import local_path
 from mcore_convert.checkpoints.runs import CHECKPOINTS, find_run
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.run_directory import iterations, resolve
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from mcore_convert.storage.marker import new_id, unfinished, unfinished_ones
 from mcore_convert.storage.paths import absent

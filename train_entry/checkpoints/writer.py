@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_convert.errors import UnwritableTarget
-from mcore_convert.formats.torch_dist.checkpoint import COMMON
+from mcore_convert.formats.torch_dist.common_state import COMMON
 from mcore_convert.formats.torch_dist.writer import METADATA_JSON
 from train_entry.checkpoints import folder
 from train_entry.checkpoints.ranks import Ranks

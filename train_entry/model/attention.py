@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from mcore_convert.errors import ConfigError
@@ -98,6 +97,9 @@ class SdpaAttention(torch.nn.Module):
         causal = self.causal and mask is None and len(query) > 1
         bias: Any = None if mask is None else ~mask
         if causal and len(query) < len(key):
+            # loads torch's compiler, which no run on one rank needs
+            from torch.nn.attention.bias import causal_lower_right
+
             bias, causal = causal_lower_right(len(query), len(key)), False
         grouped = query.size(2) != key.size(2)
         if grouped and query.is_cuda and not _takes_groups(query, mask):

@@ -69,8 +69,22 @@ STORAGE_DTYPES = {
 }
 DTYPE_STORAGES = {dtype: storage for storage, dtype in STORAGE_DTYPES.items()}
 
-# Packages whose classes appear in checkpoints as bystanders (enums in `args`, plans, random states): never needed.
-STAND_IN_PACKAGES = ("megatron", "transformer_engine", "apex", "nemo", "nvidia_resiliency_ext", "numpy", "signal")
+# Packages whose classes appear in checkpoints as bystanders (enums in `args`, plans, random states): never needed. Also
+# slime and miles keep their data sets for evaluation in `args` (`utils/arguments.py`, `eval_datasets`).
+STAND_IN_PACKAGES = (
+    "megatron",
+    "transformer_engine",
+    "apex",
+    "nemo",
+    "nemo_rl",
+    "nvidia_resiliency_ext",
+    "numpy",
+    "signal",
+    "slime",
+    "miles",
+    "lightning",
+    "pytorch_lightning",
+)
 STAND_IN_GLOBALS = (
     "torch.device",
     "torch.serialization._get_layout",

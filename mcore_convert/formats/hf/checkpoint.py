@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import ConfigError, MappingError, UnreadableCheckpoint, fold
-from mcore_convert.formats.base import Checkpoint, Findings, Request, Reservation, Side, Storage
+from mcore_convert.formats.base import Request, Reservation, Side, Storage
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
 from mcore_convert.formats.files.sharing import refuse_shared
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.hf.encodings import encoding
+from mcore_convert.formats.hf.names import HfNames
 from mcore_convert.formats.hf.quantised import KEY, read_quantised
-from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Family, Item, Spelling
-from mcore_convert.spec.names import placeholders_of, spell
+from mcore_convert.spec.family import Family
+from mcore_convert.spec.names import spell
+from mcore_convert.spec.shard import Box
 from mcore_convert.storage.codecs import Quantised
-from mcore_convert.storage.shifts import Shifted
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -63,7 +63,7 @@ class HfOptions:
 
 
 @dataclass(frozen=True)
-class HfCheckpoint(Checkpoint):
+class HfCheckpoint(HfNames):
     """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's).
 
     `sums` are the checksums in what `torch.save` has written; safetensors has none. Where some tensors are `quantised`,
@@ -115,42 +115,15 @@ class HfCheckpoint(Checkpoint):
     def named_for(self, family: Family) -> HfCheckpoint:
         return replace(self, prefix=family.optional_prefix)
 
-    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        weight, at, _ = item
-        shape = dims.shape(weight.shape)
-        spelling = self._spelling(item)
-        views, names = [], []
-        for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
-            name = self.name_of(spell(template, at))
-            names.append(name)
-            view = self.views.get(name)
-            meta = None if view is None else TensorMeta(view.shape, view.dtype)
-            joined = at.expert if "expert" not in placeholders_of(template) else None
-            expected = one if joined is None else (dims.num_experts or 0, *one)
-            if findings.expect(name, meta, expected) and view is not None:
-                views.append(view if joined is None else view.select(joined))
-        if len(views) < len(spelling.hf):
-            return []
-        slots = []
-        for piece in spelling.pack.pieces(shape, dims):
-            view = views[piece.tensor].narrow(piece.hf)
-            if weight.less:
-                view = Shifted.of(names[piece.tensor], view, -weight.less)
-            slots.append(Slot(view.transposed if piece.transposed else view, piece.mcore))
-        return slots
+    def meta_of(self, name: str) -> TensorMeta | None:
+        """The shape and the dtype of a tensor; None where there is none of this name."""
+        view = self.views.get(name)
+        return None if view is None else TensorMeta(view.shape, view.dtype)
 
-    def _spelling(self, item: Item) -> Spelling:
-        """The first spelling of a weight of which the directory has a tensor; where it has none, the usual one."""
-        spellings = item.weight.spellings
-        if len(spellings) == 1:
-            return spellings[0]
-        there = (s for s in spellings if any(self.name_of(spell(name, item.at)) in self.views for name in s.hf))
-        return next(there, spellings[0])
-
-    def name_of(self, name: str) -> str:
-        """The name under which the directory has a tensor: without the optional prefix where it is stored so."""
-        short = name.removeprefix(self.prefix)
-        return short if name not in self.views and short in self.views else name
+    def parts_of(self, name: str) -> list[Slot]:
+        """The parts of a tensor, as they lie in files."""
+        view = self.views[name]
+        return [Slot(view, Box.whole(view.shape))]
 
 
 def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
@@ -224,22 +197,24 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
     path, family, dims = request.path, request.family, request.dims
     wanted = request.options.quantize
     chosen = None if wanted is None else encoding(wanted)
-    metas: dict[str, TensorMeta] = {}
+    groups: list[dict[str, TensorMeta]] = []  # of tensors that one file must hold
+    names: set[str] = set()
     coded: dict[str, TensorMeta] = {}
     for (weight, at, _), dtype in request.dtype_of.items():
         pack, whole = weight.pack, family.shape(weight, dims)
         turned = {piece.tensor for piece in pack.pieces(whole, dims) if piece.transposed} if chosen else set()
         for number, (template, shape) in enumerate(zip(weight.hf, pack.shapes(whole, dims), strict=True)):
             name = spell(template, at)
-            if name in metas or name in coded:
+            if name in names:
                 raise MappingError(f"two weights of family `{family.name}` are called `{name}`")
             if chosen is not None and chosen.takes(weight, name, shape, turned=number in turned):
                 coded[name] = TensorMeta(shape, dtype)
-                metas |= chosen.stored(name, coded[name])
+                groups.append(chosen.stored(name, coded[name]))
             else:
-                metas[name] = TensorMeta(shape, dtype)
+                groups.append({name: TensorMeta(shape, dtype)})
+            names |= {name, *groups[-1]}
     reservation = Reservation(path)
-    stored = _lay_out(reservation, path, metas, request.options.max_shard_size)
+    stored = _lay_out(reservation, path, groups, request.options.max_shard_size)
     if chosen is None:
         reservation.texts[path / CONFIG] = json_bytes(request.config)
         return HfCheckpoint(path, stored, request.config), reservation
@@ -256,9 +231,12 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
     return HfCheckpoint(path, views, request.config, stored=stored, quantised=quantised), reservation
 
 
-def _lay_out(reservation: Reservation, path: Path, metas: Mapping[str, TensorMeta], limit: int) -> dict[str, View]:
+def _lay_out(
+    reservation: Reservation, path: Path, groups: Sequence[Mapping[str, TensorMeta]], limit: int
+) -> dict[str, View]:
     """Reserve the files of tensors, with an index where there are several; returns where each lies."""
-    shards = list(_shards(metas, limit))
+    shards = list(_shards(groups, limit))
+    metas = {name: meta for shard in shards for name, meta in shard.items()}
     views: dict[str, View] = {}
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -279,13 +257,15 @@ def _lay_out(reservation: Reservation, path: Path, metas: Mapping[str, TensorMet
     return views
 
 
-def _shards(metas: Mapping[str, TensorMeta], limit: int) -> Iterable[dict[str, TensorMeta]]:
+def _shards(groups: Iterable[Mapping[str, TensorMeta]], limit: int) -> Iterable[dict[str, TensorMeta]]:
+    """The tensors of each file, those of a group in one."""
     shard: dict[str, TensorMeta] = {}
     size = 0
-    for name, meta in metas.items():
-        if shard and size + meta.nbytes > limit:
+    for group in groups:
+        nbytes = sum(meta.nbytes for meta in group.values())
+        if shard and size + nbytes > limit:
             yield shard
             shard, size = {}, 0
-        shard[name] = meta
-        size += meta.nbytes
+        shard |= group
+        size += nbytes
     yield shard

@@ -13,7 +13,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from mcore_convert.formats.megatron.flat import ALIGNMENT, Local, local_of
-from mcore_convert.formats.megatron.modules import GROUPED, IMPLEMENTATIONS, LOCAL, SEQUENTIAL, in_module_order
+from mcore_convert.formats.megatron.modules import (
+    GROUPED,
+    IMPLEMENTATIONS,
+    LOCAL,
+    SEQUENTIAL,
+    in_module_order,
+    shard_of,
+)
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.gpt import EMBEDDING
@@ -200,10 +207,10 @@ def _in_buckets(
 def _parameters(run: Run, order: Order, stage: Stage, rank: Rank, is_expert: bool) -> Iterator[Parameter]:
     """What an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
     rows = in_module_order(run.rows, order.implementation)
-    shares = run.holding.shares_embedding(run.dims)
+    shares = bool(run.holding.copies_of_embedding(run.dims))
     for weight, at, _, _ in run.holding.held_on(rows, run.dims, stage, rank.ep, grouped=order.experts == GROUPED):
         if run.has_expert_optimizer and is_expert != is_of_expert(weight):
             continue
         tp = run.etp if is_of_expert(weight) else run.layout.tp
-        local = local_of(weight.shard, run.dims.shape(weight.shape), tp, rank.tp)
+        local = local_of(shard_of(weight, order.implementation), run.dims.shape(weight.shape), tp, rank.tp)
         yield Parameter(weight, at, local, shares and weight.mcore == EMBEDDING)

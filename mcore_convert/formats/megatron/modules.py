@@ -7,10 +7,13 @@ the run was built from, and the flat buffers of a distributed optimizer follow t
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable
 from functools import lru_cache
 
 from mcore_convert.spec.family import Weight
+from mcore_convert.spec.releases import NEWEST, WHOLE_DOWN_PROJECTIONS, Release
+from mcore_convert.spec.shard import COLUMN, Shard
 
 # `local` is the spec of Megatron itself; `transformer_engine`, the default, fuses each norm into the layer after it.
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
@@ -23,22 +26,39 @@ SEQUENTIAL, GROUPED = "sequential", "grouped"
 # and its local modules all accept: a byte tensor of pickle.dumps(None).
 EXTRA_STATE = pickle.dumps(None, protocol=4)
 
-FINAL_NORM = "decoder.final_layernorm"
+FINAL_NORM, MTP_FINAL_NORM = "decoder.final_layernorm", "mtp.layers.{mtp}.final_layernorm"
 # Layers whose experts were built from the local spec have their pre-MLP norm under the name that dense layers use.
 DENSE_NORM, EXPERT_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 EXPERT = "mlp.experts.experts.{expert}."
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
+# What only a model with latent attention has, whose local layer spec keeps its own names in `torch_dist`, too.
+LATENT = "self_attention.linear_kv_up_proj.weight"
+
+# The layer within one that predicts further tokens, and what Megatron Core calls it in its modules since 0.17.
+MTP_LAYER, MTP_MODEL_LAYER = ".transformer_layer.", ".mtp_model_layer."
+
+# Matrices of latent attention that make vectors of low rank. Megatron's own column-parallel linears cut them, and
+# Transformer Engine's did up to 0.13; since 0.14 each rank has them whole (`gpt_layer_specs.py`, `backend.linear()`).
+DOWN_PROJECTIONS = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
 
 # The order of the parts of a layer in `module.parameters()`; within a part that of the rows: weight, then bias.
 LOCAL_ORDER = (
     "input_layernorm.",
     "self_attention.linear_proj.",
     "self_attention.linear_qkv.",
+    "self_attention.linear_q_proj.",
+    "self_attention.linear_q_down_proj.",
+    "self_attention.linear_q_up_proj.",
+    "self_attention.linear_kv_down_proj.",
+    "self_attention.linear_kv_up_proj.",
     "self_attention.q_layernorm.",
     "self_attention.k_layernorm.",
+    "self_attention.kv_layernorm.",
     "pre_mlp_layernorm.",
     "mlp.router.",
     "mlp.linear_fc1.",
@@ -46,6 +66,19 @@ LOCAL_ORDER = (
     "mlp.linear_fc2.",
     "mlp.shared_experts.",
 )
+MTP_ORDER = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")
+
+
+def implementation_in(names: Iterable[str]) -> str:
+    """Return the layer spec whose modules have these names."""
+    fused = any("linear_qkv.layer_norm_weight" in name for name in names)
+    return TRANSFORMER_ENGINE if fused else LOCAL
+
+
+def experts_in(names: Iterable[str]) -> str:
+    """Return how modules with these names keep experts."""
+    numbered = re.compile(r"mlp\.experts\.linear_fc1\.weight\d+(_[wv])?$")
+    return GROUPED if any(numbered.search(name) for name in names) else SEQUENTIAL
 
 
 @lru_cache
@@ -62,16 +95,42 @@ def name_in_module(name: str, implementation: str, experts: str) -> str:
 
 
 def in_module_order(weights: Iterable[Weight], implementation: str) -> list[Weight]:
-    """The rows as a model's `parameters()` have them: embedding, layers, final norm, output layer.
+    """The rows as a model's `parameters()` have them: embedding, layers, final norm, layers that predict, output layer.
 
     Rows of a layer are ordered by the parts of LOCAL_ORDER; where norms are fused, they precede the layer's weight.
     """
 
-    def place(weight: Weight) -> tuple[int, int]:
+    def place(weight: Weight) -> tuple[int, int, int]:
         assert weight.mcore is not None
         if not weight.per_layer:
-            return (0 if weight.mcore.startswith("embedding.") else 2), 0
-        name = name_in_module(weight.mcore, implementation, SEQUENTIAL).partition("{layer}.")[2]
-        return 1, next(number for number, part in enumerate(LOCAL_ORDER) if name.startswith(part))
+            ends = ("embedding.", FINAL_NORM)
+            return next((2 * number for number, end in enumerate(ends) if weight.mcore.startswith(end)), 4), 0, 0
+        name = name_in_module(weight.mcore, implementation, SEQUENTIAL)
+        if not weight.predicts:
+            return 1, 0, _place_of(name.partition("{layer}.")[2], LOCAL_ORDER)
+        outer = _place_of(name.partition("{mtp}.")[2], MTP_ORDER)
+        _, is_inner, inner = name.partition(MTP_LAYER)
+        return 3, outer, _place_of(inner, LOCAL_ORDER) if is_inner else 0
 
     return sorted(weights, key=place)
+
+
+def _place_of(name: str, order: tuple[str, ...]) -> int:
+    return next(number for number, part in enumerate(order) if name.startswith(part))
+
+
+def has_extra_state(module: str, *, norms: bool) -> bool:
+    """Whether a module of this name saves a state of its own: a linear layer, or a norm of Transformer Engine's."""
+    is_norm = module.endswith("layernorm") or module in ("enorm", "hnorm")
+    return module.startswith("linear_") or module == "eh_proj" or (norms and is_norm)
+
+
+def is_down_projection(weight: Weight) -> bool:
+    """Whether it is one of DOWN_PROJECTIONS."""
+    return weight.mcore is not None and weight.mcore.endswith(DOWN_PROJECTIONS)
+
+
+def shard_of(weight: Weight, implementation: str, release: Release = NEWEST) -> Shard:
+    """Return how the modules of a release cut a weight."""
+    whole = implementation == TRANSFORMER_ENGINE and release >= WHOLE_DOWN_PROJECTIONS
+    return COLUMN if is_down_projection(weight) and not whole else weight.shard

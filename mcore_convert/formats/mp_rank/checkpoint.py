@@ -12,19 +12,22 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
 from mcore_convert.formats.megatron.flat import local_of, slots_in_global
-from mcore_convert.formats.megatron.modules import name_in_module
+from mcore_convert.formats.megatron.modules import name_in_module, shard_of
+from mcore_convert.formats.megatron.remainders import are_gathered
 from mcore_convert.formats.megatron.run_directory import carried_in
 from mcore_convert.formats.mp_rank import optimizer as mp_rank_optimizer
 from mcore_convert.formats.mp_rank.optimizer import Proof
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
-from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
+from mcore_convert.spec.gpt import EMBEDDING
 from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
-from mcore_convert.spec.names import MASTER, PARAM, spell
-from mcore_convert.spec.shard import Shape
-from mcore_convert.storage.views import Slot, Sum, TensorMeta
+from mcore_convert.spec.names import MASTER, MOMENTS, PARAM, spell
+from mcore_convert.spec.releases import NEWEST, Release
+from mcore_convert.spec.shard import Shape, Shard
+from mcore_convert.storage.joining import join_views
+from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class MpRankCheckpoint(Checkpoint):
     implementation: str
     experts: str
     norm_state: bool = False  # whether the norm at the end has an `_extra_state`
+    release: Release = NEWEST  # whose modules these are, as far as it decides how they are cut
     format: str = "torch"
     side: Side = Side.MEGATRON
 
@@ -66,6 +70,13 @@ class MpRankCheckpoint(Checkpoint):
     @property
     def states(self) -> tuple[str, ...]:
         return (PARAM, *mp_rank_optimizer.states_in(self._first))
+
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        if item.state not in MOMENTS or item.weight.mcore is None:
+            return True
+        place = self._places(item, dims)[0]
+        held = self._states[place.rank][place.chunk].get(place.name)
+        return held is None or item.state in held  # what has none at all is missing
 
     @property
     def optimizer_keys(self) -> list[str]:
@@ -153,24 +164,44 @@ class MpRankCheckpoint(Checkpoint):
                 for name, states in self._states[rank][number].items():
                     if MASTER in states:
                         local = chunk[name]
-                        yield Proof(states[MASTER], local.view, f"{file.label(number)}{local.key}")
+                        yield Proof(
+                            self._whole(MASTER, states[MASTER], local.view),
+                            local.view,
+                            f"{file.label(number)}{local.key}",
+                        )
 
     @cached_property
     def _states(self) -> Mapping[Rank, Sequence[mp_rank_optimizer.ChunkStates]]:
         return {rank: mp_rank_optimizer.find_states(file, self.args) for rank, file in self.files.items()}
 
+    def _whole(self, state: str, view: View, weight: View) -> View:
+        """A state in whole: a master copy that is kept as a remainder is joined with its weight."""
+        return join_views(view, weight) if state == MASTER and weight.dtype == "bfloat16" and self._gathered else view
+
+    @cached_property
+    def _gathered(self) -> bool:
+        """Whether the distributed optimizer's master copies are remainders in fp32; what is written here has none."""
+        if self._first.reserved_buffers is not None or self._first.distributed is None:
+            return False
+        held = (states for chunks in self._states.values() for chunk in chunks for states in chunk.values())
+        return are_gathered(self.args, (states[MASTER] for states in held if MASTER in states))
+
     def _places(self, item: Item, dims: Dims) -> list[Place]:
         """Where the first copy of each part is: one place for each tensor rank, or one where the weight is not cut."""
         stage, ep, name = self._position(item, dims)
-        return [Place(rank, stage.vpp, name) for rank in self._first_ranks(stage.pp, ep, item.weight.shard.dim)]
+        return [Place(rank, stage.vpp, name) for rank in self._first_ranks(stage.pp, ep, self._shard(item.weight).dim)]
+
+    def _shard(self, weight: Weight) -> Shard:
+        """How the modules cut a weight."""
+        return shard_of(weight, self.implementation, self.release)
 
     def _copies(self, item: Item, dims: Dims) -> list[Place]:
         """Where further copies are: on other tensor or expert ranks, and a tied embedding's on the last stage."""
         stage, ep, name = self._position(item, dims)
         ends = [(stage, name)]
-        if item.weight.mcore == EMBEDDING and self._holding.shares_embedding(dims):
-            ends.append((self._holding.last, OUTPUT))
-        first = self._first_ranks(stage.pp, ep, item.weight.shard.dim)
+        if item.weight.mcore == EMBEDDING:
+            ends += [(at, copied_as) for copied_as, at in self._holding.copies_of_embedding(dims).items()]
+        first = self._first_ranks(stage.pp, ep, self._shard(item.weight).dim)
         return [
             Place(rank, end.vpp, end_name)
             for end, end_name in ends
@@ -229,14 +260,16 @@ class MpRankCheckpoint(Checkpoint):
         shape: Shape = dims.shape(weight.shape)
         if rows is not None and rows >= shape[0]:
             shape = (rows, *shape[1:])
-        local = local_of(weight.shard, shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None))
+        local = local_of(
+            self._shard(weight), shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None)
+        )
         if not findings.expect(key, found.meta, local.shape):
             return []
         view = found.view
         if state != PARAM:
             states = self._states[place.rank][place.chunk].get(place.name, {})
             if state in states:
-                view = states[state]
+                view = self._whole(state, states[state], view)
             elif state != MASTER or view.dtype != "float32":  # a parameter in fp32 is its own master copy
                 findings.missing.append(f"{key} ({state})")
                 return []

@@ -11,12 +11,21 @@ A file holds the rank's own modules: layers and experts are numbered from 0 on e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.megatron.modules import FINAL_NORM, GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
+from mcore_convert.formats.megatron.modules import (
+    DOWN_PROJECTIONS,
+    FINAL_NORM,
+    FUSED_NORMS,
+    LATENT,
+    LOCAL,
+    TRANSFORMER_ENGINE,
+    experts_in,
+)
+from mcore_convert.formats.megatron.recorded import beside
 from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
 from mcore_convert.formats.mp_rank import old_classes
@@ -31,6 +40,7 @@ from mcore_convert.formats.mp_rank.rank_file import (
     read_archive,
 )
 from mcore_convert.spec.layout import Layout, Rank, Stage
+from mcore_convert.spec.releases import NEWEST, OLDEST, Release
 
 NORM_STATE = f"{FINAL_NORM}._extra_state"
 
@@ -88,7 +98,9 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
     stored = {name: args_of(tree) for name, tree in trees.items()}
     mp_rank_layout.check_agreement({name: each or {} for name, each in stored.items()}, where)
     given = {name: value for name, value in (args or {}).items() if value is not None}
-    merged = {**(stored[first] or {}), **given}
+    around = beside(path) if stored[first] is None else None
+    recorded = None if around is None else around.read()
+    merged = {**(stored[first] or ({} if recorded is None else recorded.args)), **given}
     layout = mp_rank_layout.layout_of(merged)
     if stored[first] is None and layout == Layout() and len(paths) > 1:
         raise UnreadableCheckpoint(
@@ -117,10 +129,32 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
         merged,
         layout,
         layout.stages(sum(counts.values())),
-        TRANSFORMER_ENGINE if any("linear_qkv.layer_norm_weight" in name for name in names) else LOCAL,
-        GROUPED if any(re.search(r"mlp\.experts\.linear_fc1\.weight\d+$", name) for name in names) else SEQUENTIAL,
+        _implementation_of(names, merged),
+        experts_in(names),
         norm_state,
+        _release_of(files.values(), merged),
     )
+
+
+def _implementation_of(names: Collection[str], args: Mapping[str, Any]) -> str:
+    """The layer spec whose names these are; where both have them, as with no norm in attention, what the run said."""
+    if any(fused in name for name in names for fused in FUSED_NORMS):
+        return TRANSFORMER_ENGINE
+    says_nothing = any(LATENT in name for name in names) and not any("kv_layernorm." in name for name in names)
+    return TRANSFORMER_ENGINE if says_nothing and args.get("transformer_impl") == TRANSFORMER_ENGINE else LOCAL
+
+
+def _release_of(files: Iterable[RankFile], args: Mapping[str, Any]) -> Release:
+    """A release whose modules cut the matrices of latent attention as these files have them."""
+    latent, rotary = args.get("kv_lora_rank"), args.get("qk_pos_emb_head_dim")
+    if not isinstance(latent, int) or not isinstance(rotary, int):
+        return NEWEST
+    for file in files:
+        for chunk in file.chunks:
+            for name, local in chunk.items():
+                if name.endswith(DOWN_PROJECTIONS[1]):
+                    return NEWEST if local.view.shape[0] == latent + rotary else OLDEST
+    return NEWEST
 
 
 def _completed(

@@ -127,7 +127,8 @@ def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, 
         raise UnreadableCheckpoint(f"the stages of {where} hold {found} layers, its arguments have {num_layers}")
     if layout.pipeline_layout is None and args.get("pipeline_model_parallel_layout") is not None:
         stages = ["t" * counts[stage] for stage in sorted(counts)]
-        text = "|".join(["E" + stages[0], *stages[1:]]) + "L"
+        predicting = "m" * (args.get("mtp_num_layers") or 0)
+        text = "|".join(["E" + stages[0], *stages[1:]]) + predicting + "L"
         layout = replace(layout, vpp=len(chunks) if len(chunks) > 1 else None, pipeline_layout=text)
     if len(chunks) != layout.num_virtual_stages:
         raise UnreadableCheckpoint(

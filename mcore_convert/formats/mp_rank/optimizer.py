@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
-from mcore_convert.formats.base import Training
+from mcore_convert.formats.base import Training, is_by_momentum
 from mcore_convert.formats.files import pickles
 from mcore_convert.formats.files.torch_archive import scalar
+from mcore_convert.formats.megatron.remainders import are_gathered
 from mcore_convert.formats.mp_rank.parameters import (
     FLOAT16,
-    MOMENTS,
     Parameter,
     are_shared,
     bucket_size_of,
@@ -28,12 +28,13 @@ from mcore_convert.formats.mp_rank.parameters import (
 )
 from mcore_convert.formats.mp_rank.rank_file import DISTRIBUTED_FILE, RankFile
 from mcore_convert.spec.config import arguments
-from mcore_convert.spec.names import MASTER
+from mcore_convert.spec.names import ADAM, BY_MOMENTUM, LION, MASTER, MOMENTS
 from mcore_convert.storage.views import TensorMeta, View
 
 # What a file holds beside its model, optimizer and random states, under the names of all versions.
 KNOWN = ("args", "checkpoint_version", "iteration", "total_iters", "optimizer", "opt_param_scheduler", "lr_scheduler")
 RANDOM = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+LAYER_WISE_FILES = "layer_wise_optimizer_*.pt"  # of Megatron Core's layer-wise optimizer, which deals out parameters
 WHY_JOINED = "joins experts, as `GroupedMLP` of Megatron Core up to 0.16 did: only its weights are read"
 
 # The states of each parameter of a chunk, each a view of the parameter's own shape.
@@ -71,10 +72,22 @@ def _states_in(file: RankFile) -> tuple[str, ...]:
     if not any(parts):
         return ()
     if _is_distributed(parts):
-        return (MASTER, *MOMENTS)
-    if not any(_inner(part).get("state") for part in parts):
-        return ()
-    return (MASTER, *MOMENTS) if any(_masters(part) is not None for part in parts) else MOMENTS
+        buffers = (part for part in _parts(file.distributed) if part is not None)
+        tensors = [
+            tensors for part in buffers for key in part if isinstance(key, int) for tensors in part[key].values()
+        ]
+        # what is missing or of another form is refused where the state itself is asked for
+        held = [moment for moment in MOMENTS if any(isinstance(each, dict) and moment in each for each in tensors)]
+        return (MASTER, *(held or ADAM))
+    held = [moment for moment in MOMENTS if any(moment in kept for part in parts for kept in _kept_in(part))]
+    masters = [MASTER] if any(_masters(part) is not None for part in parts) else []
+    return (*masters, *held) if held or any(_masters(part) for part in parts) else ()
+
+
+def _kept_in(part: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The names of the tensors that a plain optimizer keeps of each parameter."""
+    for kept in _inner(part).get("state", {}).values():
+        yield [name for name, value in kept.items() if isinstance(value, View) and name != "step"]
 
 
 def training_of(file: RankFile) -> Training:
@@ -90,13 +103,15 @@ def _training_of(file: RankFile) -> Training:
     scalers = [part["grad_scaler"] for part in parts if part.get("grad_scaler")]
     if scalers:
         rest["grad_scaler"] = {key: _value(value) for key, value in scalers[0].items()}
+    groups = [(number, group) for number, part in enumerate(parts) for group in _groups_with_steps(_inner(part))]
     return Training(
         iteration if isinstance(iteration, int) else 0,
         _is_distributed(parts),
-        tuple(group for part in parts for group in _groups_with_steps(_inner(part))),
+        tuple(group for _, group in groups),
         not any("step" in state for part in parts for state in _inner(part).get("state", {}).values()),
         file.tree.get("opt_param_scheduler", file.tree.get("lr_scheduler")),
         rest,
+        tuple(number for number, _ in groups),
     )
 
 
@@ -117,9 +132,15 @@ def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, .
 def _find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, ...]:
     parts = _parts(file.tree.get("optimizer"))
     found: tuple[dict[str, dict[str, View]], ...] = tuple({} for _ in file.chunks)
-    if len(parts) > 2:
-        raise _refusal(file, [f"{len(parts)} optimizers are chained; known are one, and one more for experts"])
-    owned = owned_by(file, len(parts))
+    parts_of_ranks = sorted(file.path.parent.glob(LAYER_WISE_FILES))
+    if len(parts_of_ranks) > 1:
+        raise _refusal(file, [f"each of {len(parts_of_ranks)} data-parallel ranks has a part: `{LAYER_WISE_FILES}`"])
+    chained = [_inner(part).get("param_groups", []) for part in parts]
+    if len(parts) > 2 * len({is_by_momentum(group) for groups in chained for group in groups}):
+        raise _refusal(
+            file, [f"{len(parts)} optimizers are chained; known are one of a kind, and one more for experts"]
+        )
+    owned = owned_by(file, chained)
     if _is_distributed(parts):
         buffers = _parts(file.distributed)
         if not buffers:
@@ -184,6 +205,9 @@ def _in_groups(
     inner, masters = _inner(part), _masters(part)
     groups = inner.get("param_groups", [])
     dealt = dealt_to(groups, parameters, args)
+    kept = {name for names in _kept_in(part) for name in names}
+    if kept and not any(kept == {*known} for known in (ADAM, LION, BY_MOMENTUM)):
+        raise _refusal(file, [f"`{name}` is kept of its parameters" for name in sorted(kept)])
     problems = [
         f"group {number} has {len(group['params'])} parameters, the model has {len(members)} of its kind"
         for number, (group, members) in enumerate(zip(groups, dealt, strict=True))
@@ -199,7 +223,7 @@ def _in_groups(
         for member, copy in zip(halves, copies, strict=False):
             yield member, MASTER, _checked(file, member, MASTER, copy)
         for member, key in zip(members, group["params"], strict=True):
-            for state in MOMENTS:
+            for state in (moment for moment in MOMENTS if moment in kept):
                 yield member, state, _checked(file, member, state, inner["state"].get(key, {}).get(state))
 
 
@@ -236,16 +260,23 @@ def _in_buffers(
 def _in_buffer(
     file: RankFile, members: list[Parameter], tensors: Any, args: Mapping[str, Any]
 ) -> Iterator[tuple[Parameter, str, View]]:
-    if not isinstance(tensors, dict) or not all(isinstance(tensors.get(key), View) for key in ("param", *MOMENTS)):
+    kept = [key for key, tensor in tensors.items() if isinstance(tensor, View)] if isinstance(tensors, dict) else []
+    if not any({*kept} == {"param", *known} for known in (ADAM, LION, BY_MOMENTUM)):
         raise _refusal(
             file,
             [f"{DISTRIBUTED_FILE} is not of one tensor for each state, as Megatron-LM writes it since February 2024"],
         )
-    views = {MASTER: tensors["param"], **{state: tensors[state] for state in MOMENTS}}
+    views = {MASTER if key == "param" else key: tensors[key] for key in kept}
     length = views[MASTER].shape[0]
-    starts = _fitting_starts([member.local.meta.numel for member in members], members, length, args)
-    if starts is None or any(view.shape != (length,) for view in views.values()):
+    fitting = _fitting_starts([member.local.meta.numel for member in members], members, length, args)
+    if not fitting or any(view.shape != (length,) for view in views.values()):
         raise _refusal(file, [f"a buffer has {length} elements, which is not what {len(members)} parameters take"])
+    starts, *others = fitting
+    if others and are_gathered(args, [views[MASTER]]):
+        raise _refusal(
+            file,
+            ["a buffer fits two ways of cutting buckets, and master weights kept as remainders do not tell which"],
+        )
     for member, start in zip(members, starts, strict=True):
         for state, view in views.items():
             meta = TensorMeta(member.local.view.shape, view.dtype)
@@ -254,15 +285,16 @@ def _in_buffer(
 
 def _fitting_starts(
     sizes: list[int], members: list[Parameter], length: int, args: Mapping[str, Any]
-) -> list[int] | None:
-    """Where the parameters begin, by the first way of cutting buckets that gives a buffer of this length."""
+) -> list[list[int]]:
+    """Where the parameters begin, by each way of cutting buckets that gives a buffer of this length."""
     alone = [are_shared(member, args) for member in members]
     cuts = [None, bucket_size_of(args)]
+    found: list[list[int]] = []
     for cut in reversed(cuts) if args.get("overlap_grad_reduce") else cuts:
         starts, end = buffer_starts(sizes, alone, cut)
-        if end == length:
-            return starts
-    return None
+        if end == length and starts not in found:
+            found.append(starts)
+    return found
 
 
 def _groups_with_steps(inner: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from mcore_convert.formats.files.torch_tree import Hole
 from mcore_convert.formats.megatron.modules import EXPERT
 from mcore_convert.formats.mp_rank.parameters import (
     FLOAT16,
-    MOMENTS,
+    Groups,
     Parameter,
     are_shared,
     bucket_size_of,
@@ -27,8 +27,6 @@ from mcore_convert.spec.layout import Rank
 from mcore_convert.spec.releases import GROUPS_OF_ALL_RANKS, NEWEST, SORTED_GROUPS, Release
 from mcore_convert.storage.views import TensorMeta
 
-Groups = Sequence[Mapping[str, Any]]
-
 
 def groups_of(training: Training, weights: Iterable[Weight], *, apart: bool) -> list[Groups]:
     """The parameter groups of each chained optimizer. Under expert parallelism experts have one of their own.
@@ -36,6 +34,9 @@ def groups_of(training: Training, weights: Iterable[Weight], *, apart: bool) -> 
     Args:
         apart: whether they do in the run that will load the state; the run that saved it may have had another layout.
     """
+    by_kind = training.chained_by_kind(apart=apart)
+    if by_kind:
+        return [*by_kind]
     dense = [group for group in training.groups if not group.get("is_expert_parallel")]
     experts = [group for group in training.groups if group.get("is_expert_parallel")]
     if not apart:
@@ -66,7 +67,7 @@ def optimizer_of(
         MappingError: there is no group for a parameter.
     """
     parts = []
-    for parameters, every in zip(owned_by(file, len(chained)), chained, strict=True):
+    for parameters, every in zip(owned_by(file, chained), chained, strict=True):
         groups = every if release >= SORTED_GROUPS else _as_they_come(every, parameters, args, release)
         inner, copies = (
             _distributed(groups) if training.distributed else _plain(file, parameters, groups, training, args)
@@ -83,16 +84,18 @@ def optimizer_of(
     return parts[0] if len(parts) == 1 else parts
 
 
-def buffers_of(file: RankFile, rank: Rank, count: int, args: Mapping[str, Any], *, saves_dense: bool) -> Any:
-    """The content of `distrib_optim.pt`, for `count` chained optimizers.
+def buffers_of(
+    file: RankFile, rank: Rank, chained: Sequence[Groups], args: Mapping[str, Any], *, saves_dense: bool
+) -> Any:
+    """The content of `distrib_optim.pt`, for chained optimizers.
 
     Args:
         saves_dense: the data-parallel group of what is no expert's reaches over the expert ranks, and its first rank
             alone saves.
     """
     parts: list[Any] = []
-    for which, parameters in enumerate(owned_by(file, count)):
-        if count > 1 and which == 0 and not saves_dense:
+    for which, parameters in enumerate(owned_by(file, chained)):
+        if len(chained) > 1 and which == 0 and not saves_dense:
             parts.append(None)
             continue
         part: dict[Any, Any] = {"buckets_coalesced": True}
@@ -103,7 +106,9 @@ def buffers_of(file: RankFile, rank: Rank, count: int, args: Mapping[str, Any], 
                 [are_shared(member, args) for member in members],
                 bucket_size_of(args) if bucketed else None,
             )
-            tensors: dict[str, Any] = {state: Hole(TensorMeta((length,), "float32")) for state in ("param", *MOMENTS)}
+            tensors: dict[str, Any] = {
+                state: Hole(TensorMeta((length,), "float32")) for state in ("param", *members[0].local.moments)
+            }
             gradients = dtype if args.get("accumulate_allreduce_grads_in_fp32") is False else "float32"
             part[number] = {(TorchDtype(dtype), TorchDtype(gradients)): {**tensors, "numel_unpadded": length}}
         parts.append(part)
@@ -152,8 +157,9 @@ def _plain(
         keys = list(range(len(state), len(state) + len(members)))
         for key, member in zip(keys, members, strict=True):
             shape = member.local.view.shape
-            step = {} if training.steps_by_group else {"step": Hole.number(group.get("step", 0))}
-            state[key] = step | {moment: Hole(TensorMeta(shape, "float32")) for moment in MOMENTS}
+            counts = not training.steps_by_group and group.get("step") is not None
+            step = {"step": Hole.number(group["step"])} if counts else {}
+            state[key] = step | {moment: Hole(TensorMeta(shape, "float32")) for moment in member.local.moments}
         plain = {name: value for name, value in group.items() if training.steps_by_group or name != "step"}
         stored.append({**plain, "params": keys})
         halves = [member for member in members if member.local.view.dtype in FLOAT16]

@@ -9,15 +9,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mcore_convert.formats.base import is_by_momentum
 from mcore_convert.formats.megatron.flat import ALIGNMENT
+from mcore_convert.formats.megatron.param_groups import kind_of, kinds_of
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
-from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ
+from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 
-MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+Groups = Sequence[Mapping[str, Any]]
+
 FLOAT16 = ("float16", "bfloat16")
 BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert)$")  # in a state dict, but no parameters
 EXPERTS = ".mlp.experts."
-EMBEDDING_OR_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")
+EMBEDDING_OR_OUTPUT = (EMBEDDING, OUTPUT)
 
 
 class Parameter(NamedTuple):
@@ -56,43 +59,54 @@ def parameters_of(file: RankFile) -> Iterator[Parameter]:
                 yield Parameter(number, name, local)
 
 
-def is_undecayed(parameter: Parameter) -> bool:
-    """Whether weight decay passes it by: norms and biases (Megatron Core, `get_standard_config_overrides`)."""
-    return len(parameter.local.view.shape) == 1 or parameter.name.endswith(".bias")
-
-
 def is_expert(parameter: Parameter) -> bool:
     """Whether it belongs to an expert, which has an optimizer of its own under expert parallelism."""
     return EXPERTS in parameter.name
 
 
-def owned_by(file: RankFile, count: int) -> list[list[Parameter]]:
-    """The parameters of each of `count` chained optimizers: under expert parallelism experts have the second."""
+def owned_by(file: RankFile, chained: Sequence[Groups]) -> list[list[Parameter]]:
+    """The parameters of each of several chained optimizers, given by their groups.
+
+    Muon has the matrices but for the embedding and the output layer, and chained with it Adam or Lion has the rest
+    (Megatron Core 0.16.1, `optimizer/muon.py`, `get_megatron_muon_optimizer`). Under expert parallelism experts have an
+    optimizer of their own, which comes second.
+    """
     every = list(parameters_of(file))
-    if count == 1:
-        return [every]
-    return [[one for one in every if not is_expert(one)], [one for one in every if is_expert(one)]]
+    kinds = [any(map(is_by_momentum, groups)) for groups in chained]
+    owned = []
+    for number, kind in enumerate(kinds):
+        alike = [other for other, each in enumerate(kinds) if each == kind]
+        of_kind = every if len(alike) == len(kinds) else [one for one in every if is_matrix(one) == kind]
+        if len(alike) > 1:
+            of_kind = [one for one in of_kind if is_expert(one) == (number != alike[0])]
+        owned.append(of_kind)
+    return owned
+
+
+def is_matrix(parameter: Parameter) -> bool:
+    """Whether it is a matrix, as Muon takes them: neither the embedding nor the output layer."""
+    return len(parameter.local.view.shape) == 2 and parameter.name not in (EMBEDDING, OUTPUT)
 
 
 def dealt_to(
     groups: Sequence[Mapping[str, Any]], parameters: list[Parameter], args: Mapping[str, Any]
 ) -> list[list[Parameter]]:
-    """The parameters of each group, in their order: groups differ in weight decay and in a learning rate of their own
-    for the embedding and the output layer."""
+    """The parameters of each group, in their order.
+
+    Groups differ in weight decay, in a learning rate of their own for the embedding and the output layer, and, where an
+    optimizer has experts beside the rest, in being of experts.
+    """
     if len(groups) == 1:
         return [parameters]
-    apart = args.get("decoupled_lr")
-    kinds = [
-        (group.get("wd_mult") == 0, bool(group.get("is_decoupled_lr") or (apart and group.get("max_lr") == apart)))
-        for group in groups
-    ]
+    of_experts = len({bool(group.get("is_expert_parallel")) for group in groups}) > 1
+    kinds = [kind_of(parameter.name, len(parameter.local.view.shape), args) for parameter in parameters]
     return [
         [
             parameter
-            for parameter in parameters
-            if kind == (is_undecayed(parameter), bool(apart) and parameter.name in EMBEDDING_OR_OUTPUT)
+            for parameter, own in zip(parameters, kinds, strict=True)
+            if own == kind and (not of_experts or is_expert(parameter) == bool(group.get("is_expert_parallel")))
         ]
-        for kind in kinds
+        for group, kind in zip(groups, kinds_of(groups, args), strict=True)
     ]
 
 
@@ -106,8 +120,16 @@ def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Par
 
 def are_shared(parameter: Parameter, args: Mapping[str, Any]) -> bool:
     """Whether it is an embedding of which another pipeline stage has a copy."""
+    if (args.get("pipeline_model_parallel_size") or 1) == 1:
+        return False
     tied = not args.get("untie_embeddings_and_output_weights")
-    return tied and (args.get("pipeline_model_parallel_size") or 1) > 1 and parameter.name in EMBEDDING_OR_OUTPUT
+    copied = args.get("mtp_num_layers") and parameter.name == EMBEDDING
+    return bool(copied or (tied and parameter.name in EMBEDDING_OR_OUTPUT))
+
+
+def is_layer_wise(args: Mapping[str, Any]) -> bool:
+    """Whether a run deals whole parameters to data-parallel ranks (`--optimizer dist_muon`, and others since 0.17)."""
+    return str(args.get("optimizer", "")).startswith("dist_") or bool(args.get("use_layer_wise_distributed_optimizer"))
 
 
 def bucket_size_of(args: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files.sharing import refuse_shared, views_in
 from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.megatron.modules import MTP_LAYER, MTP_MODEL_LAYER
 from mcore_convert.formats.mp_rank import old_classes
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
@@ -37,13 +38,15 @@ def as_it_is(view: View) -> list[Slot]:
 class LocalTensor:
     """A rank's part of a weight: its key on disk, its view, and how a view of its stored shape holds its boxes.
 
-    `arrange` also serves the optimizer's states, which are stored as the parameter is.
+    `arrange` also serves the optimizer's states, which are stored as the parameter is; of one that is yet to be written
+    `moments` names those that its optimizer keeps.
     """
 
     key: str
     view: View
     arrange: Arrange = as_it_is
     joined: str | None = None  # the key on disk, where one tensor joins it with others
+    moments: tuple[str, ...] = ()
 
     @property
     def meta(self) -> TensorMeta:
@@ -153,6 +156,11 @@ def chunks_of(tree: Mapping[str, Any], args: Mapping[str, Any], where: str) -> t
     return tuple(chunks)
 
 
+def name_of_weight(key: str) -> str:
+    """The name of a local tensor, whatever a release calls the layer within one that predicts further tokens."""
+    return key.replace(MTP_MODEL_LAYER, MTP_LAYER)
+
+
 def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) -> Iterator[tuple[str, LocalTensor]]:
     """A tensor of a chunk by its name, or those of the experts that it joins.
 
@@ -161,7 +169,7 @@ def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) ->
     """
     joined = JOINED_EXPERTS.fullmatch(key)
     if joined is None:
-        yield key, LocalTensor(key, view)
+        yield name_of_weight(key), LocalTensor(key, view)
         return
     count = (args.get("num_experts") or 0) // (args.get("expert_model_parallel_size") or 1)
     along = 1 if joined[2] == "1" else 0
@@ -171,7 +179,7 @@ def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) ->
     size = Box.whole(shape).numel * view.itemsize
     for expert in range(count):
         one = View.of(view.path, view.offset + expert * size, TensorMeta(shape, view.dtype))
-        name = f"{joined[1]}local_experts.{expert}.linear_fc{joined[2]}.weight"
+        name = f"{name_of_weight(joined[1])}local_experts.{expert}.linear_fc{joined[2]}.weight"
         yield name, LocalTensor(f"{key}, expert {expert}", one.transposed, joined=key)
 
 

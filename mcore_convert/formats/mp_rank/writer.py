@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mcore_convert.errors import MappingError
 from mcore_convert.formats.base import LayerSpec, Request, Reservation, Training
 from mcore_convert.formats.files.torch_tree import Hole, reserve_tree
 from mcore_convert.formats.format import Resume
@@ -17,23 +18,34 @@ from mcore_convert.formats.megatron.modules import (
     EXTRA_STATE,
     FINAL_NORM,
     GROUPED,
+    MTP_LAYER,
+    MTP_MODEL_LAYER,
     SEQUENTIAL,
     TRANSFORMER_ENGINE,
+    has_extra_state,
     in_module_order,
     name_in_module,
+    shard_of,
 )
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
 from mcore_convert.formats.mp_rank import layout as mp_rank_layout
 from mcore_convert.formats.mp_rank.checkpoint import MpRankCheckpoint
-from mcore_convert.formats.mp_rank.optimizer_writer import Groups, buffers_of, groups_of, optimizer_of
-from mcore_convert.formats.mp_rank.parameters import bucket_size_of
-from mcore_convert.formats.mp_rank.rank_file import DISTRIBUTED_FILE, MODEL_FILE, Chunk, LocalTensor, RankFile
+from mcore_convert.formats.mp_rank.optimizer_writer import buffers_of, groups_of, optimizer_of
+from mcore_convert.formats.mp_rank.parameters import Groups, bucket_size_of, is_layer_wise
+from mcore_convert.formats.mp_rank.rank_file import (
+    DISTRIBUTED_FILE,
+    MODEL_FILE,
+    Chunk,
+    LocalTensor,
+    RankFile,
+    name_of_weight,
+)
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
-from mcore_convert.spec.gpt import OUTPUT
 from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
-from mcore_convert.spec.names import MASTER, Index, spell
+from mcore_convert.spec.names import MASTER, MOMENTS, Index, spell
+from mcore_convert.spec.releases import MTP_MODEL_LAYER as MTP_NAMES
 from mcore_convert.spec.releases import Release
 from mcore_convert.storage.views import TensorMeta, View
 
@@ -51,6 +63,7 @@ class _Model:
     implementation: str
     experts: str
     norm_state: bool
+    release: Release
 
     def state(self, rank: Rank, vpp: int) -> State:
         """The state dict of a model chunk: its tensors in the order of the modules, each module's extra state last."""
@@ -65,7 +78,7 @@ class _Model:
                 state[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = extra
             cut = self.layout.cut_at(rank, is_expert=at.expert is not None)
             whole = self.dims.padded_shape(weight.shape, vocab=weight.vocab)
-            shape = local_of(weight.shard, whole, *cut).shape
+            shape = local_of(shard_of(weight, self.implementation, self.release), whole, *cut).shape
             state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
@@ -73,6 +86,13 @@ class _Model:
         if stage == self._holding.last:
             state["output_layer._extra_state"] = None
         return state
+
+    def moments(self, rank: Rank, vpp: int) -> dict[str, tuple[str, ...]]:
+        """The moments that the optimizer keeps of each tensor of a model chunk, by its name."""
+        return {
+            name: tuple(moment for moment in MOMENTS if Item(weight, at, moment) in self.dtype_of)
+            for name, weight, at in self._entries(Stage(vpp, rank.pp), rank.ep)
+        }
 
     @cached_property
     def _holding(self) -> Holding:
@@ -84,18 +104,18 @@ class _Model:
         The norm at the end is Transformer Engine's wherever that is installed, in Megatron's own layer spec too
         (`transformer_block.py`, `LayerNormImpl`).
         """
-        last = module.rpartition(".")[2]
-        norms = self.implementation == TRANSFORMER_ENGINE and last.endswith("layernorm")
         if self.norm_state and module == FINAL_NORM:
             return True
-        return last.startswith("linear_") or norms
+        return has_extra_state(module.rpartition(".")[2], norms=self.implementation == TRANSFORMER_ENGINE)
 
     def _entries(self, stage: Stage, ep: int) -> Iterator[tuple[str, Weight, Index]]:
         """The tensors of a chunk as its modules register them."""
         for held in self._holding.held_on(self.rows, self.dims, stage, ep, grouped=self.experts == GROUPED):
             assert held.weight.mcore is not None
-            template = OUTPUT if held.is_copy else held.weight.mcore
+            template = held.copied_as or held.weight.mcore
             name = spell(name_in_module(template, self.implementation, self.experts), held.local)
+            if self.release >= MTP_NAMES:
+                name = name.replace(MTP_LAYER, MTP_MODEL_LAYER)
             yield name, held.weight, held.at
 
 
@@ -116,18 +136,24 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
 
     Raises:
         LayoutError: parts of an expert would share a directory.
-        MappingError: the optimizer's groups do not deal out the parameters.
+        MappingError: the optimizer's groups do not deal out the parameters, or it deals them to data-parallel ranks.
     """
     path, dims, dtype_of, layout = request.path, request.dims, request.dtype_of, request.layout
     common, training = request.common, request.training
     spec = request.layer_spec or LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL)
+    if training is not None and is_layer_wise(common["args"]):
+        raise MappingError(
+            "state of the layer-wise optimizer is not written in the format `torch`, where each data-parallel rank of "
+            "the run that loads it needs its own part",
+            hint="--to torch_dist writes it for any number of ranks; --no-optimizer leaves it behind",
+        )
     if dims.num_experts:
         mp_rank_layout.check_expert_cut(layout)
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
     present = [weight for weight in request.family.weights if weight.mcore is not None and weight.exists(dims)]
     rows = in_module_order(present, spec.implementation)
-    model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts, request.norm_state)
+    model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts, request.norm_state, request.release)
     apart = bool(dims.num_experts) and layout.ep > 1
     chained = None if training is None else groups_of(training, rows, apart=apart)
     masters = any(item.state == MASTER for item in dtype_of)
@@ -137,7 +163,9 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     }
     reservation.texts = {path / TRACKER: tracker_bytes(request.iteration)}
     stages = layout.stages(dims.num_layers)
-    reserved = MpRankCheckpoint(folder, files, common["args"], layout, stages, spec.implementation, spec.experts)
+    reserved = MpRankCheckpoint(
+        folder, files, common["args"], layout, stages, spec.implementation, spec.experts, release=request.release
+    )
     return reserved, reservation
 
 
@@ -162,29 +190,37 @@ def _reserve_rank(
     tree: dict[str, Any] = {**common, "args": argparse.Namespace(**args), **states}
     buffers = None
     if training is not None and chained is not None:
-        planned = RankFile(name, path, {}, tuple(_planned(path, state) for state in states.values()))
+        planned = RankFile(
+            name,
+            path,
+            {},
+            tuple(_planned(path, state, model.moments(rank, vpp)) for vpp, state in enumerate(states.values())),
+        )
         tree["optimizer"] = optimizer_of(planned, chained, training, args, masters=masters, release=release)
         if training.scheduler is not None:
             tree["opt_param_scheduler"] = dict(training.scheduler)
         tree |= {key: value for key, value in training.rest.items() if key != "grad_scaler"}
         if training.distributed:
             first = next(each for each in model.layout.ranks() if (each.tp, each.pp) == (rank.tp, rank.pp))
-            content = buffers_of(planned, rank, len(chained), args, saves_dense=rank == first)
+            content = buffers_of(planned, rank, chained, args, saves_dense=rank == first)
             buffers = reserve_tree(path.with_name(DISTRIBUTED_FILE), content, reservation)
     laid_out = reserve_tree(path, tree, reservation)
     chunks = tuple(_chunk(laid_out.pop(key)) for key in models)
     return RankFile(name, path, laid_out, chunks, buffers)
 
 
-def _planned(path: Path, state: State) -> Chunk:
+def _planned(path: Path, state: State, moments: Mapping[str, tuple[str, ...]]) -> Chunk:
     """A chunk before it is laid out: its tensors' shapes and dtypes count, their offsets do not."""
     held = {key: hole for key, hole in state.items() if hole is not None and hole.content is None}
-    return {key: LocalTensor(key, View.of(path, 0, hole.meta)) for key, hole in held.items()}
+    return {
+        name_of_weight(key): LocalTensor(key, View.of(path, 0, hole.meta), moments=moments[key])
+        for key, hole in held.items()
+    }
 
 
 def _chunk(views: Mapping[str, View | None]) -> Chunk:
     return {
-        key: LocalTensor(key, view)
+        name_of_weight(key): LocalTensor(key, view)
         for key, view in views.items()
         if view is not None and not key.endswith("_extra_state")
     }

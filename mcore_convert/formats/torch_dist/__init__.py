@@ -2,10 +2,11 @@
 
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format
-from mcore_convert.formats.megatron.options import MegatronOptions
+from mcore_convert.formats.megatron.options import DcpOptions
 from mcore_convert.formats.torch_dist import zarr
 from mcore_convert.formats.torch_dist.checkpoint import TORCH_DIST, ZARR, detect, directory_of, open_torch_dist
-from mcore_convert.formats.torch_dist.writer import reserve, resume
+from mcore_convert.formats.torch_dist.form import resume
+from mcore_convert.formats.torch_dist.writer import reserve
 
 FORMAT = Format(
     TORCH_DIST,
@@ -13,7 +14,7 @@ FORMAT = Format(
     detect,
     open_torch_dist,
     reserve,
-    MegatronOptions,
+    DcpOptions,
     file_names=".metadata",
     holds_optimizer=True,
     ckpt_format=TORCH_DIST,

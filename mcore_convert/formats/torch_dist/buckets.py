@@ -13,42 +13,48 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Findings
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.flat import slots_of_flat
 from mcore_convert.formats.megatron.module_buffers import Buffer, Found, Misfit, Place, Run, arranged, orders_of
-from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.megatron.remainders import whole_masters
 from mcore_convert.formats.torch_dist.keys import StateKeys
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, Index
+from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.names import MASTER, MOMENTS, Index
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.elements import Files
-from mcore_convert.storage.values import round_to
+from mcore_convert.storage.joining import REMAINDER
+from mcore_convert.storage.rounding import rounds_to
 from mcore_convert.storage.views import Slot, View, cut
 
 BUCKET_KEY = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
     r"\.dtype_\((?:torch\.)?(?P<dtype>\w+),[^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
 )
-KINDS = {MASTER: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
+KINDS = {MASTER: "param"} | {moment: moment for moment in MOMENTS}
 PROBE = 64  # elements of each parameter that are compared to find the order
 WITHOUT = "leave the optimizer state behind with --no-optimizer"
 
 
 @dataclass(frozen=True)
 class BucketState:
-    """Optimizer state in buckets. `keys` has the key on disk of each kind of state in each bucket."""
+    """Optimizer state in buckets. `keys` has the key on disk of each kind of state in each bucket.
+
+    `without_matrices`: those inside the layers are another optimizer's, as Muon's is.
+    """
 
     directory: dcp.Directory
     keys: Mapping[Place, Mapping[str, str]]
     weights: StateKeys
     stored_args: Mapping[str, Any] | None
+    without_matrices: bool = False
     found_by_order = True
 
     @property
@@ -57,23 +63,35 @@ class BucketState:
         kinds = set().union(*(by_kind.keys() for by_kind in self.keys.values()))
         return tuple(state for state, kind in KINDS.items() if kind in kinds)
 
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        """Whether it is among these states: buckets have all states of all their parameters."""
+        return item.state in self.states
+
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """The boxes of one state of one weight; vocabulary rows come with their padding."""
         slots = []
         found = self._founds.get((item.weight.mcore or "", item.at), [])
         for each in found:
             if not each.is_replica:
+                findings.used.add(self.keys[each.place][KINDS[item.state]])
                 slots += self._slots(each, item.state)
         if not found:
             findings.missing.append(str(item))
-        return slots
+        return self._whole(item, dims, slots)
 
     def replicas(self, item: Item, dims: Dims) -> Iterator[tuple[Slot, str]]:
         """The copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
         for each in self._founds.get((item.weight.mcore or "", item.at), []):
             if each.is_replica:
-                for slot in self._slots(each, item.state):
+                for slot in self._whole(item, dims, self._slots(each, item.state)):
                     yield slot, f"{each.rank} holds another value of its optimizer state"
+
+    def _whole(self, item: Item, dims: Dims, slots: list[Slot]) -> list[Slot]:
+        """The slots, those of remainders joined with the weights."""
+        if item.state != MASTER:
+            return slots
+        weights = partial(self.weights.locate, item.weight, item.at, dims, Findings())
+        return whole_masters(slots, weights, gathered=False)
 
     @cached_property
     def run(self) -> Run:
@@ -91,27 +109,42 @@ class BucketState:
             raise UnreadableCheckpoint(
                 f"{where} cannot be found: the weights of such a model are not known", items=reasons, hint=WITHOUT
             )
-        rows = self.weights.tensors[gpt.EMBEDDING].shape[0]
-        dims = Dims.of(args, vocab_size=rows, padded_vocab_size=rows)
-        return Run.of(args, dims, [weight for weight in gpt.weights(args) if weight.trained])
+        padded = self.weights.tensors[gpt.EMBEDDING].shape[0]
+        dims = Dims.of(args, vocab_size=padded, padded_vocab_size=padded)
+        rows = [weight for weight in gpt.weights(args) if weight.trained]
+        return Run.of(args, dims, [row for row in rows if not (self.without_matrices and is_matrix(row))])
 
     @cached_property
     def _founds(self) -> Mapping[tuple[str, Index], list[Found]]:
         """Where every parameter lies, in the one order of which a sample of the data proves that it is right.
 
         Raises:
-            UnreadableCheckpoint: in no known order do the parameters fit the buckets and round to the weights.
+            UnreadableCheckpoint: in no known order do the parameters fit the buckets and round to the weights, or
+                remainders, which fit to any weight, do so in several.
         """
         buffers = self._buffers()
         reasons = []
+        fitting: dict[str, Mapping[tuple[str, Index], list[Found]]] = {}
         for order in orders_of(self.run):
             try:
                 founds = arranged(self.run, order, buffers, self.weights.dtype_of)
-                self._probe(founds)
+                (self._check_bounds if self._keeps_remainders else self._probe)(founds)
             except Misfit as misfit:
                 reasons.append(f"{order}: {misfit}")
             else:
-                return founds
+                if not self._keeps_remainders:
+                    return founds
+                if founds not in fitting.values():
+                    fitting[str(order)] = founds
+        if len(fitting) == 1:
+            return next(iter(fitting.values()))
+        if fitting:
+            raise UnreadableCheckpoint(
+                f"the optimizer state in `{self.directory.path}` fits in several orders, and master weights kept as "
+                "remainders do not tell which is right",
+                items=list(fitting),
+                hint=f"save it again without `store_param_remainders`, or {WITHOUT}",
+            )
         raise UnreadableCheckpoint(
             f"the optimizer state in `{self.directory.path}` is not in the order of any known layer spec",
             items=reasons,
@@ -135,6 +168,31 @@ class BucketState:
             ((size,),) = sizes
             known.sizes.append(size)
         return buffers
+
+    @cached_property
+    def _keeps_remainders(self) -> bool:
+        kind = KINDS[MASTER]
+        return any(self.directory.tensors[keys[kind]].dtype == REMAINDER for keys in self.keys.values() if kind in keys)
+
+    def _check_bounds(self, founds: Mapping[tuple[str, Index], list[Found]]) -> None:
+        """Prove that every parameter begins and ends where a chunk does, as each was saved by itself.
+
+        It is the proof where remainders are kept: joined with any weight one rounds to that weight.
+
+        Raises:
+            Misfit: one does not.
+        """
+        for found in (found for places in founds.values() for found in places):
+            key = self.keys[found.place][KINDS[self.states[0]]]
+            if key not in self._bounds:
+                spans = ((chunk.box.offsets[0], chunk.box.sizes[0]) for chunk in self.directory.chunks[key])
+                self._bounds[key] = {bound for start, size in spans for bound in (start, start + size)}
+            if not {found.start, found.start + found.local.numel} <= self._bounds[key]:
+                raise Misfit(f"`{found.name}` on {found.rank} does not begin and end where a tensor was saved")
+
+    @cached_property
+    def _bounds(self) -> dict[str, set[int]]:
+        return {}
 
     def _probe(self, founds: Mapping[tuple[str, Index], list[Found]]) -> None:
         """Prove on the first elements of every parameter that its master copy rounds to the weight.
@@ -177,10 +235,15 @@ class BucketState:
         return {}
 
 
+def is_matrix(weight: Weight) -> bool:
+    """Whether Muon takes a weight: a matrix, and neither the embedding nor the output layer."""
+    return len(weight.shape) == 2 and weight.mcore not in (gpt.EMBEDDING, gpt.OUTPUT)
+
+
 def _rounds_to(files: Files, master: Slot, weight: Slot) -> bool:
     """Whether a master copy, rounded to the weight's dtype, is the weight, which lies within its box."""
     view = master.part(weight.box)
     values, wanted = files.read(view), files.read(weight.view)
-    if view.dtype != weight.view.dtype:
-        values = round_to(values, weight.view.dtype)
-    return bool((values == wanted).all())
+    if view.dtype == weight.view.dtype:
+        return bool((values == wanted).all())
+    return bool(rounds_to(values, wanted, weight.view.dtype).all())

@@ -8,20 +8,23 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Storage, Training
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
-from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.megatron import modules
-from mcore_convert.formats.megatron.run_directory import carried_in, resolve
-from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE, Kind, kind_of
+from mcore_convert.formats.megatron.recorded import TRAIN_STATE, beside, with_recorded
+from mcore_convert.formats.megatron.run_directory import carried_in, name_of, resolve
+from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
-from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
+from mcore_convert.formats.torch_dist.directories import inner_directory, optimizer_beside, with_optimizer
+from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.optimizer import OptimizerState, find
 from mcore_convert.formats.torch_dist.training import training_of
 from mcore_convert.spec.dims import Dims
@@ -30,9 +33,7 @@ from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
 from mcore_convert.spec.names import PARAM
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
-BACKEND_FILE, TORCH_DIST, ZARR = "metadata.json", "torch_dist", "zarr"
-COMMON = "common.pt"
-COMMON_STATE = "common_state/shard_0_1"
+TORCH_DIST, ZARR = "torch_dist", "zarr"
 
 # Keys that are no weights: optimizer state (plain, distributed and chained), random states, bookkeeping.
 NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state/|rerun_state_machine_state/|common_state/")
@@ -40,13 +41,13 @@ ANCHORS = (EMBEDDING, FINAL_NORM)
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory has `.metadata`, and no `metadata.json` that names another storage."""
-    return dcp.exists(path) and backend_of(path) != ZARR
+    """Whether a directory has `.metadata` with Megatron's names, and no `metadata.json` that names another storage."""
+    return dcp.exists(path) and backend_of(path) != ZARR and kind_of(path) is Kind.MEGATRON
 
 
 def directory_of(path: Path) -> Path | None:
-    """Return the directory that one of its files lies in; None for any other path."""
-    return path.parent if path.is_file() and detect(path.parent) else None
+    """Return the directory that one of its files lies in, or that is within another program's; None for others."""
+    return path.parent if path.is_file() and detect(path.parent) else inner_directory(path)
 
 
 def backend_of(path: Path) -> str:
@@ -62,12 +63,16 @@ def backend_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class TorchDistCheckpoint(Checkpoint):
-    """An open or a reserved directory. `keys` maps the names of this module's dialects to the keys on disk."""
+    """An open or a reserved directory. `keys` maps the names of this module's dialects to the keys on disk.
+
+    `described` are the arguments of a run that stored none, as its model's configuration has them.
+    """
 
     directory: dcp.Directory
     keys: Mapping[str, str]
     prefix: str
     reserved: Mapping[str, list[Slot]] | None = None
+    described: Mapping[str, Any] | None = None
     format: str = TORCH_DIST
     side: Side = Side.MEGATRON
 
@@ -115,6 +120,9 @@ class TorchDistCheckpoint(Checkpoint):
     def found_by_order(self) -> bool:
         return self.optimizer is not None and self.optimizer.found_by_order
 
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        return item.state == PARAM or self.optimizer is None or self.optimizer.keeps(item, dims)
+
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         if item.state == PARAM or item.weight.mcore is None:
             return self.weights.locate(item.weight, item.at, dims, findings)
@@ -128,32 +136,33 @@ class TorchDistCheckpoint(Checkpoint):
 
     @cached_property
     def common(self) -> Common:
-        """The common state, from `common.pt` (until 0.18) or the object `common_state` (since 0.19).
+        """The common state; where no arguments are stored in it, with those that another program has written beside it.
 
         Raises:
-            UnreadableCheckpoint: there is neither.
+            UnreadableCheckpoint: there is no common state.
+            ConfigError: the other program's configuration names what is not known.
         """
-        file = self.path / COMMON
-        if file.is_file():
-            state = TorchFile(file).tree
-        elif COMMON_STATE in self.directory.objects:
-            state = self.directory.object(COMMON_STATE)
-        else:
-            raise UnreadableCheckpoint(
-                f"`{self.path}` has neither `{COMMON}` nor `{COMMON_STATE}`",
-                hint="the checkpoint was not copied completely",
-            )
-        if isinstance(state, list) and len(state) == 1:  # a sharded object is saved as a list of one
-            (state,) = state
-        if not isinstance(state, dict):
-            raise UnreadableCheckpoint(f"the common state of `{self.path}` is not a dict")
+        state = common_state(self.path, self.directory, optimizer_beside(self.path))
         args = state.get("args")
-        iteration = state.get("iteration")
+        around = None if isinstance(args, argparse.Namespace) else beside(self.path)
+        found = None if around is None else around.read()
+        if found is not None:
+            known = {} if self._has_norm_state else {"transformer_impl": modules.LOCAL}
+            found = replace(found, args={"padded_vocab_size": self.embedding_rows, **found.args, **known})
+        if around is not None:
+            state = with_recorded(state, self.path, around, found)
+        args, iteration = state.get("args"), state.get("iteration")
+        if args is None and self.described is not None:
+            state["args"] = argparse.Namespace(**self.described)
         return Common(
             dict(vars(args)) if isinstance(args, argparse.Namespace) else None,
             iteration if isinstance(iteration, int) else None,
             state,
+            found,
         )
+
+    def described_by(self, args: Mapping[str, Any]) -> TorchDistCheckpoint:
+        return replace(self, described=args)
 
     @property
     def optimizer_keys(self) -> list[str]:
@@ -167,7 +176,15 @@ class TorchDistCheckpoint(Checkpoint):
 
     @property
     def companions(self) -> Path | None:
-        return carried_in(self.path)
+        around = beside(self.path)
+        return carried_in(self.path) or (None if around is None else around.companions)
+
+    def progress_files(self, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
+        """Yield Megatron-Bridge's, which it has in the directory of an iteration and above it."""
+        file = self.path / TRAIN_STATE
+        if file.is_file() and self.common.recorded is not None and name == name_of(self.common.iteration):
+            yield path / name / TRAIN_STATE, file
+            yield path / f"latest_{TRAIN_STATE}", file
 
     def check_whole(self) -> None:
         """Prove that every file is there and that the chunks of every weight tile it.
@@ -181,8 +198,13 @@ class TorchDistCheckpoint(Checkpoint):
     def norm_state(self) -> bool:
         """What is written here for all versions has the state in any case, and tells nothing."""
         ours = (self.path / COMMON).is_file() and COMMON_STATE in self.directory.objects
+        return not ours and self._has_norm_state
+
+    @property
+    def _has_norm_state(self) -> bool:
+        """Whether the last norm has a state, as wherever Transformer Engine is installed."""
         key = f"{modules.FINAL_NORM}._extra_state"
-        return not ours and any(each.removeprefix(self.prefix).startswith(key) for each in self.directory.objects)
+        return any(each.removeprefix(self.prefix).startswith(key) for each in self.directory.objects)
 
     def remarks(self) -> list[str]:
         idle = self.directory.unreferenced
@@ -194,11 +216,9 @@ class TorchDistCheckpoint(Checkpoint):
         ]
 
     def storage(self) -> Storage:
-        chunks = (chunk for chunks in self.directory.chunks.values() for chunk in chunks)
-        files = {chunk.place.file for chunk in chunks} | {place.file for place in self.directory.objects.values()}
         return Storage(
-            len(files),
-            written_by(self.common, self.path),
+            self.directory.num_files,
+            self.common.recorded.program if self.common.recorded else written_by(self.common, self.path),
             self.dialect,
             optimizer_form(self.common, self.optimizer_keys),
         )
@@ -220,14 +240,14 @@ def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchD
             raise UnreadableCheckpoint(f"`{path}` is in Megatron's `{backend}` format, which is not read yet")
     if (path / "modelopt_state").exists():
         raise UnreadableCheckpoint(f"`{path}` holds a quantised or pruned model (`modelopt_state`)")
-    directory = dcp.read(path)
+    directory = with_optimizer(path, dcp.read(path))
     prefix = prefix_of(path, directory)
     keys = {}
     for on_disk in directory.tensors:
         key = on_disk.removeprefix(prefix)
         if not NO_WEIGHT.match(key) and not NO_WEIGHT.match(on_disk) and "_extra_state" not in key:
             keys[key] = on_disk
-    return TorchDistCheckpoint(path, directory, with_expert_norms(keys), prefix)
+    return TorchDistCheckpoint(path, directory, with_fused_norms(keys, keys), prefix)
 
 
 def prefix_of(path: Path, directory: dcp.Directory) -> str:

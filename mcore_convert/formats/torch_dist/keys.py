@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from mcore_convert.formats.base import Findings
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.flat import Local, slots_of_flat
-from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM
-from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, FUSED_NORMS, LATENT
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.names import Index, drop, placeholders_of, spell
@@ -111,15 +111,23 @@ class StateKeys:
             if not findings.expect(f"{self.label}{part}", meta, wanted, rows_at_least=weight.vocab):
                 continue
             for slot in self._slots_at(part, len(place)).get(place, ()):
-                slots.append(_moved(_select(slot, place), number * shape[0]))
+                slots.append(_select(slot, place).moved(number * shape[0]))
         return slots
 
     def dtype_of(self, weight: Weight, at: Index) -> str | None:
         """The dtype of a weight; None where it is not there."""
-        assert weight.mcore is not None
-        name = spell(drop(weight.mcore, *self._axes(weight.mcore)), at)
+        name = self._name(weight, at)
         meta = self.tensors.get(name) or self.tensors.get(f"{name}_w")
         return None if meta is None else meta.dtype
+
+    def holds(self, weight: Weight, at: Index) -> bool:
+        """Whether there is a key for a weight, or for the first of its parts."""
+        name = self._name(weight, at)
+        return name in self.keys or f"{name}_w" in self.keys
+
+    def _name(self, weight: Weight, at: Index) -> str:
+        assert weight.mcore is not None
+        return spell(drop(weight.mcore, *self._axes(weight.mcore)), at)
 
     def _axes(self, template: str) -> tuple[str, ...]:
         """Which placeholders are leading axes here."""
@@ -128,33 +136,42 @@ class StateKeys:
 
 @lru_cache
 def axes_of(template: str, dialect: str) -> tuple[str, ...]:
-    """Which placeholders of a name are leading axes in a dialect."""
-    held = placeholders_of(template)
+    """Which placeholders of a name are leading axes in a dialect; layers that predict are never stacked."""
+    held = tuple(axis for axis in placeholders_of(template) if axis != "mtp")
     return {"stacked": held, "per_layer": tuple(axis for axis in held if axis == "expert"), "singleton": ()}[dialect]
 
 
-def with_expert_norms(keys: Mapping[str, str]) -> dict[str, str]:
-    """The pre-MLP norm of layers with experts under the one name that Transformer Engine models give it."""
-    renamed = {}
-    for key, on_disk in keys.items():
-        head, found, tail = key.partition(DENSE_NORM)
-        has_experts = found and f"{head}{ROUTER}" in keys
-        renamed[f"{head}{EXPERT_NORM}{tail}" if has_experts else key] = on_disk
-    return renamed
+# Norms that the local layer spec has as modules of their own, where attention is latent.
+OWN_NORMS = {
+    own: fused for fused, own in FUSED_NORMS.items() if own.startswith("self_attention.") or own == EXPERT_NORM
+}
+
+
+def with_fused_norms(keys: Mapping[str, str], model: Collection[str]) -> dict[str, str]:
+    """The norms within layers under the one name that Transformer Engine models give each.
+
+    Args:
+        model: the names of the model's weights, which tell the layers with experts and those of latent attention.
+    """
+    return {_fused(key, model): on_disk for key, on_disk in keys.items()}
+
+
+def _fused(key: str, keys: Collection[str]) -> str:
+    head, found, tail = key.partition(DENSE_NORM)
+    if found:
+        return f"{head}{EXPERT_NORM}{tail}" if f"{head}{ROUTER}" in keys else key
+    for own, fused in OWN_NORMS.items():
+        head, found, tail = key.partition(own)
+        if found and f"{head}{LATENT}" in keys and not (own == EXPERT_NORM and f"{head}{ROUTER}" in keys):
+            return f"{head}{fused}{tail}"
+    return key
 
 
 def _select(slot: Slot, place: tuple[int, ...]) -> Slot:
     """The part of a chunk that lies at one index of each leading axis, which it reaches, without those axes."""
-    view, box = slot.view, slot.box
     for index in place:
-        view = view.select(index - box.offsets[0])
-        box = Box(box.offsets[1:], box.sizes[1:])
-    return Slot(view, box)
-
-
-def _moved(slot: Slot, rows: int) -> Slot:
-    box = slot.box
-    return Slot(slot.view, Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)) if rows else slot
+        slot = slot.select(index)
+    return slot
 
 
 def _unflattened(slot: Slot, grid: Shape, whole: Shape) -> Iterator[Slot]:

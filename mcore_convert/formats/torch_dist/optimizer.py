@@ -5,8 +5,9 @@
     optimizer.state.param.<key>         the distributed optimizer's `fully_reshardable` (0.15 and later)
     optimizer.distributed.dp_group_..   its `dp_reshardable` (0.15 and later): flat buckets, see `buckets`
 
-`exp_avg` and `exp_avg_sq` stand beside either. `<key>` is the weight's own. Optimizers may be chained, one for the
-parameters of experts and one for all others: then a form that is bound to its layout has `chained_N.` before its keys.
+Moments stand beside either: Adam's `exp_avg` and `exp_avg_sq`, Lion's `exp_avg`, `momentum_buffer` of SGD and Muon.
+`<key>` is the weight's own. Optimizers may be chained, one for the parameters of experts and one for all others, or
+Muon for matrices and Adam for the rest: a form that is bound to its layout has `chained_N.` before its keys then.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Findings
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.module_buffers import Place
-from mcore_convert.formats.torch_dist import dcp
-from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState
-from mcore_convert.formats.torch_dist.keys import StateKeys, with_expert_norms
+from mcore_convert.formats.megatron.remainders import are_gathered, whole_masters
+from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState, is_matrix
+from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, OPTIMIZER_STATES
+from mcore_convert.spec.names import ADAM, BY_MOMENTUM, LION, MASTER, MOMENTS, MOMENTUM, OPTIMIZER_STATES
 from mcore_convert.storage.views import Slot
 
 STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
-KINDS = {"param": MASTER, "fp32_param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+KINDS = {"param": MASTER, "fp32_param": MASTER} | {moment: moment for moment in MOMENTS}
 
 UNREADABLE_TYPES = {
     "dp_zero_gather_scatter": "save it again without `--no-ckpt-fully-parallel-save`, or",
@@ -45,30 +48,80 @@ class NamedState:
     """Optimizer state under the names of the weights.
 
     What was flattened is `found_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
-    transposed parameter, flattens that, and says the shape only.
+    transposed parameter, flattens that, and says the shape only. `gathered`: master copies are remainders in fp32.
     """
 
+    weights: StateKeys
     by_state: Mapping[str, StateKeys]
     found_by_order: bool
+    gathered: bool = False
 
     @property
     def states(self) -> tuple[str, ...]:
         """What it keeps of every trained weight."""
         return tuple(state for state in OPTIMIZER_STATES if state in self.by_state)
 
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        """Whether the optimizer of this weight keeps this state."""
+        if item.state not in MOMENTS:
+            return True
+        by_momentum = MOMENTUM in self.by_state and self.by_state[MOMENTUM].holds(item.weight, item.at)
+        return item.state in (BY_MOMENTUM if by_momentum else self._others)
+
+    @cached_property
+    def _others(self) -> tuple[str, ...]:
+        """What is kept of a weight without a momentum of SGD or Muon; where there is nothing else, it is missing."""
+        return next((kept for kept in (ADAM, LION, BY_MOMENTUM) if kept[-1] in self.by_state), ())
+
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """The boxes of one state of one weight."""
         if item.state not in self.by_state:
             findings.missing.append(str(item))
             return []
-        return self.by_state[item.state].locate(item.weight, item.at, dims, findings)
+        slots = self.by_state[item.state].locate(item.weight, item.at, dims, findings)
+        if item.state != MASTER:
+            return slots
+        weights = partial(self.weights.locate, item.weight, item.at, dims, Findings())
+        return whole_masters(slots, weights, gathered=self.gathered)
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
         """None: every element is stored once."""
         return ()
 
 
-OptimizerState = NamedState | BucketState
+@dataclass(frozen=True)
+class ChainedState:
+    """State of Muon under the names of the weights, and that of a distributed optimizer for the rest in buckets.
+
+    Megatron Core 0.19 chains them so (`optimizer/__init__.py`, `_get_megatron_emerging_optimizer`).
+    """
+
+    named: NamedState
+    buckets: BucketState
+    found_by_order = True
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What either keeps."""
+        return tuple(state for state in OPTIMIZER_STATES if state in (*self.named.states, *self.buckets.states))
+
+    def keeps(self, item: Item, dims: Dims) -> bool:
+        """Whether the optimizer of this weight keeps this state."""
+        return self._of(item).keeps(item, dims)
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        """The boxes of one state of one weight."""
+        return self._of(item).locate(item, dims, findings)
+
+    def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
+        """The copies on further ranks of what lies in buckets."""
+        return self._of(item).replicas(item, dims)
+
+    def _of(self, item: Item) -> NamedState | BucketState:
+        return self.named if is_matrix(item.weight) else self.buckets
+
+
+OptimizerState = NamedState | BucketState | ChainedState
 
 
 def find(
@@ -109,14 +162,19 @@ def find(
         raise MappingError(
             f"{len(unknown)} keys of the optimizer in `{directory.path}` have no place in the state of a weight",
             items=fold(unknown),
-            hint=f"only Adam's state is known; {WITHOUT}",
+            hint=f"only the states of Adam, Lion, SGD and Muon are known; {WITHOUT}",
         )
-    if named and buckets:
+    if named and buckets and named.keys() != {"fp32_param", MOMENTUM}:
         raise UnreadableCheckpoint(f"`{directory.path}` holds optimizer state in two forms", hint=WITHOUT)
     if buckets:
         args = common.get("args")
-        return BucketState(directory, buckets, weights, dict(vars(args)) if isinstance(args, Namespace) else None)
-    return _named_state(directory, weights, named, reserved) if named else None
+        stored = dict(vars(args)) if isinstance(args, Namespace) else None
+        in_buckets = BucketState(directory, buckets, weights, stored, without_matrices=bool(named))
+        return ChainedState(_named_state(directory, weights, named, reserved), in_buckets) if named else in_buckets
+    if not named:
+        return None
+    by_name = _named_state(directory, weights, named, reserved)
+    return by_name if reserved is not None else _with_remainders(by_name, common)
 
 
 def _named_state(
@@ -125,13 +183,22 @@ def _named_state(
     named: Mapping[str, Mapping[str, str]],
     reserved: Mapping[str, list[Slot]] | None,
 ) -> NamedState:
-    if {"param", "fp32_param"} <= named.keys():
+    if named.get("param", {}).keys() & named.get("fp32_param", {}).keys():
         raise UnreadableCheckpoint(f"`{directory.path}` holds two master copies of its weights", hint=WITHOUT)
     by_state = {}
+    masters: dict[str, str] = {}
     strangers = []
+    twice = named.get(MOMENTUM, {}).keys() & {key for moment in ADAM for key in named.get(moment, {})}
+    if twice:
+        raise MappingError(
+            f"weights in `{directory.path}` have moments of two optimizers", items=fold(sorted(twice)), hint=WITHOUT
+        )
     for kind, keys in named.items():
-        keys = with_expert_norms(keys)
+        keys = with_fused_norms(keys, weights.keys)
         strangers += [on_disk for key, on_disk in keys.items() if key not in weights.keys]
+        if kind in ("param", "fp32_param"):  # Muon's masters may be of one kind, and those of the rest of the other
+            keys |= masters
+            masters = keys
         by_state[KINDS[kind]] = StateKeys(directory, keys, f"optimizer.state.{kind}.", reserved)
     if strangers:
         raise MappingError(
@@ -141,7 +208,26 @@ def _named_state(
         )
     # Megatron Core 0.16 cuts `fully_reshardable` states at shifted places where a buffer has padding between buckets
     # (`sharded_param_state_fully_reshardable`), with a warning only: so master copies are held against the weights.
-    return NamedState(by_state, bool(directory.unflattened) or "param" in named)
+    return NamedState(weights, by_state, bool(directory.unflattened) or "param" in named)
+
+
+def _with_remainders(state: NamedState, common: Mapping[str, Any]) -> NamedState:
+    """The state, with master copies read as remainders where they were gathered as numbers.
+
+    Raises:
+        UnreadableCheckpoint: they were, at places that may be shifted (see `_named_state`), which nothing would show.
+    """
+    masters = state.by_state.get(MASTER)
+    args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}
+    if masters is None or not are_gathered(args, (masters.slots(key)[0].view for key in masters.keys)):
+        return state
+    if args.get("overlap_grad_reduce"):
+        raise UnreadableCheckpoint(
+            f"the master weights in `{masters.directory.path}` are remainders that were gathered from several buckets",
+            items=["Megatron Core shifts such state where buckets are padded, and remainders fit to any weight"],
+            hint=f"save it again with `dp_reshardable` state, Megatron-LM's default, or {WITHOUT}",
+        )
+    return replace(state, gathered=True)
 
 
 def _refuse_types(directory: dcp.Directory, common: Mapping[str, Any]) -> None:

@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.base import Training
+from mcore_convert.formats.base import Training, is_by_momentum
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.torch_archive import scalar
-from mcore_convert.formats.torch_dist import dcp
+from mcore_convert.formats.megatron.param_groups import counts_steps, identifiers_of, step_of
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import MASTER, placeholders_of
@@ -21,9 +21,6 @@ from mcore_convert.storage.views import View
 
 GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
 FULLY_RESHARDABLE, MODEL_SPACE = "fully_reshardable", "fully_sharded_model_space"
-
-# What tells two parameter groups apart (Megatron Core, `optimizer.py`, `param_group_identifier_keys`).
-IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 # What has a place of its own in `Training`, or describes the form and not the run.
 NOT_REST = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "content_metadata")
@@ -56,38 +53,32 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
                 (content,) = content
             _add_rank(by_chain.setdefault(int(found[1] or 0), {}), found[3], content)
     groups: list[dict[str, Any]] = []
+    chain: list[int] = []
     by_group = True
     rest = arguments.plain({name: value for name, value in common.items() if name not in NOT_REST})
-    for optimizer in [by_chain[chain] for chain in sorted(by_chain)] or _optimizers(common):
+    optimizers = {**dict(enumerate(_optimizers(common))), **by_chain}
+    for number, optimizer in sorted(optimizers.items()):
         inner = optimizer.get("optimizer", optimizer)
         state = inner.get("state")
         step = state.get("common_step") if isinstance(state, dict) else None
         for group in inner.get("param_groups", ()):
             groups.append({name: _value(value) for name, value in group.items() if name != "params"})
+            chain.append(number)
             if step is not None:
                 groups[-1]["step"], by_group = _value(step), False
         if optimizer.get("grad_scaler"):
             rest["grad_scaler"] = {name: _value(value) for name, value in optimizer["grad_scaler"].items()}
-    steps = {group["step"] for group in groups if group.get("step") is not None}
-    if len(steps) != 1:
-        raise UnreadableCheckpoint(
-            f"the parameter groups of the optimizer in `{directory.path}` "
-            + (
-                f"took {' and '.join(map(str, sorted(steps)))} steps"
-                if steps
-                else "do not say how many steps they took"
-            ),
-            hint="leave the optimizer state behind with --no-optimizer",
-        )
-    (step,) = steps
+    step = step_of(groups, directory.path)
+    counted = {} if step is None else {"step": step}
     iteration, scheduler = common.get("iteration"), common.get("opt_param_scheduler")
     return Training(
         iteration if isinstance(iteration, int) else 0,
         bool(sharding_types(common)),
-        tuple({**group, "step": step} for group in groups),
+        tuple({**group, **counted} if counts_steps(group) else group for group in groups),
         by_group,
         {name: _value(value) for name, value in scheduler.items()} if isinstance(scheduler, dict) else None,
         rest,
+        tuple(chain),
     )
 
 
@@ -106,14 +97,10 @@ def _add_rank(optimizer: dict[str, Any], name: str, content: Any) -> None:
         optimizer.setdefault(name, content)
         return
     groups = optimizer.setdefault("optimizer", {"param_groups": []})["param_groups"]
-    known = [(_identifiers(group), group.get("step")) for group in groups]
+    known = [(identifiers_of(group), group.get("step")) for group in groups]
     for group in content.get("param_groups", ()):
-        if (_identifiers(group), group.get("step")) not in known:
+        if (identifiers_of(group), group.get("step")) not in known:
             groups.append(group)
-
-
-def _identifiers(group: Mapping[str, Any]) -> list[Any]:
-    return [group.get(name, group.get(f"pre_{name}")) for name in IDENTIFIERS]  # NeMo's names have a prefix
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
@@ -146,7 +133,7 @@ def common_of(
     rest = dict(training.rest)
     scaler = rest.pop("grad_scaler", None)
     optimizers = []
-    for groups in _chained(training.groups, args, has_expert_biases):
+    for groups in _chained(training, args, has_expert_biases):
         optimizer = _optimizer(groups, training, form, has_masters)
         if scaler is not None and (has_masters or training.distributed):
             optimizer["grad_scaler"] = {**scaler, "scale": scale}
@@ -157,12 +144,13 @@ def common_of(
 
 
 def _optimizer(groups: Sequence[Mapping[str, Any]], training: Training, form: str, has_masters: bool) -> dict[str, Any]:
-    if training.distributed:
+    if training.distributed and not (training.is_chained_by_kind and any(map(is_by_momentum, groups))):
         inner = {"param_groups": [dict(group) for group in groups]}
         return {"optimizer": inner, "param_state_sharding_type": form}
     # torch's Adam counts steps for each parameter, Megatron stores their one number; Apex and Transformer Engine count
     # for each group, and would not take it
-    counted = {"common_step": groups[0]["step"]} if groups and not training.steps_by_group else {}
+    steps = [group["step"] for group in groups if counts_steps(group)]
+    counted = {"common_step": steps[0]} if steps and not training.steps_by_group else {}
     without = "step" if counted else None
     plain = {
         "state": counted,
@@ -171,15 +159,18 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], training: Training, form: st
     return {"optimizer": plain} if has_masters else plain
 
 
-def _chained(
-    groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any], has_expert_biases: bool
-) -> list[list[Mapping[str, Any]]]:
+def _chained(training: Training, args: Mapping[str, Any], has_expert_biases: bool) -> list[list[Mapping[str, Any]]]:
     """The groups of each optimizer (Megatron Core, `optimizer/__init__.py`, `get_megatron_optimizer`)."""
+    apart = bool(args.get("num_experts")) and (args.get("expert_model_parallel_size") or 1) > 1
+    by_kind = training.chained_by_kind(apart=apart)
+    if by_kind:
+        return by_kind
+    groups = training.groups
     dense = [group for group in groups if not group.get("is_expert_parallel")]
     experts = [group for group in groups if group.get("is_expert_parallel")]
     is_split = args.get("overlap_param_gather_with_optimizer_step")  # the first model chunk is apart
     chain = [dense, dense] if is_split else [dense]
-    if not args.get("num_experts") or (args.get("expert_model_parallel_size") or 1) == 1:
+    if not apart:
         return chain
     if not experts:
         alike = [group for group in dense if not group.get("is_decoupled_lr") and group.get("lr_mult", 1.0) == 1.0]

@@ -10,35 +10,36 @@ import argparse
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError, fold
 from mcore_convert.formats.base import Request, Reservation, Training
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files import torch_archive as torch_file
-from mcore_convert.formats.format import Resume
-from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, EXTRA_STATE, LOCAL
+from mcore_convert.formats.files.dcp_metadata import metadata_bytes
+from mcore_convert.formats.files.dcp_writer import DcpFiles, archive_of, bounded
+from mcore_convert.formats.megatron.modules import (
+    DENSE_NORM,
+    EXPERT_NORM,
+    EXTRA_STATE,
+    FUSED_NORMS,
+    LOCAL,
+    shard_of,
+)
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
-from mcore_convert.formats.torch_dist import dcp
-from mcore_convert.formats.torch_dist.checkpoint import COMMON, COMMON_STATE, NO_WEIGHT, TorchDistCheckpoint
-from mcore_convert.formats.torch_dist.keys import axes_of
-from mcore_convert.formats.torch_dist.training import FULLY_RESHARDABLE, MODEL_SPACE, common_of
-from mcore_convert.spec import releases
+from mcore_convert.formats.torch_dist.checkpoint import NO_WEIGHT, TorchDistCheckpoint
+from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE
+from mcore_convert.formats.torch_dist.extra_states import axes_written, extra_state_keys, sizes_of
+from mcore_convert.formats.torch_dist.form import Form
+from mcore_convert.formats.torch_dist.training import common_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import MASTER, PARAM, drop, placeholders_of, spell
-from mcore_convert.spec.releases import Release
+from mcore_convert.spec.names import drop, spell
 from mcore_convert.spec.shard import Box, Shape, Shard
-from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View
-
-# A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
-MAX_CHUNK = 2**30
-MAX_FILE = 2**31  # several files of this size are read in parallel
-ALIGNMENT = 64
-STATE_PREFIX = "optimizer.state."
+from mcore_convert.storage.views import Slot, TensorMeta, View
 
 METADATA_JSON = {
     "sharded_backend": "torch_dist",
@@ -46,30 +47,6 @@ METADATA_JSON = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-
-
-@dataclass
-class _Files:
-    """The `.distcp` files as they fill up."""
-
-    folder: Path
-    reservation: Reservation
-    number: int = 0
-    end: int = 0
-    path: Path = field(init=False)  # of the current file
-
-    def __post_init__(self) -> None:
-        self.path = self.folder / f"__{self.number}_0.distcp"
-
-    def place(self, archive: torch_file.Archive) -> dcp.Place:
-        """Append an archive to the current file, or to a new one."""
-        start = -(-self.end // ALIGNMENT) * ALIGNMENT
-        if start and start + archive.size > MAX_FILE:
-            self.number, start = self.number + 1, 0
-            self.path = self.folder / f"__{self.number}_0.distcp"
-        self.end = self.reservation.sizes[self.path] = start + archive.size
-        self.reservation.literals += [(self.path, start + at, content) for at, content in archive.literals]
-        return dcp.Place(self.path.name, start, archive.size)
 
 
 @dataclass
@@ -83,59 +60,6 @@ class _Content:
     objects: dict[str, dcp.Place] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How the optimizer's states are named and cut.
-
-    `name` is what Megatron Core calls the form of a distributed optimizer. That of 0.8 to 0.14, MODEL_SPACE, names them
-    as plain optimizers do, and flattens them. `chained`: keys begin with the number of the optimizer, as up to 0.13
-    where experts have one of their own (`optimizer.py`, `ChainedOptimizer`).
-    """
-
-    distributed: bool
-    name: str
-    chained: bool
-
-    @classmethod
-    def of(cls, training: Training | None, args: Mapping[str, Any], release: Release) -> _Form:
-        distributed = training is not None and training.distributed
-        apart = bool(args.get("num_experts")) and (args.get("expert_model_parallel_size") or 1) > 1
-        name = FULLY_RESHARDABLE if release >= releases.FULLY_RESHARDABLE else MODEL_SPACE
-        return cls(distributed, name, apart and release < releases.CHAINS_WITHOUT_PREFIX)
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether states are stored flattened."""
-        return self.distributed and self.name == MODEL_SPACE
-
-    def flattens(self, key: str) -> bool:
-        """Whether this key is stored flattened."""
-        return self.is_flat and NO_WEIGHT.match(key) is not None
-
-    def prefix(self, item: Item) -> str:
-        """What stands before a weight's key in the key of one of its states."""
-        if item.state == PARAM:
-            return ""
-        masters = "param" if self.distributed and not self.is_flat else "fp32_param"
-        number = int("expert" in placeholders_of(item.weight.mcore or ""))
-        chain = f"chained_{number}." if self.chained else ""
-        return f"{chain}{STATE_PREFIX}{masters if item.state == MASTER else item.state}."
-
-
-def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
-    """Return what Megatron-LM must be told of a distributed optimizer's state, and which versions load it."""
-    if not training.distributed:
-        return Resume()
-    since = releases.spelled(releases.FULLY_RESHARDABLE)
-    if release >= releases.FULLY_RESHARDABLE:
-        named = {"dist_ckpt_optim_fully_reshardable": True}
-        form, which = FULLY_RESHARDABLE, f"Megatron-LM {since} and later load it, --for-megatron 0.14 is for older ones"
-    else:
-        named = {"ckpt_fully_parallel_save": True}  # 0.12 takes from it whether state is named by its parameters
-        form, which = MODEL_SPACE, f"Megatron-LM up to {since} loads it, --for-megatron {since} is for newer ones"
-    return Resume(named, (f"optimizer state is written as `{form}`: {which}",))
-
-
 def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     """Lay out a checkpoint directory with its tracker file.
 
@@ -146,16 +70,19 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     common, training = request.common, request.training
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
-    files = _Files(folder, reservation)
+    files = DcpFiles(folder, reservation, request.options.max_shard_size)
     content = _Content()
-    form = _Form.of(training, common["args"], request.release)
+    form = Form.of(training, common["args"], request.release, dtype_of.keys())
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
             cut = tp if item.at.expert is None else request.layout.expert_tp
-            _reserve_weight(item, form, dtype, dims, cut, files, content)
+            shard = item.weight.shard
+            if form.is_flat:  # its cells are what a rank holds
+                shard = shard_of(item.weight, common["args"].get("transformer_impl") or "", request.release)
+            _reserve_weight(item, shard, form, dtype, dims, cut, files, content)
     _refuse_mixed(dtype_of, dims)
     blob = torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]).filled(EXTRA_STATE)
-    for key in _extra_state_keys(dtype_of, dims):
+    for key in extra_state_keys(dtype_of, dims):
         content.objects[key] = files.place(blob)
     content.objects[COMMON_STATE] = files.place(_common_state(common, training, dtype_of, form, listed=True))
     reservation.texts = {
@@ -170,15 +97,18 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     return TorchDistCheckpoint(folder, directory, keys, "", content.slots), reservation
 
 
-def _metadata(content: _Content, args: Mapping[str, Any], form: _Form) -> bytes:
-    """`.metadata`, with the norm of layers with experts under the name that the run's layer spec asks for.
+def _metadata(content: _Content, args: Mapping[str, Any], form: Form) -> bytes:
+    """`.metadata`, with norms under the names that the run's layer spec asks for.
 
-    Megatron's own spec maps it to the name that dense layers use (`gpt_layer_specs.py`, `sharded_state_dict_keys_map`).
+    Megatron's own spec maps that of layers with experts to the name that dense layers use; where attention is latent it
+    maps nothing, and norms have the names of their modules (`gpt_layer_specs.py`, `sharded_state_dict_keys_map`).
     """
-    local = args.get("transformer_impl") == LOCAL and args.get("num_experts")
+    names: Mapping[str, str] = {}
+    if args.get("transformer_impl") == LOCAL:
+        names = FUSED_NORMS if args.get("multi_latent_attention") else {EXPERT_NORM: DENSE_NORM}
 
     def on_disk(key: str) -> str:
-        return key.replace(EXPERT_NORM, DENSE_NORM) if local else key
+        return next((key.replace(ours, theirs) for ours, theirs in names.items() if ours in key), key)
 
     tensors = {on_disk(key): meta for key, meta in content.tensors.items()}
     chunks = {on_disk(key): parts for key, parts in content.chunks.items()}
@@ -187,7 +117,7 @@ def _metadata(content: _Content, args: Mapping[str, Any], form: _Form) -> bytes:
         tensors[on_disk(key)], chunks[on_disk(key)] = _flattened(
             content.tensors[key], content.cells[key], content.chunks[key]
         )
-    return dcp.metadata_bytes(tensors, chunks, content.objects, unflattened)
+    return metadata_bytes(tensors, chunks, content.objects, unflattened)
 
 
 def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[TensorMeta, list[dcp.Chunk]]:
@@ -209,16 +139,15 @@ def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[
 
 
 def _common_state(
-    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], form: _Form, *, listed: bool
+    common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], form: Form, *, listed: bool
 ) -> torch_file.Archive:
     """The archive of the common state, complete: as it stands, or `listed` as objects are saved."""
     state = {**common, "args": argparse.Namespace(**common["args"])}
 
     def tree(refs: list[Any]) -> Any:
-        whole = state
-        if training is not None:
-            beside = common_of(training, common["args"], dtype_of, form.name, scale=refs[0] if refs else None)
-            whole = {**beside, **state}
+        scale = refs[0] if refs else None
+        beside = {} if training is None else common_of(training, common["args"], dtype_of, form.name, scale=scale)
+        whole = {**beside, **state}
         return [whole] if listed else whole
 
     scaler = None if training is None else training.rest.get("grad_scaler")
@@ -227,61 +156,37 @@ def _common_state(
     return torch_file.lay_out(tree, [TensorMeta((1,), "float32")]).filled(struct.pack("<f", scaler["scale"]))
 
 
-def _reserve_weight(item: Item, form: _Form, dtype: str, dims: Dims, tp: int, files: _Files, content: _Content) -> None:
+def _reserve_weight(
+    item: Item, shard: Shard, form: Form, dtype: str, dims: Dims, tp: int, files: DcpFiles, content: _Content
+) -> None:
     """Add the chunks of one state of one weight of one layer to its key."""
     weight, at, _ = item
     assert weight.mcore is not None
-    axes = _axes(weight.mcore, dims)
-    lead = _sizes(axes, dims)
+    axes = axes_written(weight.mcore, dims)
+    lead = sizes_of(axes, dims)
     place = tuple(getattr(at, axis) for axis in axes)
     key = form.prefix(item) + spell(drop(weight.mcore, *axes), at)
     shape = dims.padded_shape(weight.shape, vocab=weight.vocab)
     content.tensors.setdefault(key, TensorMeta((*lead, *shape), dtype))
     chunks = content.chunks.setdefault(key, [])
     slots = content.slots.setdefault(key, [])
-    cells, boxes = _cells(weight.shard, shape, tp, dtype)
+    cells, boxes = _cells(shard, shape, tp, dtype)
     content.cells[key] = (*(1 for _ in axes), *cells[0].sizes)
     for box in boxes:
         chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
         meta = TensorMeta(chunk.sizes, dtype)
         stored = (*(1 for _ in meta.shape), meta.numel) if form.flattens(key) else meta.shape
-        archive = _archive_of(TensorMeta(stored, dtype))
+        archive = archive_of(TensorMeta(stored, dtype))
         where = files.place(archive)
         chunks.append(dcp.Chunk(chunk, where))
         slots.append(Slot(View.of(files.path, where.offset + archive.holes[0], meta), chunk))
 
 
 @lru_cache(maxsize=4096)
-def _archive_of(meta: TensorMeta) -> torch_file.Archive:
-    """The archive of one tensor: chunks of one shape, as those of experts are, differ in their content alone."""
-    return torch_file.lay_out(lambda refs: refs[0], [meta])
-
-
-@lru_cache(maxsize=4096)
 def _cells(shard: Shard, shape: Shape, tp: int, dtype: str) -> tuple[list[Box], list[Box]]:
     """What tensor-parallel ranks hold of a tensor, and the same in boxes that are small enough."""
     cells = shard.grid(shape, tp)
-    return cells, [box for cell in cells for box in _bounded(cell, dtype)]
-
-
-def _bounded(box: Box, dtype: str) -> list[Box]:
-    """The box cut along its first dimension into boxes of at most MAX_CHUNK bytes."""
-    row = box.numel // box.sizes[0] * DTYPE_SIZES[dtype]
-    rows = max(1, MAX_CHUNK // row)
-    return [
-        Box((box.offsets[0] + at, *box.offsets[1:]), (min(rows, box.sizes[0] - at), *box.sizes[1:]))
-        for at in range(0, box.sizes[0], rows)
-    ]
-
-
-def _axes(template: str, dims: Dims) -> tuple[str, ...]:
-    """The placeholders of a name that are leading axes in what is written."""
-    return axes_of(template, "stacked" if dims.stacked else "per_layer")
-
-
-def _sizes(axes: tuple[str, ...], dims: Dims) -> Shape:
-    leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
-    return tuple(leading[axis] for axis in axes)
+    return cells, [box for cell in cells for box in bounded(cell, dtype)]
 
 
 def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
@@ -289,32 +194,10 @@ def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
     found: dict[tuple[str, str], dict[str, str]] = {}
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
-            key = spell(drop(item.weight.mcore, *_axes(item.weight.mcore, dims)), item.at)
+            key = spell(drop(item.weight.mcore, *axes_written(item.weight.mcore, dims)), item.at)
             found.setdefault((key, item.state), {}).setdefault(dtype, str(item))
     mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
     if mixed:
         raise MappingError(
             "a weight has another dtype in other layers, which `torch_dist` cannot hold", items=fold(mixed)
         )
-
-
-def _extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
-    """The `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
-
-    Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14.
-    """
-    keys: dict[str, None] = {}
-    for weight, at, state in items:
-        if weight.mcore is None or state != PARAM:
-            continue
-        module = weight.mcore.rpartition(".")[0]
-        last = module.rpartition(".")[2]
-        modules = [module] if last.startswith("linear_") or last.endswith("layernorm") else []
-        if last == "linear_proj":
-            modules.append(f"{module.rpartition('.')[0]}.core_attention")
-        for each in modules:
-            axes = _axes(each, dims)
-            place = [getattr(at, axis) for axis in axes] or [0]
-            shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, _sizes(axes, dims) or (1,)))}"
-            keys[f"{spell(drop(each, *axes), at)}._extra_state/{shard}"] = None
-    return keys

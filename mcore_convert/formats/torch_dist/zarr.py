@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
+from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.pickles import are_counts
+from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE
 from mcore_convert.formats.megatron.run_directory import resolve
-from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.checkpoint import (
-    BACKEND_FILE,
     NO_WEIGHT,
     ZARR,
     TorchDistCheckpoint,
     backend_of,
     prefix_of,
 )
-from mcore_convert.formats.torch_dist.keys import with_expert_norms
+from mcore_convert.formats.torch_dist.keys import with_fused_norms
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, Sum, TensorMeta, View, contiguous_strides, open_error
 
@@ -122,7 +122,7 @@ def open_zarr(path: Path, args: Mapping[str, Any] | None = None) -> TorchDistChe
         key = on_disk.removeprefix(prefix)
         if not NO_WEIGHT.match(key) and not NO_WEIGHT.match(on_disk):
             keys[key] = on_disk
-    return TorchDistCheckpoint(path, directory, with_expert_norms(keys), prefix, format=ZARR)
+    return TorchDistCheckpoint(path, directory, with_fused_norms(keys, keys), prefix, format=ZARR)
 
 
 def read(path: Path) -> ZarrDirectory:

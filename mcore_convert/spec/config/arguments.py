@@ -50,6 +50,19 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+# The same where attention is latent: what the command line of 0.13 to 0.19 means by nothing (that of 0.12 stores all of
+# these but `rope_type`), and `MLATransformerConfig` by what has no flag.
+LATENT_DEFAULTS: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+
 def true_vocab_size(stored: Values) -> int | None:
     """The vocabulary without padding, from the arguments that a checkpoint stores; None where they do not tell.
 
@@ -115,6 +128,10 @@ def normalise(stored: Values) -> dict[str, Any]:
         if args.get(name) is None:
             args[name] = value
 
+    if args.get("multi_latent_attention"):
+        for name, value in LATENT_DEFAULTS.items():
+            if args.get(name) is None:
+                args[name] = value
     if args.get("num_experts"):
         args["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
     if (vocab := true_vocab_size(args)) is not None:

@@ -131,6 +131,50 @@ def run_config(args: Values, family_name: str) -> str:
     )
 
 
+# What a layout decides of the model, under the provider's names.
+LAYOUT_FIELDS = {
+    "tensor_model_parallel_size": "tensor_model_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size": "expert_model_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
+}
+
+
+def rewritten(tree: Values, args: Values, *, optimizer: bool) -> dict[str, Any]:
+    """A `run_config.yaml` as it was read, with what another layout changes: its place among many sections is kept.
+
+    Args:
+        args: of the checkpoint that is written.
+        optimizer: whether the optimizer's state goes along, in the form that any layout loads.
+    """
+    model = dict(tree["model"])
+    nested = isinstance(model.get("transformer"), dict)
+    inner = dict(model["transformer"]) if nested else model
+    for name, argument in LAYOUT_FIELDS.items():
+        if name in inner or args.get(argument):
+            inner[name] = args.get(argument)
+    if args.get("tensor_model_parallel_size") == 1 and inner.get("sequence_parallel"):
+        inner["sequence_parallel"] = False
+    if nested:
+        model["transformer"] = inner
+    said = tree.get("checkpoint")
+    checkpoint = dict(said) if isinstance(said, dict) else {}
+    checkpoint |= {
+        "save_optim": optimizer,
+        "save_rng": False,
+        "fully_parallel_save": checkpoint.get("fully_parallel_save", False),
+    }
+    if optimizer and args.get("dist_ckpt_optim_fully_reshardable"):
+        checkpoint["dist_ckpt_optim_fully_reshardable"] = True
+    return {**tree, "model": model, "checkpoint": checkpoint}
+
+
 def _symbol(path: str) -> dict[str, Any]:
     return {"_target_": path, "_call_": False}
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_convert.spec.config.arguments import Values, normalise
+from mcore_convert.spec.config.latent import WITHOUT_FLAG
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,17 @@ EXPERTS = Flags(
     },
 )
 
-ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING, LATENT_ATTENTION, EXPERTS)
+# Megatron-FSDP loads its own form and no other (`arguments.py`, `validate_args`).
+FSDP = Flags(
+    lambda args: args.get("ckpt_format") == "fsdp_dtensor",
+    {"--data-parallel-sharding-strategy": "data_parallel_sharding_strategy"},
+    {"--use-megatron-fsdp": ("use_megatron_fsdp", True)},
+    plain={"--data-parallel-sharding-strategy": "no_shard"},
+)
+
+MTP = Flags(lambda args: args.get("mtp_num_layers"), {"--mtp-num-layers": "mtp_num_layers"})
+
+ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING, LATENT_ATTENTION, MTP, EXPERTS, FSDP)
 
 # What an optimizer's state needs. 0.19 finds parameter groups by their learning rates, too (`optimizer.py`,
 # `param_group_identifier_keys`), and every version compares the scheduler's numbers with those of the command line
@@ -257,6 +268,12 @@ def caveats(args: Values) -> list[str]:
         if args.get(name):
             flag = name.replace("_", "-")
             lines.append(f"`{name}` = {args[name]}: Megatron-LM has `--{flag}` since {since}")
+    if args.get("multi_latent_attention") and args["rope_type"] == "yarn" and args["rotary_scaling_factor"] > 1:
+        lines += [
+            f"`{name}` = {args[name]}: `MLATransformerConfig` takes it, but Megatron-LM has no flag for it, and {value}"
+            for name, value in WITHOUT_FLAG.items()
+            if args[name] != value
+        ]
     if args["position_embedding_type"] == "rope" and linear not in (None, 1):
         lines.append(
             f"`rotary_seq_len_interpolation_factor` = {linear}: `GPTModel` takes it, but `pretrain_gpt.py` of "

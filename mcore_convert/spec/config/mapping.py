@@ -173,6 +173,10 @@ class ConfigMapping:
         dialects = tuple(replace(mapping, fields=(*mapping.fields, extra)) for mapping in self.dialects)
         return replace(self, fields=(*self.fields, extra), dialects=dialects)
 
+    def keys_of(self, argument: str) -> list[str]:
+        """The keys of `config.json` that say an argument."""
+        return [key for field in self.fields if argument in field.megatron for key in field.hf]
+
     def _strangers(self, config: Values) -> dict[str, Any]:
         """The keys that no field answers for, and that do not leave the model as it is."""
         claimed = {"model_type", "architectures", *(key for field in self.fields for key in field.hf)}

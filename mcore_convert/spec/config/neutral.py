@@ -144,6 +144,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mup_width_mult": (None, 1.0),
     # other models
     "mtp_num_layers": NOTHING,
+    "mtp_use_repeated_layer": OFF,
     "is_hybrid_model": OFF,
     "hybrid_layer_pattern": (None,),
     "hybrid_override_pattern": (None,),

@@ -33,11 +33,11 @@ def rope(
         keys: the flat names of the base and of that share.
         kinds: the `rope_type`s that the class knows, among those that Megatron has.
     """
-    return _Rope(theta, percent, keys, kinds).field()
+    return Rope(theta, percent, keys, kinds).field()
 
 
 @dataclass(frozen=True)
-class _Rope:
+class Rope:
     """One class of transformers: its defaults, its names and its kinds of scaling."""
 
     theta: float
@@ -86,15 +86,23 @@ class _Rope:
                 raise Refused(f"`{name}.rope_type` = {kind}")
             if scaling.pop("partial_rotary_factor", 1.0) not in (1.0, None):
                 raise Refused(f"`{name}.partial_rotary_factor` = {shown(config[name]['partial_rotary_factor'])}")
-            meanings.append(_SCALINGS[kind](name, scaling, config))
+            meanings.append(self.read(kind, name, scaling, config))
             if scaling:
                 raise Refused(*(f"`{name}.{key}` = {shown(value)} is not known" for key, value in scaling.items()))
         if len(meanings) > 1 and meanings[0] != meanings[1]:
             raise Refused("`rope_parameters` and `rope_scaling` differ")
-        return meanings[0] if meanings else _none()
+        return meanings[0] if meanings else self.read("default", "", {}, config)
+
+    def read(self, kind: str, name: str, scaling: dict[str, Any], config: Values) -> dict[str, Any]:
+        """The arguments of one kind of scaling, from the dictionary called `name`; takes what it reads out of it."""
+        return _SCALINGS[kind](name, scaling, config)
+
+    def kind_of(self, args: Values) -> tuple[str, dict[str, Any] | None]:
+        """What arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
+        return _kind_of(args)
 
     def to_hf(self, args: Values) -> dict[str, Any]:
-        kind, scaling = _kind_of(args)
+        kind, scaling = self.kind_of(args)
         if kind not in self.kinds:
             raise Refused(f"positions scaled as `{kind}`, which the family has not")
         config: dict[str, Any] = {self.keys[0]: float(stated(args, "rotary_base"))}
@@ -121,14 +129,14 @@ def _none(*_: Any) -> dict[str, Any]:
 
 def _linear(name: str, scaling: dict[str, Any], _: Values) -> dict[str, Any]:
     """Positions divided by the factor (Megatron) or frequencies divided by it (transformers): the same angles."""
-    factor = _number(name, "factor", scaling)
+    factor = number_from_one(name, "factor", scaling)
     if factor != int(factor):
         raise Refused(f"`{name}.factor` = {shown(factor)}, only an integer can be Megatron's interpolation factor")
     return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": int(factor)}
 
 
 def _llama3(name: str, scaling: dict[str, Any], config: Values) -> dict[str, Any]:
-    factor = _number(name, "factor", scaling)
+    factor = number_from_one(name, "factor", scaling)
     scaling.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     wrong = []
     for key, value in LLAMA3.items():
@@ -142,7 +150,12 @@ def _llama3(name: str, scaling: dict[str, Any], config: Values) -> dict[str, Any
 _SCALINGS = {"default": _none, "linear": _linear, "llama3": _llama3}
 
 
-def _number(name: str, key: str, scaling: dict[str, Any]) -> float:
+def number_from_one(name: str, key: str, scaling: dict[str, Any]) -> float:
+    """Take a number out of a dictionary.
+
+    Raises:
+        Refused: it is none, or below 1.
+    """
     value = scaling.pop(key, None)
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
         raise Refused(f"`{name}.{key}` = {shown(value)} is not a number from 1")

@@ -9,16 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
-from mcore_convert.formats.files import pickle_writer, pickles
-from mcore_convert.formats.files.pickle_writer import Call, Global, Instance
+from mcore_convert.formats.files import pickles
+from mcore_convert.formats.files.pickle_writer import Global
 from mcore_convert.formats.files.pickles import are_counts
-from mcore_convert.formats.files.torch_archive import TorchFile
+from mcore_convert.formats.files.torch_archive import TorchFile, scalar
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.collection import without_collection
@@ -92,6 +91,16 @@ class Directory:
         if problems:
             raise UnreadableCheckpoint(f"the chunks in `{self.path}` do not make whole tensors", items=problems)
 
+    def under(self, prefix: str) -> list[str]:
+        """The keys of tensors and objects that begin with a prefix."""
+        return [key for keys in (self.tensors, self.objects) for key in keys if key.startswith(prefix)]
+
+    @property
+    def num_files(self) -> int:
+        """How many files hold tensors and objects."""
+        chunks = (chunk for chunks in self.chunks.values() for chunk in chunks)
+        return len({chunk.place.file for chunk in chunks} | {place.file for place in self.objects.values()})
+
     @property
     def unreferenced(self) -> list[str]:
         """The files of tensors that nothing refers to."""
@@ -127,6 +136,10 @@ class Directory:
         """The object of a key."""
         return self._tree(self.objects[key])
 
+    def value(self, key: str) -> Any:
+        """The object of a key, or the number that its tensor is."""
+        return self.object(key) if key in self.objects else scalar(self.view(key, self.chunks[key][0]))
+
     def _tree(self, place: Place) -> Any:
         archive = TorchFile(self.path / place.file, place.offset, place.length)
         self._sums[place] = archive.sums
@@ -153,17 +166,12 @@ def read(path: Path) -> Directory:
 
 def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
     places: dict[tuple[str, Shape | None], Place] = {}
-    files = set()
     for index, info in metadata.storage_data.items():
         if info.transform_descriptors:
             raise UnreadableCheckpoint(f"`{path}` stores its chunks compressed, which is not supported")
-        if not are_counts(info.offset, info.length):
-            raise ValueError(f"{index.fqn} lies at {info.offset!r}, {info.length!r} bytes long")
-        if not isinstance(index.fqn, str) or not (index.offset is None or are_counts(*index.offset)):
-            raise ValueError("a part of it has no name and no offset")
-        file = str(info.relative_path)
-        files.add(file)
-        places[index.fqn, index.offset] = Place(file, info.offset, info.length)
+        places[index.fqn, index.offset] = Place(str(info.relative_path), info.offset, info.length)
+    _check_places(places)
+    files = {place.file for place in places.values()}
     outside = sorted(file for file in files if not is_inside(file))
     if outside:
         raise UnreadableCheckpoint(f"`{path / METADATA}` names files outside of its directory", items=outside)
@@ -178,10 +186,9 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
                 raise ValueError(f"{key} has no shape or no dtype")
             tensors[key] = TensorMeta(entry.size, dtype.name)
             chunks[key] = []
+            if not _are_parts(entry):
+                raise ValueError(f"{key} has a chunk that is no part of it")
             for chunk in entry.chunks:
-                fits = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
-                if not fits or not are_counts(*chunk.offsets, *chunk.sizes):
-                    raise ValueError(f"{key} has a chunk that is no part of it")
                 place = places.get((key, chunk.offsets))
                 if place is None:
                     lost.append(f"{key} at {list(chunk.offsets)}")
@@ -193,8 +200,39 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
             lost.append(key)
     if lost:
         raise UnreadableCheckpoint(f"`{path / METADATA}` does not say where these lie", items=fold(lost))
-    _refuse_shared(path, chunks, objects)
+    if _overlap(places.values()):
+        _refuse_shared(path, chunks, objects)
     return Directory(path, tensors, chunks, objects, _unflattened(metadata, tensors))
+
+
+def _check_places(places: Mapping[tuple[str, Shape | None], Place]) -> None:
+    """Prove that a hostile pickle has not put other values where names and numbers belong.
+
+    All at once: a checkpoint of many ranks has some hundred thousand of them.
+    """
+    offsets = [offset for _, offset in places if offset is not None]
+    named = {type(key) for key, _ in places} <= {str} and {*map(type, offsets)} <= {tuple}
+    if not named or not are_counts(*chain.from_iterable(offsets)):
+        raise ValueError("a part of it has no name and no offset")
+    if not are_counts(*chain.from_iterable((place.offset, place.length) for place in places.values())):
+        key, place = next(
+            (key, place) for (key, _), place in places.items() if not are_counts(place.offset, place.length)
+        )
+        raise ValueError(f"{key} lies at {place.offset!r}, {place.length!r} bytes long")
+
+
+def _are_parts(entry: pickles.TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor have as many dimensions as it has, and sizes that count something."""
+    boxes = [box for chunk in entry.chunks for box in (chunk.offsets, chunk.sizes)]
+    alike = {*map(type, boxes)} <= {tuple} and {*map(len, boxes)} <= {len(entry.size)}
+    return alike and are_counts(*chain.from_iterable(boxes))
+
+
+def _overlap(places: Iterable[Place]) -> bool:
+    """Whether any two places share a byte."""
+    return any(
+        one.file == other.file and other.offset < one.offset + one.length for one, other in pairwise(sorted(places))
+    )
 
 
 def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mapping[str, Place]) -> None:
@@ -241,60 +279,6 @@ def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> 
             raise ValueError(f"{key} {list(stored.shape)} is not made of equal parts of {shape!r}")
         found[key] = whole.shape
     return found
-
-
-def metadata_bytes(
-    tensors: Mapping[str, TensorMeta],
-    chunks: Mapping[str, list[Chunk]],
-    objects: Mapping[str, Place],
-    unflattened: Mapping[str, Shape] = MappingProxyType({}),
-) -> bytes:
-    """The content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it.
-
-    `unflattened` is as Directory has it, for Megatron Core 0.8 to 0.15.
-    """
-    entries: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
-    for key, meta in tensors.items():
-        boxes = [
-            Instance(_dcp("ChunkStorageMetadata"), {"offsets": _size(c.box.offsets), "sizes": _size(c.box.sizes)})
-            for c in chunks[key]
-        ]
-        layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-        memory_format = Call(_dcp("_MEM_FORMAT_ENCODING"), (0,))
-        properties = (TorchDtype(meta.dtype), layout, False, memory_format, False)
-        entries[key] = Instance(
-            _dcp("TensorStorageMetadata"),
-            {"properties": Instance(_dcp("TensorProperties"), properties), "size": _size(meta.shape), "chunks": boxes},
-        )
-        for chunk in chunks[key]:
-            storage[_index(key, _size(chunk.box.offsets))] = _info(chunk.place)
-    for key, place in objects.items():
-        entries[key] = Instance(_dcp("BytesStorageMetadata"), None)
-        storage[_index(key, None)] = _info(place)
-    state = {"state_dict_metadata": entries, "planner_data": None, "storage_data": storage, "storage_meta": None}
-    shapes = {key: {"nd_reformulated_orig_global_shape": shape} for key, shape in unflattened.items()}
-    flattened = {"mcore_data": shapes} if shapes else {}
-    return pickle_writer.dumps(Instance(_dcp("Metadata"), {**state, "version": None, **flattened}))
-
-
-def _index(key: str, offset: Call | None) -> Instance:
-    return Instance(_dcp("MetadataIndex"), {"fqn": key, "offset": offset, "index": None})
-
-
-def _info(place: Place) -> Instance:
-    state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
-    return Instance(STORAGE_INFO, state)
-
-
-def _size(shape: Shape) -> Call:
-    return Call(SIZE, (shape,))
-
-
-@lru_cache
-def _dcp(name: str) -> Global:
-    """A class of torch's metadata; always the same object, so that its name is written once."""
-    return Global("torch.distributed.checkpoint.metadata", name)
 
 
 def exists(path: Path) -> bool:

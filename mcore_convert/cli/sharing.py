@@ -1,0 +1,52 @@
+"""A command that several processes share under torchrun: the first of them speaks for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+SHARED = ("convert", "reshard", "export")  # the commands that divide their work
+
+
+@contextlib.contextmanager
+def sharing(words: Sequence[str]) -> Iterator[AbstractContextManager[object]]:
+    """A scope in which only the first process is heard; gives the scope in which they work together.
+
+    A command that does not divide its work is run by the first process alone.
+    """
+    if "RANK" not in os.environ:  # what follows need not be imported
+        yield contextlib.nullcontext()
+        return
+    from mcore_convert.conversion.ranks import ALONE, Ranks, is_shared, joined
+
+    if not is_shared():
+        yield contextlib.nullcontext()
+        return
+    is_first = os.environ["RANK"] == "0"
+    divides = next((word for word in words if not word.startswith("-")), "") in SHARED
+    with contextlib.ExitStack() as stack:
+        if not is_first:
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        if not divides:
+            if not is_first:
+                sys.exit(0)
+            yield contextlib.nullcontext()
+            return
+        ranks: Ranks = ALONE
+
+        @contextlib.contextmanager
+        def together() -> Iterator[None]:
+            nonlocal ranks
+            with joined() as ranks:
+                yield
+
+        try:
+            yield together()
+        finally:
+            ranks.told()

@@ -1,0 +1,104 @@
+"""Filling the files of a plan from several threads, each file noted in the journal when it is whole and on the disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from mcore_convert.conversion.beside import copy_together
+from mcore_convert.conversion.journal import Journal
+from mcore_convert.conversion.plan import Plan
+from mcore_convert.conversion.recording import Recording
+from mcore_convert.errors import ConvertError
+from mcore_convert.storage.elements import Files
+from mcore_convert.storage.progress import Meter
+
+BEYOND_HINT = "--dtype bfloat16 has the range of float32"
+WRITE_BACK = 2**28  # bytes of a file after which the disk begins to take them, while the next are copied
+
+
+class Disk:
+    """A thread that brings files to the disk while others copy: what waits until the end waits for the disk alone."""
+
+    def __init__(self, files: Files, journal: Journal, recording: Recording) -> None:
+        self._files, self._journal, self._recording = files, journal, recording
+        self._pool = ThreadPoolExecutor(1)
+        self._waiting: list[Future[None]] = []
+        self._written: Counter[Path] = Counter()
+
+    def wrote(self, path: Path, nbytes: int) -> None:
+        """So many more bytes of a file were written."""
+        self._written[path] += nbytes
+        if self._written[path] >= WRITE_BACK:
+            self._written[path] = 0
+            self._waiting.append(self._pool.submit(os.fdatasync, self._files.fd(path, write=True)))
+
+    def complete(self, path: Path) -> None:
+        """All of a file was written."""
+        self._waiting.append(self._pool.submit(self._journal.add, path, self._recording.facts_of(path)))
+
+    def close(self, *, wait: bool) -> None:
+        """Wait until all is on the disk, or give up what has not begun."""
+        self._pool.shutdown(cancel_futures=not wait)
+
+    def check(self) -> None:
+        """Raise what went wrong on the disk."""
+        for each in self._waiting:
+            each.result()
+
+
+def fill(
+    plan: Plan, mine: Set[Path], files: Files, meter: Meter, recording: Recording, journal: Journal, workers: int
+) -> None:
+    """Run every copy into the files `mine`. The threads draw from one queue, so that its length costs no memory."""
+    copies = (
+        (move.item, groups)
+        for move in plan.moves
+        for groups in recording.in_order([copy for copy in move.copies if copy.target.path in mine])
+    )
+    drawing, stop = threading.Lock(), meter.stop
+    feed = recording.feed if recording.checksums else None
+    disk = Disk(files, journal, recording)
+
+    def work() -> None:
+        while not stop.is_set():
+            with drawing:
+                drawn = next(copies, None)
+            if drawn is None:
+                return
+            item, groups = drawn
+            try:
+                for group in groups:
+                    here = [copy._replace(target=copy.target.moved(recording.here)) for copy in group]
+                    for done in copy_together(files, here, feed):
+                        meter.add(done)
+                        disk.wrote(here[0].target.path, done)
+                        if stop.is_set():
+                            return
+                    for path in recording.done(here, files):
+                        disk.complete(path)
+            except OverflowError as error:
+                stop.set()
+                raise ConvertError(f"`{item}` has {error}", hint=BEYOND_HINT) from error
+            except BaseException:
+                stop.set()  # the others need not go on
+                raise
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                for worker in [pool.submit(work) for _ in range(workers)]:
+                    worker.result()
+            except BaseException:
+                stop.set()
+                raise
+        if not stop.is_set():
+            for path in recording.untouched(files):
+                disk.complete(path)
+    finally:
+        disk.close(wait=journal.stays or not stop.is_set())
+    disk.check()

@@ -1,0 +1,134 @@
+"""The journal of a conversion: the files of its partial directory that are complete and on the disk.
+
+A run that ended early goes on from it. Processes that share a conversion keep one journal each, and the first of them
+reads all for the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from mcore_convert.conversion.plan import Plan
+from mcore_convert.storage.disk import remove_tree, sync, write_at
+from mcore_convert.storage.marker import JOURNAL, is_bookkeeping, journals
+from mcore_convert.storage.sources import open_file
+from mcore_convert.version import VERSION
+
+
+class Kept(NamedTuple):
+    """A complete file: its size and time when it was on the disk, and what is known of its regions."""
+
+    size: int
+    written: int
+    regions: tuple[tuple[Any, ...], ...]
+
+
+class Journal:
+    """The journal of one process in a partial directory, for one plan.
+
+    Args:
+        partial: the directory, which need not be there yet.
+        identity: `fingerprint` of the plan: what was written for another is not taken.
+        stays: the directory is left if this run ends early.
+        rank: of the process.
+    """
+
+    def __init__(self, partial: Path, identity: str, *, stays: bool, rank: int = 0) -> None:
+        self._partial, self._identity, self.stays = partial, identity, stays
+        self._file = partial / f"{JOURNAL}-{rank}"
+        self._lock = threading.Lock()
+
+    def add(self, path: Path, regions: Sequence[Sequence[Any]]) -> None:
+        """Note that a file is complete, when it is on the disk."""
+        sync(path)
+        state = path.stat()
+        entry = {
+            "plan": self._identity,
+            "file": str(path.relative_to(self._partial)),
+            "size": state.st_size,
+            "written": state.st_mtime_ns,
+            "regions": regions,
+        }
+        line = b"\n" + json.dumps(entry).encode()  # whatever a killed run has left of its last one
+        with self._lock:
+            fd = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                write_at(fd, line, os.fstat(fd).st_size)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def kept(self) -> dict[Path, Kept]:
+        """The files that this and other processes have completed for the plan, as they still are."""
+        kept: dict[Path, Kept] = {}
+        for journal in journals(self._partial):
+            for entry in _entries(journal):
+                with contextlib.suppress(KeyError, TypeError):  # what is no entry of ours
+                    if entry["plan"] == self._identity:
+                        path = self._partial / entry["file"]
+                        kept[path] = Kept(entry["size"], entry["written"], tuple(map(tuple, entry["regions"])))
+        return {path: each for path, each in kept.items() if _stands(path, each)}
+
+
+def clear_except(partial: Path, kept: Mapping[Path, Kept]) -> bool:
+    """Remove what is in a partial directory beside its marker, its journals and the files that are kept.
+
+    Where none is kept the journals go as well; returns whether there were some.
+    """
+    stale = [] if kept else journals(partial)
+    for journal in stale:
+        journal.unlink()
+    for path in sorted(partial.rglob("*"), reverse=True):
+        if path in kept or (path.parent == partial and is_bookkeeping(path.name)):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError):  # one that has kept files
+                path.rmdir()
+        else:
+            remove_tree(path)
+    return bool(stale)
+
+
+def fingerprint(plan: Plan, *, checksums: bool) -> str:
+    """What tells two plans apart: the version, the options, the source as it is, and the layout of the target."""
+    root = plan.reservation.path
+    digest = xxhash.xxh3_128()
+    stamps = {path: plan.stamps[path][:2] for path in sorted(plan.source_files) if path in plan.stamps}
+    facts = [
+        VERSION,
+        dict(plan.options),
+        checksums,
+        [(str(path.resolve()), *stamp) for path, stamp in stamps.items()],
+        [(str(path.relative_to(root)), size) for path, size in sorted(plan.reservation.sizes.items())],
+    ]
+    digest.update(json.dumps(facts, default=str).encode())
+    for path, at, content in plan.reservation.literals:
+        digest.update(f"{path.relative_to(root)} {at} ".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _entries(journal: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a journal; the last line of a killed run may be torn."""
+    with open_file(journal) as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry, dict):
+                    yield entry
+
+
+def _stands(path: Path, kept: Kept) -> bool:
+    try:
+        state = path.stat(follow_symlinks=False)
+    except OSError:
+        return False
+    return (state.st_size, state.st_mtime_ns) == (kept.size, kept.written)

@@ -1,0 +1,62 @@
+"""The files of a `torch.distributed.checkpoint` directory before they are filled: which archive lies where.
+
+Any number of ranks can read them: what a rank asks for is found through `.metadata` (torch,
+`distributed/checkpoint/filesystem.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from mcore_convert.formats.base import Reservation
+from mcore_convert.formats.files import torch_archive
+from mcore_convert.formats.files.dcp import Place
+from mcore_convert.spec.shard import Box
+from mcore_convert.storage.views import DTYPE_SIZES, TensorMeta
+
+# A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
+MAX_CHUNK = 2**30
+ALIGNMENT = 64
+
+
+@dataclass
+class DcpFiles:
+    """The `.distcp` files as they fill up, each to at most `limit` bytes or one archive."""
+
+    folder: Path
+    reservation: Reservation
+    limit: int
+    number: int = 0
+    end: int = 0
+    path: Path = field(init=False)  # of the current file
+
+    def __post_init__(self) -> None:
+        self.path = self.folder / f"__{self.number}_0.distcp"
+
+    def place(self, archive: torch_archive.Archive) -> Place:
+        """Append an archive to the current file, or to a new one."""
+        start = -(-self.end // ALIGNMENT) * ALIGNMENT
+        if start and start + archive.size > self.limit:
+            self.number, start = self.number + 1, 0
+            self.path = self.folder / f"__{self.number}_0.distcp"
+        self.end = self.reservation.sizes[self.path] = start + archive.size
+        self.reservation.literals += [(self.path, start + at, content) for at, content in archive.literals]
+        return Place(self.path.name, start, archive.size)
+
+
+@lru_cache(maxsize=4096)
+def archive_of(meta: TensorMeta) -> torch_archive.Archive:
+    """The archive of one tensor: chunks of one shape, as those of experts are, differ in their content alone."""
+    return torch_archive.lay_out(lambda refs: refs[0], [meta])
+
+
+def bounded(box: Box, dtype: str, limit: int = MAX_CHUNK) -> list[Box]:
+    """The box cut along its first dimension into boxes of at most so many bytes."""
+    row = box.numel // box.sizes[0] * DTYPE_SIZES[dtype]
+    rows = max(1, limit // row)
+    return [
+        Box((box.offsets[0] + at, *box.offsets[1:]), (min(rows, box.sizes[0] - at), *box.sizes[1:]))
+        for at in range(0, box.sizes[0], rows)
+    ]

@@ -1,0 +1,225 @@
+"""Format `fsdp_dtensor`: Megatron-FSDP's checkpoints, read as Megatron Core 0.14 to 0.19 write them.
+
+    model.module.<name>                                           a weight, mostly its fp32 main copy
+    optimizer.state.module.module.module.<name>.<state>           `exp_avg`, `exp_avg_sq`, torch's own `step`
+    optimizer.param_to_group_meta.module.module.module.<name>.<field>
+    args, iteration, opt_param_scheduler.<field>, ...             objects
+
+`<name>` is that of the module's parameter with the global number of its expert. A gated `linear_fc1` is two tensors,
+`<name>_w` and `<name>_v`. Every tensor is whole to the reader, and cut unevenly into the rows that each rank had. From
+Megatron Core 0.16.1 and 0.19.0, `transformer/fsdp_dtensor_checkpoint.py` (`handle_swiglu_in_state_dict`,
+`handle_experts_in_state_dict`), `optimizer/distrib_optimizer.py` (`sharded_param_state_fsdp_dtensor`),
+`megatron_fsdp/param_and_grad_buffer.py` (`_init_distributed_params`: the main weights are what the module holds), and
+`megatron/training/checkpointing.py` (`save_checkpoint`, `preprocess_fsdp_dtensor_state_dict`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
+from mcore_convert.formats.files import dcp
+from mcore_convert.formats.fsdp_dtensor.optimizer import GATE, UP, FsdpState
+from mcore_convert.formats.megatron.modules import experts_in, implementation_in, name_in_module
+from mcore_convert.formats.megatron.param_groups import WITHOUT
+from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
+from mcore_convert.formats.megatron.run_directory import carried_in, resolve
+from mcore_convert.spec import releases
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Item
+from mcore_convert.spec.gpt import EMBEDDING
+from mcore_convert.spec.names import MASTER, PARAM, spell
+from mcore_convert.storage.views import Slot, Sum, TensorMeta
+
+FSDP_DTENSOR = "fsdp_dtensor"
+# What is no weight: the optimizer's state, and tensors of random states and of the rerun state machine.
+BESIDE = re.compile(r"(optimizer|rng_state|rerun_state_machine|opt_param_scheduler)\.")
+SCHEDULER = "opt_param_scheduler."
+
+
+def detect(path: Path) -> bool:
+    """Whether a directory is one of Megatron-FSDP."""
+    return dcp.exists(path) and kind_of(path) is Kind.FSDP_DTENSOR
+
+
+@dataclass(frozen=True)
+class FsdpCheckpoint(Checkpoint):
+    """An open or a reserved directory. `prefix` stands before every weight; `given` are arguments of the user."""
+
+    directory: dcp.Directory
+    prefix: str
+    spec: LayerSpec
+    given: Mapping[str, Any] = field(default_factory=dict)
+    reserved: Mapping[str, list[Slot]] | None = None
+    format: str = FSDP_DTENSOR
+    side: Side = Side.MEGATRON
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        return {
+            key: meta
+            for key, meta in self.directory.tensors.items()
+            if not BESIDE.match(key) and "_extra_state" not in key
+        }
+
+    @property
+    def layer_spec(self) -> LayerSpec:
+        return self.spec
+
+    @cached_property
+    def optimizer(self) -> FsdpState:
+        """Where the optimizer's state is."""
+        return FsdpState.of(self.directory, self.prefix)
+
+    @property
+    def optimizer_keys(self) -> list[str]:
+        """The keys of the optimizer's tensors and objects."""
+        every = [*self.directory.tensors, *self.directory.objects]
+        return [key for key in every if key.startswith("optimizer.")]
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return (PARAM, *(self.optimizer.states if self.optimizer_keys else ()))
+
+    @property
+    def weights_are_masters(self) -> bool:
+        embedding = self.directory.tensors[f"{self.prefix}{EMBEDDING}"]
+        return embedding.dtype == "float32" and not self.optimizer.has_masters
+
+    @cached_property
+    def training(self) -> Training | None:
+        if not self.optimizer_keys or self.reserved is not None:
+            return None
+        return self.optimizer.training(self.common)
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        weight, at, state = item
+        if weight.mcore is None:
+            return []
+        template = name_in_module(weight.mcore, self.spec.implementation, self.spec.experts)
+        name, shape = spell(template, at), dims.shape(weight.shape)
+        names = [name]
+        if weight.shard.parts == 2 and f"{self.prefix}{name}{GATE}" in self.directory.tensors:
+            names, shape = [f"{name}{GATE}", f"{name}{UP}"], (shape[0] // 2, *shape[1:])
+        slots: list[Slot] = []
+        for number, part in enumerate(names):
+            key = self._key_of(part, state)
+            if not findings.expect(key, self.directory.tensors.get(key), shape, rows_at_least=weight.vocab):
+                continue
+            if weight.shard.parts == 2 and len(names) == 1:
+                self._refuse_interleaved(key)
+            slots += [slot.moved(number * shape[0]) for slot in self._slots_of(key)]
+        return slots
+
+    def _key_of(self, name: str, state: str) -> str:
+        """The key of one state of a parameter."""
+        weight = f"{self.prefix}{name}"
+        if state == PARAM:
+            return weight
+        if state == MASTER and not self.optimizer.has_masters:
+            meta = self.directory.tensors.get(weight)
+            if meta is not None and meta.dtype != "float32":
+                raise UnreadableCheckpoint(
+                    f"the run that saved `{self.path}` kept its main weights in {meta.dtype}, and no master copies",
+                    hint=WITHOUT,
+                )
+            return weight
+        return self.optimizer.key_of(name, state)
+
+    def _slots_of(self, key: str) -> list[Slot]:
+        """The chunks of a key; their headers are read once."""
+        if self.reserved is not None:
+            return self.reserved[key]
+        if key not in self._slots:
+            self._slots[key] = self.directory.slots(key)
+        return self._slots[key]
+
+    @cached_property
+    def _slots(self) -> dict[str, list[Slot]]:
+        return {}
+
+    def _refuse_interleaved(self, key: str) -> None:
+        """Refuse a gated tensor that was not split, of several ranks: each had rows of the gate, then rows of up."""
+        tp = (self.common.args or {}).get("tensor_model_parallel_size") or 1
+        if tp > 1:
+            raise UnreadableCheckpoint(
+                f"`{key}` in `{self.path}` is not split into `{GATE}` and `{UP}`, and was saved by {tp} tensor ranks",
+                hint="its gate and up lie rank by rank: save it with Megatron-LM's --swiglu",
+            )
+
+    @cached_property
+    def common(self) -> Common:
+        """The objects with names of their own, and the scheduler's numbers.
+
+        Raises:
+            UnreadableCheckpoint: one of them is damaged.
+        """
+        objects = self.directory.objects
+        state = {key: self.directory.object(key) for key in objects if "." not in key}
+        scheduler = {key: self.directory.value(key) for key in self.directory.under(SCHEDULER)}
+        if scheduler:
+            state["opt_param_scheduler"] = {key.removeprefix(SCHEDULER): value for key, value in scheduler.items()}
+        stored, iteration = state.get("args"), state.get("iteration")
+        args = {**vars(stored), **self.given} if isinstance(stored, argparse.Namespace) else self.given or None
+        return Common(args, iteration if isinstance(iteration, int) else None, state)
+
+    @property
+    def embedding_rows(self) -> int:
+        return self.directory.tensors[f"{self.prefix}{EMBEDDING}"].shape[0]
+
+    @property
+    def companions(self) -> Path | None:
+        return carried_in(self.path)
+
+    @property
+    def sums(self) -> Iterator[Sum]:
+        return self.directory.sums
+
+    def check_whole(self) -> None:
+        """Prove that every file is there and that the chunks of every weight tile it.
+
+        Raises:
+            UnreadableCheckpoint: as `dcp.Directory.check`.
+        """
+        self.directory.check(self.tensors)
+
+    def storage(self) -> Storage:
+        release = releases.of_run(self.common.args or {})
+        written_by = None if release is None else f"Megatron-FSDP of Megatron Core {releases.spelled(release)} or later"
+        optimizer = f"distributed, {FSDP_DTENSOR}" if self.optimizer_keys else None
+        return Storage(self.directory.num_files, written_by, optimizer=optimizer)
+
+
+def open_fsdp_dtensor(path: Path, args: Mapping[str, Any] | None = None) -> FsdpCheckpoint:
+    """Open a directory: `.metadata` and nothing else. Its weights are proven whole by `check_whole`.
+
+    Args:
+        args: Megatron arguments that take the place of stored ones, or of those that are not stored.
+
+    Raises:
+        UnreadableCheckpoint: no tracker file, damaged metadata, or no GPT model in it.
+    """
+    path = resolve(path, dcp.exists, dcp.METADATA)
+    directory = dcp.read(path)
+    prefixes = sorted(
+        {
+            key.removesuffix(EMBEDDING)
+            for key in directory.tensors
+            if key.startswith("model") and key.endswith(f".{EMBEDDING}")
+        }
+    )
+    if len(prefixes) != 1:
+        raise UnreadableCheckpoint(
+            f"`{path}` holds {'no GPT model' if not prefixes else 'several models'}",
+            items=prefixes or [f"no key ends in {EMBEDDING}"],
+        )
+    names = [key for key in directory.tensors if key.startswith(prefixes[0])]
+    spec = LayerSpec(implementation_in(names), experts_in(names))
+    return FsdpCheckpoint(path, directory, prefixes[0], spec, args or {})

@@ -1,0 +1,202 @@
+"""Reserving an `fsdp_dtensor` directory: what Megatron-FSDP's own `load_checkpoint` asks torch's DCP for.
+
+A key that a run asks for and the directory lacks is left as it is there, in silence (Megatron-LM 0.14 to 0.19,
+`checkpointing.py`: `allow_partial_load`), so that every name has to be the one that the run's modules have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mcore_convert.errors import LayoutError, MappingError
+from mcore_convert.formats.base import LayerSpec, Request, Reservation, Training
+from mcore_convert.formats.files import dcp, torch_archive
+from mcore_convert.formats.files.dcp_metadata import metadata_bytes
+from mcore_convert.formats.files.dcp_writer import DcpFiles, archive_of, bounded
+from mcore_convert.formats.format import Resume
+from mcore_convert.formats.fsdp_dtensor.checkpoint import FSDP_DTENSOR, SCHEDULER, FsdpCheckpoint
+from mcore_convert.formats.fsdp_dtensor.optimizer import GATE, STEP, UP
+from mcore_convert.formats.megatron.modules import SEQUENTIAL, TRANSFORMER_ENGINE, name_in_module
+from mcore_convert.formats.megatron.param_groups import WITHOUT, kind_of, kinds_of
+from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
+from mcore_convert.spec.family import Item
+from mcore_convert.spec.holding import is_of_expert
+from mcore_convert.spec.names import MASTER, PARAM, spell
+from mcore_convert.spec.releases import Release
+from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.storage.views import Slot, TensorMeta, View
+
+MODEL = "model.module."
+# Megatron-FSDP's two wrappers, and the one that casts to 16 bits.
+WRAPPERS, CASTING = "module.module.", "module."
+# A rank loads each chunk that it needs rows of, whole, and has the rows of one tensor in a few hundred.
+CHUNK = 2**26
+
+
+def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
+    """Return what Megatron-LM must be told to shard the optimizer, and what the format has no place for."""
+    strategy = args.get("data_parallel_sharding_strategy")
+    sharded = strategy if strategy not in (None, "no_shard") else "optim_grads_params"
+    notes = [f"optimizer state is written as `{FSDP_DTENSOR}`: Megatron-LM 0.14 and later load it with Megatron-FSDP"]
+    if "grad_scaler" in training.rest:
+        notes.append("the loss scale is left behind: Megatron-FSDP stores none")
+    return Resume({"use_distributed_optimizer": True, "data_parallel_sharding_strategy": sharded}, tuple(notes))
+
+
+@dataclass
+class _Content:
+    """The keys of the checkpoint as they are laid out, and where each stands in the nested state dict."""
+
+    files: DcpFiles
+    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    chunks: dict[str, list[dcp.Chunk]] = field(default_factory=dict)
+    slots: dict[str, list[Slot]] = field(default_factory=dict)
+    objects: dict[str, dcp.Place] = field(default_factory=dict)
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _archives: dict[object, torch_archive.Archive] = field(default_factory=dict)
+
+    def add_tensor(self, path: tuple[str, ...], shape: Shape, dtype: str) -> None:
+        """Lay out a tensor in chunks of its rows."""
+        key = self._named(path)
+        self.tensors[key] = TensorMeta(shape, dtype)
+        self.chunks[key], self.slots[key] = [], []
+        for box in bounded(Box.whole(shape), dtype, CHUNK):
+            meta = TensorMeta(box.sizes, dtype)
+            archive = archive_of(meta)
+            place = self.files.place(archive)
+            self.chunks[key].append(dcp.Chunk(box, place))
+            self.slots[key].append(Slot(View.of(self.files.path, place.offset + archive.holes[0], meta), box))
+
+    def add_number(self, path: tuple[str, ...], value: float) -> None:
+        """Lay out a tensor of no dimension, filled."""
+        key, meta = self._named(path), TensorMeta((), "float32")
+        self.tensors[key] = meta
+        archive = archive_of(meta).filled(struct.pack("<f", value))
+        self.chunks[key] = [dcp.Chunk(Box((), ()), self.files.place(archive))]
+
+    def add_object(self, path: tuple[str, ...], value: Any, known_as: object = None) -> None:
+        """Lay out an object; `known_as` tells one that many keys have."""
+        archive = None if known_as is None else self._archives.get(known_as)
+        if archive is None:
+            archive = torch_archive.lay_out(lambda refs: value, []).filled()
+            if known_as is not None:
+                self._archives[known_as] = archive
+        self.objects[self._named(path)] = self.files.place(archive)
+
+    def _named(self, path: tuple[str, ...]) -> str:
+        key = ".".join(path)
+        self.paths[key] = path
+        return key
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """What names and groups of parameters follow from."""
+
+    request: Request
+    spec: LayerSpec
+
+    def names_of(self, item: Item) -> list[str]:
+        """The names of a weight in the modules: one, or those of its gate and up."""
+        weight, at, _ = item
+        name = spell(name_in_module(weight.mcore or "", self.spec.implementation, self.spec.experts), at)
+        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.parts == 2 else [name]
+
+    def add(self, item: Item, dtype: str, content: _Content) -> None:
+        """Lay out one state of a weight; the weight itself lies where its master copy does."""
+        if item.state == PARAM and item._replace(state=MASTER) in self.request.dtype_of:
+            return
+        names, dims = self.names_of(item), self.request.dims
+        shape = dims.padded_shape(item.weight.shape, vocab=item.weight.vocab)
+        part = (shape[0] // len(names), *shape[1:])
+        for name in names:
+            if item.state in (PARAM, MASTER):
+                content.add_tensor(("model", f"module.{name}"), part, dtype)
+            else:
+                content.add_tensor(("optimizer", "state", f"{self.wrapped}{name}", item.state), part, dtype)
+
+    def add_group(self, item: Item, training: Training, content: _Content) -> None:
+        """Lay out the fields of a parameter's group.
+
+        Transformer Engine's Adam counts steps in the group, and torch's own for each parameter: a run asks for one of
+        them, and would go on from its first step without it.
+        """
+        weight = item.weight
+        number, group = self._group_of(item, training)
+        is_expert = is_of_expert(weight)
+        values = {**group, "is_expert_parallel": is_expert and self.request.layout.ep > 1}
+        names = self.names_of(item)
+        for name in names:
+            content.add_number(("optimizer", "state", f"{self.wrapped}{name}", STEP), group[STEP])
+        whole = names[0] if len(names) == 1 else names[0].removesuffix(GATE)
+        for name, value in values.items():
+            path = ("optimizer", "param_to_group_meta", f"{self.wrapped}{whole}", name)
+            content.add_object(path, value, (number, is_expert, name))
+
+    def _group_of(self, item: Item, training: Training) -> tuple[int, Mapping[str, Any]]:
+        weight, args = item.weight, self.request.common["args"]
+        own = [g for g in training.groups if bool(g.get("is_expert_parallel")) == is_of_expert(weight)]
+        groups = own or training.groups
+        kind = kind_of(weight.mcore or "", len(weight.shape), args)
+        kinds = kinds_of(groups, args) if len(groups) > 1 else [kind]
+        if kind not in kinds:
+            raise MappingError(
+                f"the optimizer has {len(groups)} groups, none of which is that of `{weight.name}`", hint=WITHOUT
+            )
+        group = groups[kinds.index(kind)]
+        return training.groups.index(group), group
+
+    @cached_property
+    def wrapped(self) -> str:
+        """What stands before a parameter's name in the keys of the optimizer."""
+        args = self.request.common["args"]
+        return f"{WRAPPERS}{CASTING}" if args.get("bf16") or args.get("fp16") else WRAPPERS
+
+
+def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
+    """Lay out a checkpoint directory with its tracker file. Any number of data-parallel and tensor ranks can load it.
+
+    Raises:
+        LayoutError: there are several pipeline stages, whose layers have the same names.
+        MappingError: the optimizer has no group for a parameter.
+    """
+    path, training = request.path, request.training
+    if request.layout.pp > 1:
+        raise LayoutError(
+            f"`{FSDP_DTENSOR}` has no pipeline stages: Megatron-LM gives the layers of each the same names there",
+            hint="leave out --pp",
+        )
+    folder = path / name_of(request.iteration)
+    reservation = Reservation(path)
+    content = _Content(DcpFiles(folder, reservation, request.options.max_shard_size))
+    spec = request.layer_spec or LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL)
+    writer = _Writer(request, spec)
+    for item, dtype in request.dtype_of.items():
+        if item.weight.mcore is not None:
+            writer.add(item, dtype, content)
+            if training is not None and item.state == PARAM and item.weight.trained:
+                writer.add_group(item, training, content)
+    for name, value in _objects(request):
+        content.add_object(name, value)
+    reservation.texts = {
+        **({} if request.run_config is None else {folder / "run_config.yaml": request.run_config.encode()}),
+        folder / dcp.METADATA: metadata_bytes(content.tensors, content.chunks, content.objects, paths=content.paths),
+        path / TRACKER: tracker_bytes(request.iteration),
+    }
+    directory = dcp.Directory(folder, content.tensors, content.chunks, content.objects)
+    return FsdpCheckpoint(folder, directory, MODEL, spec, reserved=content.slots), reservation
+
+
+def _objects(request: Request) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what is stored beside tensors, and where it stands."""
+    common, training = request.common, request.training
+    rest = {} if training is None else {key: each for key, each in training.rest.items() if key != "grad_scaler"}
+    for key, value in {**rest, **common, "args": argparse.Namespace(**common["args"])}.items():
+        yield (key,), value
+    for key, value in ((training and training.scheduler) or {}).items():
+        yield (SCHEDULER.removesuffix("."), key), value

@@ -1,0 +1,80 @@
+"""Checkpoints with Hugging Face's names: the boxes of each weight, wherever and in however many parts tensors lie."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+from mcore_convert.formats.base import Checkpoint, Findings
+from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.family import Item, Spelling
+from mcore_convert.spec.names import placeholders_of, spell
+from mcore_convert.spec.pack import Piece
+from mcore_convert.spec.shard import Box
+from mcore_convert.storage.shifts import Shifted
+from mcore_convert.storage.views import Slot, TensorMeta, cut
+
+
+class HfNames(Checkpoint):
+    """A checkpoint whose tensors have a family's own names, which may lack `prefix` (GPT-2's `transformer.`)."""
+
+    prefix: str
+
+    @abstractmethod
+    def meta_of(self, name: str) -> TensorMeta | None:
+        """Return the shape and the dtype of a tensor; None where there is none of this name."""
+
+    @abstractmethod
+    def parts_of(self, name: str) -> list[Slot]:
+        """Return the parts of a tensor, as they lie in files."""
+
+    def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
+        weight, at, _ = item
+        shape = dims.shape(weight.shape)
+        spelling = self._spelling(item)
+        found = []
+        for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
+            name = self.name_of(spell(template, at))
+            joined = at.expert if "expert" not in placeholders_of(template) else None
+            expected = one if joined is None else (dims.num_experts or 0, *one)
+            if findings.expect(self.key_of(name), self.meta_of(name), expected):
+                parts = self.parts_of(name)
+                reached = [part for part in parts if joined is None or joined in rows_of(part)]
+                found.append(reached if joined is None else [part.select(joined) for part in reached])
+        if len(found) < len(spelling.hf):
+            return []
+        slots = [slot for piece in spelling.pack.pieces(shape, dims) for slot in _slots(piece, found[piece.tensor])]
+        if not weight.less:
+            return slots
+        return [slot._replace(view=Shifted.of(str(item), slot.view, -weight.less)) for slot in slots]
+
+    def key_of(self, name: str) -> str:
+        """Return what a tensor is called in the files."""
+        return name
+
+    def _spelling(self, item: Item) -> Spelling:
+        """The first spelling of a weight of which the directory has a tensor; where it has none, the usual one."""
+        spellings = item.weight.spellings
+        if len(spellings) == 1:
+            return spellings[0]
+        there = (s for s in spellings if any(self.meta_of(self.name_of(spell(name, item.at))) for name in s.hf))
+        return next(there, spellings[0])
+
+    def name_of(self, name: str) -> str:
+        """The name under which the directory has a tensor: without the optional prefix where it is stored so."""
+        short = name.removeprefix(self.prefix)
+        return short if self.meta_of(name) is None and self.meta_of(short) is not None else name
+
+
+def rows_of(slot: Slot) -> range:
+    """The indices of the first dimension that a slot reaches."""
+    return range(slot.box.offsets[0], slot.box.offsets[0] + slot.box.sizes[0])
+
+
+def _slots(piece: Piece, parts: list[Slot]) -> Iterator[Slot]:
+    """The boxes of the global tensor that the parts of a Hugging Face tensor hold of a piece."""
+    for view, box in cut(parts, piece.hf):
+        inside = box.relative_to(piece.hf.offsets)
+        there = inside.transposed if piece.transposed else inside
+        offsets = tuple(start + at for start, at in zip(piece.mcore.offsets, there.offsets, strict=True))
+        yield Slot(view.transposed if piece.transposed else view, Box(offsets, there.sizes))

@@ -1,0 +1,118 @@
+"""The files of other programs beside a Megatron checkpoint, found by what only they have.
+
+iter_0000010/run_config.yaml, train_state.pt                Megatron-Bridge, NeMo-RL
+global_step_10/actor/{transformer_config.json, huggingface/, dist_ckpt/}       verl up to 0.7
+global_step_10/actor/{transformer_config.json, {model,optimizer,extra}/dist_ckpt/, model/huggingface/}    verl 0.8
+NAME/{context/model.yaml, weights/}                         NeMo 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_convert.formats.files.json_file import read_json
+from mcore_convert.formats.files.torch_archive import TorchFile, scalar
+from mcore_convert.formats.files.yaml_file import read_yaml
+from mcore_convert.spec.config import recorded
+from mcore_convert.spec.config.recorded import NEMO, VERL, Recorded
+from mcore_convert.storage.sources import Limit
+from mcore_convert.storage.views import View
+
+RUN_CONFIG, TRAIN_STATE = "run_config.yaml", "train_state.pt"
+TRANSFORMER_CONFIG, CONTENTS = "transformer_config.json", "ckpt_contents.json"
+DIST, HUGGING_FACE = "dist_ckpt", "huggingface"
+WEIGHTS, CONTEXT = "weights", "context"
+STEP = re.compile(r"global_step_(\d{1,18})")
+# What Megatron Core stores beside a model, of all that a trainer of NeMo's puts there.
+OF_MEGATRON = ("optimizer", "iteration", "checkpoint_version", "content_metadata")
+# Of a run's progress in Megatron-Bridge (`training/state.py`, `TrainState`), what is an argument.
+PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+FLOPS = "floating_point_operations_so_far"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The directory of the program around a checkpoint, and where its files are; None where there is no such file."""
+
+    program: str
+    file: Path | None = None
+    companions: Path | None = None
+    iteration: int | None = None
+
+    def read(self) -> Recorded | None:
+        """The configuration.
+
+        Raises:
+            ConvertError: it cannot be read, or names what is not known.
+        """
+        if self.file is None:
+            return None
+        if self.program == VERL:
+            return recorded.of_verl(read_json(self.file, Limit.SETTINGS), str(self.file))
+        of_program = recorded.of_nemo if self.program == NEMO else recorded.of_bridge
+        return of_program(read_yaml(self.file), str(self.file))
+
+
+def beside(path: Path) -> Beside | None:
+    """What another program has put around a checkpoint's own directory; None where none has."""
+    here = path.absolute()
+    if (here / RUN_CONFIG).is_file():
+        return Beside(recorded.BRIDGE, here / RUN_CONFIG, _folder(here / "tokenizer"))
+    context = here.parent / CONTEXT
+    if here.name == WEIGHTS and (context / "model.yaml").is_file():
+        return Beside(NEMO, context / "model.yaml", _folder(context / "nemo_tokenizer"))
+    role = role_of(here)
+    if role is None:
+        return None
+    file = role / TRANSFORMER_CONFIG
+    step = next((found for each in (role, role.parent) if (found := STEP.fullmatch(each.name))), None)
+    if not file.is_file() and step is None:
+        return None
+    folder = _folder(role / "model" / HUGGING_FACE) or _folder(role / HUGGING_FACE)
+    return Beside(VERL, file if file.is_file() else None, folder, None if step is None else int(step[1]))
+
+
+def role_of(path: Path) -> Path | None:
+    """The directory of a model that verl trains, from the directory of its distributed checkpoint."""
+    if path.name != DIST:
+        return None
+    return path.parent.parent if path.parent.name in ("model", "optimizer", "extra") else path.parent
+
+
+def _folder(path: Path) -> Path | None:
+    return path if path.is_dir() else None
+
+
+def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, found: Recorded | None) -> dict[str, Any]:
+    """The common state as Megatron-LM would have stored it: with arguments, an iteration, and the scheduler's name."""
+    whole = dict(state)
+    if around.program == NEMO:
+        whole = {name: value for name, value in whole.items() if name in OF_MEGATRON}
+        step = state.get("global_step")
+        if isinstance(step, int):
+            whole["iteration"] = step
+        stored = whole.get("optimizer")
+        if isinstance(stored, list) and len(stored) == 1:  # of Lightning, which may have several
+            whole["optimizer"] = stored[0]
+    if around.program == VERL and "lr_scheduler" in whole:
+        whole["opt_param_scheduler"] = whole.pop("lr_scheduler")
+    if around.iteration is not None:
+        whole["iteration"] = around.iteration
+    args = {} if found is None or not found.complete else dict(found.args)
+    if (path / TRAIN_STATE).is_file():
+        progress = {name: _number(each) for name, each in TorchFile(path / TRAIN_STATE).tree.items()}
+        args |= {name: progress[name] for name in PROGRESS if name in progress} if args else {}
+        if FLOPS in progress:
+            whole.setdefault(f"num_{FLOPS}", progress[FLOPS])
+    if args:
+        whole["args"] = argparse.Namespace(**args)
+    return whole
+
+
+def _number(value: Any) -> Any:
+    return scalar(value) if isinstance(value, View) else value

@@ -1,0 +1,132 @@
+"""Megatron Core's configuration classes as other programs write them down, in the words of Megatron-LM's arguments.
+
+`TransformerConfig`, and what Megatron-Bridge (`GPTModelProvider`, `GPTModelConfig`) and NeMo (`GPTConfig`) add to it.
+Most fields have the name of an argument, as Megatron-LM builds the one from the other (`training/arguments.py`,
+`core_transformer_config_from_args`); the others stand in the tables here. Facts are from Megatron Core 0.12 to 0.19
+(`transformer_config.py`), Megatron-Bridge 0.2 to 0.6 (`models/gpt_provider.py`, `models/gpt/gpt_builder.py`) and
+NeMo 2.4 (`collections/llm/gpt/model/base.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+from mcore_convert.spec.config.rope import LLAMA3
+from mcore_convert.spec.config.symbols import OPAQUE, name_of, plain_value
+
+Values = Mapping[str, Any]
+
+RENAMED = {
+    "num_moe_experts": "num_experts",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "fp8_param": "fp8_param_gather",
+}
+
+# What the absence of a field means, where Megatron-LM means something else by that of the argument.
+DEFAULTS: dict[str, Any] = {
+    "gated_linear_unit": False,
+    "bias_activation_fusion": False,
+    "rope_scaling": False,
+}
+
+# The functions by their names, which are also how a class of Megatron-Bridge 0.7 says them.
+ACTIVATIONS = {
+    "silu": ("silu", "torch.nn.functional.silu"),
+    "gelu": ("gelu", "torch.nn.functional.gelu", "torch._C._nn.gelu"),
+    # the same polynomial under three names; that of a gelu that is fused with its bias
+    "fast_gelu": (
+        "fast_gelu",
+        "gelu_pytorch_tanh",
+        "megatron.core.activations.fast_gelu",
+        "megatron.core.transformer.utils.openai_gelu",
+        "nemo.collections.llm.fn.activation.openai_gelu",
+    ),
+    "squared_relu": (
+        "squared_relu",
+        "relu2",
+        "megatron.core.activations.squared_relu",
+        "nemo.collections.llm.fn.activation.squared_relu",
+    ),
+    "quick_gelu": (
+        "quick_gelu",
+        "megatron.core.activations.quick_gelu",
+        "megatron.core.fusions.fused_bias_geglu.quick_gelu",
+        "nemo.collections.llm.fn.activation.quick_gelu",
+    ),
+}
+
+LOCAL_SPECS = ("local_layer_spec", "get_gpt_layer_local_spec")
+# Of llama3's scaling before Megatron Core had it: Megatron-Bridge 0.2 (`Llama31ModelProvider`) and NeMo
+# (`Llama31Config`) scaled in the classes that have these fields.
+LLAMA3_FIELDS = {
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "old_context_len": "original_max_position_embeddings",
+}
+
+
+def arguments_of(model: Values, where: str, *, tied: bool = True) -> dict[str, Any]:
+    """The arguments of Megatron-LM that a configuration stands for.
+
+    Args:
+        tied: whether the class shares embeddings where the configuration does not say it.
+
+    Raises:
+        ConfigError: an activation or a scaling of positions that no argument says.
+    """
+    args: dict[str, Any] = {}
+    for name, value in {**DEFAULTS, **model}.items():
+        plain = plain_value(value)
+        if not name.startswith("_") and plain is not OPAQUE:
+            args[RENAMED.get(name, name)] = plain
+    if args.get("num_layers") is None or args.get("hidden_size") is None:
+        raise ConfigError(f"{where} does not say the sizes of a model: it has no `num_layers` or no `hidden_size`")
+    heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
+    args["group_query_attention"] = groups is not None and groups != heads
+    args["untie_embeddings_and_output_weights"] = not args.pop("share_embeddings_and_output_weights", tied)
+    if args.get("seq_length") is not None:
+        args["max_position_embeddings"] = args["seq_length"]
+    if "persist_layer_norm" in args:
+        args["no_persist_layer_norm"] = not args.pop("persist_layer_norm")
+    if any(name in str(name_of(model.get("transformer_layer_spec"))) for name in LOCAL_SPECS):
+        args["transformer_impl"] = "local"
+    return {**args, **_activation(model, where), **_llama3(model, where)}
+
+
+def _activation(model: Values, where: str) -> dict[str, Any]:
+    """The arguments that say the activation; none where the configuration does not name it."""
+    said = name_of(model.get("activation_func"))
+    if said is None:
+        return {}
+    gated, fused = bool(model.get("gated_linear_unit")), bool(model.get("bias_activation_fusion"))
+    known = next((name for name, spellings in ACTIVATIONS.items() if said in spellings), None)
+    plain = {"swiglu": False, "bias_gelu_fusion": False}
+    if known == "silu" and gated:
+        return {"swiglu": True, "bias_swiglu_fusion": fused}
+    if known == "gelu" and not gated:
+        return {**plain, "bias_gelu_fusion": fused}
+    if known == "fast_gelu" and not gated and model.get("add_bias_linear", True):
+        return {**plain, "bias_gelu_fusion": True}
+    if known == "squared_relu" and not gated:
+        return {**plain, "squared_relu": True}
+    if known == "quick_gelu" and gated:
+        return {**plain, "quick_geglu": True}
+    raise ConfigError(
+        f"no argument of Megatron-LM says the activation in {where}",
+        items=[f"`activation_func` = {said}", f"`gated_linear_unit` = {gated}"],
+    )
+
+
+def _llama3(model: Values, where: str) -> dict[str, Any]:
+    """llama3's scaling of positions, where a class has it in fields of its own."""
+    if model.get("scale_factor") is None or any(model.get(name) is None for name in LLAMA3_FIELDS):
+        return {}
+    other = [f"`{name}` = {model[name]}" for name, rope in LLAMA3_FIELDS.items() if model[name] != LLAMA3[rope]]
+    if other:
+        raise ConfigError(f"Megatron-LM scales rotary positions by other constants than {where}", items=other)
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(model["scale_factor"])}

@@ -1,0 +1,210 @@
+"""Configurations that other programs write beside a Megatron checkpoint, in the place of arguments.
+
+Megatron-Bridge, NeMo-RL    run_config.yaml           0.2 to 0.6, `training/checkpointing.py`, `training/config.py`
+verl                        transformer_config.json   0.4 to 0.9, `utils/checkpoint/megatron_checkpoint_manager.py`
+NeMo 2                      context/model.yaml        2.0 to 2.4, `lightning/io/mixin.py`, `collections/llm/gpt/model`
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+from mcore_convert.spec.config.arguments import PLAIN
+from mcore_convert.spec.config.provider import arguments_of
+from mcore_convert.spec.config.symbols import OPAQUE, TARGET, name_of, plain_value, refuse_unknown
+
+Values = Mapping[str, Any]
+
+BRIDGE, VERL, NEMO = "Megatron-Bridge", "verl", "NeMo 2"
+
+# The classes that are a GPT model as Megatron Core builds it, by their modules: each says all of its fields, so that
+# its name adds nothing. Others (Gemma's, vision, hybrids) compute more than their fields say.
+PROVIDERS = re.compile(
+    r"""
+    megatron\.bridge\.models\.
+      ( gpt_provider\.GPT(Model)?Provider\w*
+      | mla_provider\.MLAModelProvider
+      | gpt\.(gpt_builder|model_config)\.(Bridge)?GPTModelConfig
+      | (mistral\.mistral|nemotron\.nemotron|deepseek\.deepseek|glm\.glm45|kimi\.kimi|gpt_oss\.gpt_oss)_provider\.\w+
+      | llama_nemotron\.llama_nemotron_provider\.Llama31Nemotron(Nano8B|70B)Provider
+      | llama\.\w+\.\w+ | qwen\.\w+\.\w+
+      )
+    | megatron\.training\.models\.gpt(\.\w+)?\.GPTModelConfig
+    """,
+    re.VERBOSE,
+)
+NEMO_CONFIGS = re.compile(
+    r"nemo\.collections\.llm\.gpt\.model\."
+    r"(base|llama|qwen2|qwen3|mistral|mixtral|nemotron|starcoder|starcoder2|baichuan|chatglm|phi3mini|deepseek)\.\w+Config\w*"
+)
+
+# Sections whose fields have the names of arguments, and what is called otherwise.
+SECTIONS: dict[str, dict[str, str]] = {
+    "optimizer": {},
+    "scheduler": {},
+    "train": {},
+    "rng": {},
+    "checkpoint": {"save_optim": "", "save_rng": "", "load": "", "save": "", "fully_parallel_save": ""},
+    "ddp": {
+        "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+        "bucket_size": "ddp_bucket_size",
+        "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+        "average_in_collective": "ddp_average_in_collective",
+    },
+    "tokenizer": {"vocab_size": ""},
+}
+# What two configurations of one model agree on.
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_shared_expert_intermediate_size",
+)
+# What the run decides and not the model.
+OF_RUN = ("fp16", "bf16", "params_dtype", "attention_dropout", "hidden_dropout", "moe_grouped_gemm", "transformer_impl")
+# What a plain run of Megatron-LM has where neither program says anything.
+UNSAID: dict[str, Any] = {**PLAIN, "no_save_optim": None, "no_save_rng": None}
+# NeMo's strategy sets these after the configuration was written.
+OF_STRATEGY = re.compile(r"\w*(parallel_size|parallel_layout|pipeline_num_layers|pipeline_split)|sequence_parallel")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The configuration of another program.
+
+    `args` are those of Megatron-LM. They are not `complete` where the program leaves out what its Hugging Face
+    configuration says: then `config.json` has to be there as well. `tree` is a `run_config.yaml`, to be written again.
+    """
+
+    program: str
+    file: str
+    args: Values
+    complete: bool = True
+    tree: Values | None = field(default=None)
+
+
+def of_bridge(tree: Values, file: str) -> Recorded:
+    """From `run_config.yaml`.
+
+    Raises:
+        ConfigError: it names what is not known, or describes another model than GPT.
+    """
+    where = f"`{file}`"
+    refuse_unknown(tree, where)
+    model = tree.get("model")
+    if not isinstance(model, Mapping):
+        raise ConfigError(f"{where} has no section `model`", hint="was it written by Megatron-Bridge?")
+    _refuse_class(name_of(model), PROVIDERS, where)
+    if tree.get("peft") is not None:
+        raise ConfigError(f"{where} has a section `peft`: such a checkpoint holds an adapter's weights and no model's")
+    nested = model.get("transformer")
+    flat = {**nested, **model} if isinstance(nested, Mapping) else dict(model)
+    flat.pop("transformer", None)
+    args = dict(UNSAID)
+    for section, renamed in SECTIONS.items():
+        values = tree.get(section)
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            plain = plain_value(value)
+            argument = renamed.get(name, name)
+            if argument and plain is not OPAQUE and not name.startswith("_"):
+                args[argument] = plain
+    # a nested class shares embeddings only where it says so (`GPTModelConfig`)
+    args |= arguments_of(flat, where, tied=not isinstance(nested, Mapping))
+    return Recorded(BRIDGE, file, _with_whole_vocabulary(args), tree=tree)
+
+
+def of_nemo(tree: Values, file: str) -> Recorded:
+    """From `context/model.yaml`. It does not tell the layout, which NeMo's strategy has.
+
+    Raises:
+        ConfigError: it names what is not known, or describes another model than GPT.
+    """
+    where = f"`{file}`"
+    refuse_unknown(tree, where)
+    config = tree.get("config")
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{where} has no `config`", hint="was it written by NeMo 2?")
+    _refuse_class(name_of(config), NEMO_CONFIGS, where)
+    args = {**UNSAID, **arguments_of(config, where)}
+    args = {name: value for name, value in args.items() if not OF_STRATEGY.fullmatch(name)}
+    optimizer = tree.get("optim")
+    settings = optimizer.get("config") if isinstance(optimizer, Mapping) else None
+    for name, value in settings.items() if isinstance(settings, Mapping) else ():
+        if not name.startswith("_") and plain_value(value) is not OPAQUE:
+            args.setdefault(name, plain_value(value))
+    return Recorded(NEMO, file, _with_whole_vocabulary(args))
+
+
+def of_verl(tree: Values, file: str) -> Recorded:
+    """From `transformer_config.json`, whose functions are left out: `config.json` names the activation.
+
+    Raises:
+        ConfigError: it says no sizes.
+    """
+    args = arguments_of(tree, f"`{file}`")
+    for name in ("untie_embeddings_and_output_weights", "attention_backend"):
+        args.pop(name, None)
+    if "bias_activation_fusion" in args and not tree.get("gated_linear_unit"):
+        args["bias_gelu_fusion"] = bool(args["bias_activation_fusion"])
+    return Recorded(VERL, file, args, complete=False)
+
+
+def agreed(args: Values, recorded: Recorded) -> dict[str, Any]:
+    """The arguments of a `config.json` together with those of the run, which describe one model.
+
+    Raises:
+        ConfigError: they describe two, with every argument on which they differ.
+    """
+    said = {name: value for name, value in recorded.args.items() if value is not None}
+    differing = [
+        f"`{name}` = {said[name]!r}, and {args[name]!r} in config.json"
+        for name in SIZES
+        if name in said and args.get(name) is not None and not _are_equal(said[name], args[name])
+    ]
+    if differing:
+        raise ConfigError(
+            f"`{recorded.file}` and the Hugging Face configuration describe different models", items=differing
+        )
+    return {**recorded.args, **args, **{name: said[name] for name in OF_RUN if name in said}}
+
+
+def _are_equal(said: Any, other: Any) -> bool:
+    number = isinstance(said, float) or isinstance(other, float)
+    return math.isclose(said, other) if number else bool(said == other)
+
+
+def _refuse_class(name: str | None, known: re.Pattern[str], where: str) -> None:
+    if name is None or not known.fullmatch(name):
+        raise ConfigError(
+            f"{where} describes a model that is not known as one of Megatron Core's GPT models",
+            items=[f"{TARGET}: {name}"],
+            hint="--hf-config PATH says the architecture where such a class adds nothing to it: move the file aside",
+        )
+
+
+def _with_whole_vocabulary(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with `vocab_size` as the whole vocabulary, whatever the tokenizer.
+
+    Megatron-LM up to 0.17 leaves out the end of text that `NullTokenizer` adds (`arguments.true_vocab_size`).
+    """
+    if args.get("tokenizer_type") == "NullTokenizer" and isinstance(args.get("vocab_size"), int):
+        args["null_tokenizer_eod_id"] = args["vocab_size"] - 1
+    return args

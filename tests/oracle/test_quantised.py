@@ -50,14 +50,16 @@ def test_a_quantised_model_is_the_model_that_torch_decodes(form: str, plain: Pat
     assert verify(tmp_path / "source", tmp_path / "ranks").equal
 
 
-def test_experts_in_fp8_over_ranks_of_their_own(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
-    plain = hf_checkpoint("qwen3_moe", dtype="bfloat16", fill="normal", config={"hidden_size": 136})
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_experts_in_fp8_over_ranks_of_their_own(name: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    plain = hf_checkpoint(name, dtype="bfloat16", fill="normal", config={"hidden_size": 136})
     decoded = quantise(plain, tmp_path / "source", "fp8")
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in hf_tensors(tmp_path / "source").values()) > 50
     convert(tmp_path / "source", tmp_path / "dist", tp=2, ep=2)
     convert(tmp_path / "source", tmp_path / "ranks", to="torch", tp=2, pp=2, ep=2)
-    for name in ("dist", "ranks"):
-        convert(tmp_path / name, tmp_path / f"{name}-hf")
-        assert_same_tensors(hf_tensors(tmp_path / f"{name}-hf"), decoded)
+    for folder in ("dist", "ranks"):
+        convert(tmp_path / folder, tmp_path / f"{folder}-hf")
+        assert_same_tensors(hf_tensors(tmp_path / f"{folder}-hf"), decoded)
 
 
 def test_transformers_loads_the_same_model(hf_checkpoint: HfMaker, tmp_path: Path) -> None:

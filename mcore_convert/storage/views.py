@@ -53,6 +53,7 @@ class TensorMeta:
         return self.numel * DTYPE_SIZES[self.dtype]
 
 
+@lru_cache(maxsize=4096)  # the tensors of a model have few shapes
 def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
     """Byte strides of a row-major tensor."""
     strides = []

@@ -86,7 +86,7 @@ def find_weights(
         if reason is not None:
             broken.append(f"{item}: {reason}")
         if not set(dtypes) <= DTYPES.keys():
-            broken.append(f"{item} is stored as {' and '.join(dtypes)}: a quantised model is not converted")
+            broken.append(f"{item} is stored as {' and '.join(dtypes)}: codes without scales are not converted")
         elif len(dtypes) > 1:
             broken.append(f"{item} is made of {' and '.join(dtypes)} parts")
         if item.weight.mcore is None:

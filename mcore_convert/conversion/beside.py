@@ -15,6 +15,7 @@ from mcore_convert.storage.digests import Feed, hand_on
 from mcore_convert.storage.elements import KERNEL_RUN, Files, copy_view
 from mcore_convert.storage.encoding import box_of, encode
 from mcore_convert.storage.gather import LIMIT, scratch
+from mcore_convert.storage.shifts import Shifted
 from mcore_convert.storage.values import cast
 from mcore_convert.storage.views import Coded, Slot, View
 
@@ -53,9 +54,13 @@ def copy_together(files: Files, group: Sequence[Copy], feed: Feed | None = None)
 
     Raises:
         OverflowError: as `cast`.
-        ConvertError: as `encode`.
+        ConvertError: as `encode` and `Shifted.write`.
     """
     coded = group[0].target.coded
+    if isinstance(coded, Shifted):
+        for source, target in group:
+            yield from coded.write(files, source, target, feed)
+        return
     if coded is not None:
         assert isinstance(coded, Blocks)
         slots = [Slot(source, box_of(target, coded)) for source, target in group]

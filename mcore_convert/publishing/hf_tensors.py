@@ -17,6 +17,7 @@ from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import spell
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.elements import Bytes, Files, blocks_of
+from mcore_convert.storage.shifts import Shifted
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, cut
 
 
@@ -76,6 +77,8 @@ def hf_tensors(family: Family, dims: Dims, sources: Sources) -> Iterator[HfTenso
                 at = part.box.relative_to(piece.mcore.offsets)
                 view, at = (part.view.transposed, at.transposed) if piece.transposed else (part.view, at)
                 offsets = tuple(low + start for low, start in zip(piece.hf.offsets, at.offsets, strict=True))
+                if weight.less:
+                    view = Shifted.of(str(item), view, weight.less)
                 parts[piece.tensor].append(Slot(view, Box(offsets, at.sizes)))
         for template, own_shape, own in zip(weight.hf, weight.pack.shapes(shape, dims), parts, strict=True):
             yield HfTensor(spell(template, item.at), TensorMeta(own_shape, dtype_of[item]), tuple(own))

@@ -44,7 +44,8 @@ class Weight:
     `spec.layers`: layers without it do not have the weight. `also` are further spellings that are read, where a file
     has none of the names in `hf`; they are never written. `copy_of` is the `mcore` of the weight that a tensor which
     only Hugging Face has is a copy of, in each layer that predicts further tokens: it may be absent from a file, must
-    be equal where it is not, and is written.
+    be equal where it is not, and is written. `less` is by how much Megatron's numbers are smaller than those of Hugging
+    Face: 1 for a norm, a list of numbers, that it alone stores around zero.
     """
 
     mcore: str | None
@@ -58,6 +59,7 @@ class Weight:
     part: str | None = None
     also: tuple[Spelling, ...] = ()
     copy_of: str | None = None
+    less: float = 0.0
 
     @property
     def spellings(self) -> tuple[Spelling, ...]:
@@ -127,8 +129,9 @@ def _row(shard: Shard, *, in_vocab: bool = False) -> Row:
         when: Condition = always,
         part: str | None = None,
         also: tuple[Spelling, ...] = (),
+        less: float = 0.0,
     ) -> Weight:
-        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab, part=part, also=also)
+        return Weight(mcore, tuple(shape.split()), hf, shard, pack, when, in_vocab, part=part, also=also, less=less)
 
     return make
 

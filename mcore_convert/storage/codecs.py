@@ -83,7 +83,7 @@ class Tables(NamedTuple):
     beyond: NDArray[np.bool_] | None = None
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Blocks(Coded):
     """Matrices of codes with a scale for each block of `block` elements, rows by columns.
 

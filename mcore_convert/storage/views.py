@@ -53,6 +53,7 @@ class TensorMeta:
         return self.numel * DTYPE_SIZES[self.dtype]
 
 
+@lru_cache(maxsize=4096)  # the tensors of a model have few shapes
 def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
     """Byte strides of a row-major tensor."""
     strides = []
@@ -73,7 +74,7 @@ class Access(Protocol):
         """Return the elements of a view of a file that is written, to be set."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Coded(ABC):
     """A tensor whose values are computed from other tensors, its `parts`, which files hold under these `names`."""
 

@@ -50,14 +50,16 @@ def test_a_quantised_model_is_the_model_that_torch_decodes(form: str, plain: Pat
     assert verify(tmp_path / "source", tmp_path / "ranks").equal
 
 
-def test_experts_in_fp8_over_ranks_of_their_own(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
-    plain = hf_checkpoint("qwen3_moe", dtype="bfloat16", fill="normal", config={"hidden_size": 136})
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_experts_in_fp8_over_ranks_of_their_own(name: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    plain = hf_checkpoint(name, dtype="bfloat16", fill="normal", config={"hidden_size": 136})
     decoded = quantise(plain, tmp_path / "source", "fp8")
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in hf_tensors(tmp_path / "source").values()) > 50
     convert(tmp_path / "source", tmp_path / "dist", tp=2, ep=2)
     convert(tmp_path / "source", tmp_path / "ranks", to="torch", tp=2, pp=2, ep=2)
-    for name in ("dist", "ranks"):
-        convert(tmp_path / name, tmp_path / f"{name}-hf")
-        assert_same_tensors(hf_tensors(tmp_path / f"{name}-hf"), decoded)
+    for folder in ("dist", "ranks"):
+        convert(tmp_path / folder, tmp_path / f"{folder}-hf")
+        assert_same_tensors(hf_tensors(tmp_path / f"{folder}-hf"), decoded)
 
 
 def test_transformers_loads_the_same_model(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
@@ -180,7 +182,6 @@ def test_groups_that_are_not_understood_are_refused_by_name(plain: Path, tmp_pat
         "`config_groups.group_0.input_activations.dynamic` = false",
         "`config_groups.group_0.weights.num_bits` = 3",
         '`config_groups.group_0.weights.actorder` = "group"',
-        '`config_groups.group_0.format` = "pack-quantized" of 3 bits of type "int"',
     )
 
 
@@ -243,3 +244,31 @@ def convert_plain(tmp_path: Path) -> Path:
     """The manifest of a conversion of what is not quantised any more."""
     convert(tmp_path / "hf", tmp_path / "again")
     return tmp_path / "again/release/mcore_convert.json"
+
+
+@pytest.mark.parametrize("settings", [{"type": ["int"]}, {"strategy": {}}, {"group_size": "x"}, {"num_bits": 10**30}])
+def test_nonsense_in_a_group_is_refused_by_name(settings: dict[str, Any], plain: Path, tmp_path: Path) -> None:
+    quantise(plain, tmp_path / "source", "int4")
+    config = json.loads((tmp_path / "source/config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"] |= settings
+    change_settings(tmp_path / "source", config_groups=groups)
+    with pytest.raises(ConfigError) as caught:
+        convert(tmp_path / "source", tmp_path / "dist")
+    assert f"weights.{next(iter(settings))}`" in str(caught.value.items)
+
+
+def test_blocks_larger_than_any_weight_are_one(fp8: tuple[Path, Tensors], tmp_path: Path) -> None:
+    """A size that no number of a processor holds is a size all the same."""
+    shutil.copytree(fp8[0], tmp_path / "source")
+    tensors = load_file(tmp_path / "source/model.safetensors")
+    wanted = {}
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        tensors[name] = tensors[name][:1, :1].clone()
+        codes = name.removesuffix("_scale_inv")
+        wanted[codes] = (tensors[codes].float() * tensors[name]).bfloat16()
+    save_file(tensors, tmp_path / "source/model.safetensors", {"format": "pt"})
+    change_settings(tmp_path / "source", weight_block_size=[10**30, 10**30])
+    convert(tmp_path / "source", tmp_path / "hf", to="hf")
+    found = hf_tensors(tmp_path / "hf")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

@@ -149,6 +149,10 @@ HF: dict[str, tuple[dict[str, Any], Damage]] = {
         hf_tensors(lambda t: t.update({k: t[k].half() for k in t if "layers.1.mlp" in k})),
     ),
     "a quantised weight": (ONE, hf_tensors(lambda t: t.update({k: t[k].char() for k in t if "mlp.down" in k}))),
+    "a quantization_config that is not known": (
+        ONE,
+        hf_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+    ),
     "a name that a terminal would obey": (ONE, hf_tensors(lambda t: t.update({"\x1b[2J": torch.ones(1)}))),
     "no config.json": (ONE, lambda path: (path / "config.json").unlink()),
     "a config.json that is no object": (ONE, lambda path: (path / "config.json").write_text("[1]")),

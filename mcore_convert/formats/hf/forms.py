@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.codecs import CODES, Blocks
@@ -49,8 +50,7 @@ def _blocks(code: str, block: Block, names: tuple[str, ...], shape: Shape, views
     codes, scales, *zeros = views
     if not all(view.is_contiguous for view in views):
         raise Misfit("is not stored row by row")
-    size = tuple(length if each is None else each for each, length in zip(block, shape[-2:], strict=True))
-    grid = (*shape[:-2], *(-(-length // each) for length, each in zip(shape[-2:], size, strict=True)))
+    size, grid = _grid(block, shape)
     if scales.dtype not in SCALES:
         raise Misfit(f"scales in {scales.dtype}")
     parts = [codes, _shaped(scales, grid, "scales")]
@@ -59,7 +59,17 @@ def _blocks(code: str, block: Block, names: tuple[str, ...], shape: Shape, views
             raise Misfit(f"zero points in {view.dtype}")
         each = 1 if view.dtype == "int8" else 32 // CODES[code].bits  # of them in a word, along the rows
         parts.append(_shaped(view, (*grid[:-2], -(-grid[-2] // each), grid[-1]), "zero points"))
-    return Blocks(names, tuple(parts), shape, code, (size[0], size[1]))
+    return Blocks(names, tuple(parts), shape, code, size)
+
+
+@lru_cache(maxsize=4096)
+def _grid(block: Block, shape: Shape) -> tuple[tuple[int, int], Shape]:
+    """The size of a block of matrices, which is no larger than they are, and how many blocks they have."""
+    rows, columns = shape[-2:]
+    high, wide = block
+    high = max(1, rows if high is None else min(high, rows))
+    wide = max(1, columns if wide is None else min(wide, columns))
+    return (high, wide), (*shape[:-2], -(-rows // high), -(-columns // wide))
 
 
 def _shaped(view: View, grid: Shape, what: str) -> View:

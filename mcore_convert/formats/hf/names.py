@@ -11,6 +11,7 @@ from mcore_convert.spec.family import Item, Spelling
 from mcore_convert.spec.names import placeholders_of, spell
 from mcore_convert.spec.pack import Piece
 from mcore_convert.spec.shard import Box
+from mcore_convert.storage.shifts import Shifted
 from mcore_convert.storage.views import Slot, TensorMeta, cut
 
 
@@ -42,7 +43,10 @@ class HfNames(Checkpoint):
                 found.append(reached if joined is None else [part.select(joined) for part in reached])
         if len(found) < len(spelling.hf):
             return []
-        return [slot for piece in spelling.pack.pieces(shape, dims) for slot in _slots(piece, found[piece.tensor])]
+        slots = [slot for piece in spelling.pack.pieces(shape, dims) for slot in _slots(piece, found[piece.tensor])]
+        if not weight.less:
+            return slots
+        return [slot._replace(view=Shifted.of(str(item), slot.view, -weight.less)) for slot in slots]
 
     def key_of(self, name: str) -> str:
         """Return what a tensor is called in the files."""

@@ -131,12 +131,14 @@ def _compressed(said: Values, problems: Problems) -> Iterator[Form]:
             continue
         before = len(problems.lines)
         problems.expect(weights, _WEIGHTS, f"{where}weights.")
+        if len(problems.lines) > before:
+            continue
         stored = group.get("format") or said.get("format")
         kind = (weights.get("type", "int"), weights.get("num_bits", 8))
         code = _FORMATS.get(stored, {}).get(kind) if isinstance(stored, str) else None
         if code is None:
             problems.lines.append(f"`{where}format` = {shown(stored)} of {kind[1]} bits of type {shown(kind[0])}")
-        elif len(problems.lines) == before:
+        else:
             yield from _of_group(weights, code, f"{where}weights.", problems)
 
 

@@ -1,0 +1,59 @@
+"""Shifted tensors: norms that one side stores less one. A shift is exact, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_convert.errors import ConvertError
+from mcore_convert.storage.digests import Feed, hand_on
+from mcore_convert.storage.values import Bytes, as_float, round_to
+from mcore_convert.storage.views import Access, Coded, View
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Shifted(Coded):
+    """A list of numbers of which files hold those less `by`, in the same dtype."""
+
+    by: float
+
+    @staticmethod
+    def of(name: str, view: View, by: float) -> View:
+        """A view of the numbers of a list with `by` added to each."""
+        return View.decoded(Shifted((name,), (view,), view.shape, by), view.dtype)
+
+    def read(self, files: Access, view: View, dtype: str) -> Bytes:
+        return self._added(files, self.under(view), self.by, dtype)
+
+    def write(self, files: Access, source: View, target: View, feed: Feed | None) -> Iterator[int]:
+        """Copy a view to one of this tensor; yields the bytes read.
+
+        Raises:
+            ConvertError: a number less `by` is none of the dtype.
+        """
+        stored = self.under(target)
+        written = files.target(stored)
+        written[...] = self._added(files, source, -self.by, stored.dtype)
+        hand_on(feed, stored, written)
+        yield source.nbytes
+
+    def under(self, view: View) -> View:
+        """What files hold of a view of the list."""
+        (part,) = self.parts
+        return part._replace(offset=part.offset + view.offset, shape=view.shape, strides=view.strides)
+
+    def _added(self, files: Access, view: View, by: float, dtype: str) -> Bytes:
+        exact = files.read(view, dtype="float32").view(np.float32).astype(np.float64) + by
+        with np.errstate(over="ignore"):
+            narrow = exact.astype(np.float32).view(np.uint32)
+        rounded = narrow if dtype == "float32" else round_to(narrow, dtype)
+        lost = int(np.count_nonzero(as_float(rounded, dtype) != exact))
+        if lost:
+            raise ConvertError(
+                f"`{self.names[0]}` cannot be stored with {by:+g} added: {lost} of {exact.size} numbers need more bits "
+                f"than {dtype} has",
+                hint="convert it in float32, or keep the norms as the model has them",
+            )
+        return rounded

@@ -84,7 +84,7 @@ def find_weights(
             failure = f"the ranks do not agree on `{item}`: {where} differs from the first"
             checks += equal_checks(replica, found, failure, hint=DRIFT_HINT)
     if source.found_by_order:
-        checks += master_checks(slots)
+        checks += master_checks(slots, source)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
     return Sources(slots, tuple(checks))
@@ -107,11 +107,11 @@ def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift:
         for item, slots in both.slots.items()
         if item.state == PARAM
     }
-    proofs = () if source.found_by_order else tuple(master_checks(both.slots))
+    proofs = () if source.found_by_order else tuple(master_checks(both.slots, source))
     return Sources(taken, (*both.checks, *proofs))
 
 
-def master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
+def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Iterator[Check]:
     """That every master copy rounds to its weight: the proof that state found by its order was found right."""
     for item, masters in slots.items():
         if item.state == MASTER:
@@ -121,7 +121,8 @@ def master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
                 if slot.view.stored == REMAINDER:  # joined with any weight it rounds to that weight
                     continue
                 for check in equal_checks(slot, slots[param], failure, hint=ALONE_HINT):
-                    yield replace(check, rounded=check.other is not None and check.view.dtype != check.other.dtype)
+                    rounded = check.other is not None and check.view.dtype != check.other.dtype
+                    yield replace(check, rounded=rounded, near=source.tolerance(item) if rounded else None)
 
 
 def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item]:

@@ -18,6 +18,7 @@ from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Stora
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.megatron import modules
+from mcore_convert.formats.megatron.quantised import tolerance_of
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
@@ -28,6 +29,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
 from mcore_convert.spec.names import PARAM
+from mcore_convert.storage.rounding import Tolerance
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
 BACKEND_FILE, TORCH_DIST, ZARR = "metadata.json", "torch_dist", "zarr"
@@ -114,6 +116,9 @@ class TorchDistCheckpoint(Checkpoint):
     @property
     def found_by_order(self) -> bool:
         return self.optimizer is not None and self.optimizer.found_by_order
+
+    def tolerance(self, item: Item) -> Tolerance | None:
+        return tolerance_of(self.common.args or {}, item.weight, item.at)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
         return item.state == PARAM or self.optimizer is None or self.optimizer.keeps(item, dims)

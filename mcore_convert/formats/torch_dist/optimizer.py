@@ -22,6 +22,7 @@ from typing import Any
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.megatron.module_buffers import Place
+from mcore_convert.formats.megatron.quantised import refuse_remainders
 from mcore_convert.formats.megatron.remainders import are_gathered, whole_masters
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState, is_matrix
@@ -30,6 +31,7 @@ from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import ADAM, BY_MOMENTUM, LION, MASTER, MOMENTS, MOMENTUM, OPTIMIZER_STATES
+from mcore_convert.storage.joining import REMAINDER
 from mcore_convert.storage.views import Slot
 
 STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
@@ -219,8 +221,14 @@ def _with_remainders(state: NamedState, common: Mapping[str, Any]) -> NamedState
     """
     masters = state.by_state.get(MASTER)
     args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}
-    if masters is None or not are_gathered(args, (masters.slots(key)[0].view for key in masters.keys)):
+    if masters is None:
         return state
+    if any(meta.dtype == REMAINDER for meta in masters.tensors.values()):
+        refuse_remainders(args, masters.directory.path)
+        return state
+    if not are_gathered(args, (masters.slots(key)[0].view for key in masters.keys)):
+        return state
+    refuse_remainders(args, masters.directory.path)
     if args.get("overlap_grad_reduce"):
         raise UnreadableCheckpoint(
             f"the master weights in `{masters.directory.path}` are remainders that were gathered from several buckets",

@@ -22,8 +22,9 @@ from mcore_convert.storage.views import View
 GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
 FULLY_RESHARDABLE, MODEL_SPACE = "fully_reshardable", "fully_sharded_model_space"
 
-# What tells two parameter groups apart (Megatron Core, `optimizer.py`, `param_group_identifier_keys`).
-IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+# What tells two parameter groups apart (Megatron Core 0.19, `optimizer.py`, `param_group_identifier_keys`). Those of a
+# learning rate of their own differ in it alone since 0.16.
+IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
 
 # What has a place of its own in `Training`, or describes the form and not the run.
 NOT_REST = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "content_metadata")

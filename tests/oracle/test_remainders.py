@@ -116,7 +116,6 @@ def test_masters_are_rebuilt_bit_for_bit(form: str, saved: dict[str, Path]) -> N
     ("form", "to"),
     [
         ("dp_reshardable", "torch_dist"),
-        ("dp_reshardable", "torch"),
         ("fully_reshardable", "torch_dist"),
         ("torch", "torch"),
     ],

@@ -7,7 +7,7 @@ each data-parallel group (Megatron Core 0.8 to 0.19, `optimizer.py` and `distrib
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
@@ -16,7 +16,7 @@ from mcore_convert.formats.files.torch_archive import scalar
 from mcore_convert.formats.torch_dist import dcp
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import MASTER, placeholders_of
+from mcore_convert.spec.names import EXP_AVG_SQ, MASTER, placeholders_of
 from mcore_convert.storage.views import View
 
 GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
@@ -37,7 +37,7 @@ def sharding_types(common: Mapping[str, Any]) -> set[str]:
     return {each for each in said if isinstance(each, str)}
 
 
-def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], common: Mapping[str, Any]) -> Training:
+def training_of(directory: dcp.Directory, prefix: str, keys: Collection[str], common: Mapping[str, Any]) -> Training:
     """What a run needs to go on.
 
     Args:
@@ -73,7 +73,8 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
         if optimizer.get("grad_scaler"):
             rest["grad_scaler"] = {name: _value(value) for name, value in optimizer["grad_scaler"].items()}
     steps = {group["step"] for group in groups if group.get("step") is not None}
-    if len(steps) > 1 or (not steps and (not groups or any(map(counts_steps, groups)))):
+    has_adam = any(EXP_AVG_SQ in key for key in keys) or any(map(counts_steps, groups))
+    if len(steps) > 1 or (not steps and (not groups or has_adam)):
         raise UnreadableCheckpoint(
             f"the parameter groups of the optimizer in `{directory.path}` "
             + (

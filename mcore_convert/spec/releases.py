@@ -21,6 +21,7 @@ PIPELINE_LAYOUT: Release = (0, 13)  # --pipeline-model-parallel-layout
 GROUPS_OF_ALL_RANKS: Release = (0, 14)  # every rank has every parameter group, some of them without parameters
 CHAINS_WITHOUT_PREFIX: Release = (0, 14)  # keys of chained optimizers are told apart by their parameters alone
 FULLY_RESHARDABLE: Release = (0, 15)  # that form of state; before, `fully_sharded_model_space`
+LION: Release = (0, 19)  # its distributed state is gathered; before, that of Adam alone
 SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; before, as parameters come
 
 # An argument that every run of a release and those after it stores, the newest first. Runs of 0.12 and before have

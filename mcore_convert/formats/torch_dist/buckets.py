@@ -78,20 +78,20 @@ class BucketState:
                 slots += self._slots(each, item.state)
         if not found:
             findings.missing.append(str(item))
-        return self._whole(item, dims, slots)
+        return self._whole(item, dims, slots, findings)
 
     def replicas(self, item: Item, dims: Dims) -> Iterator[tuple[Slot, str]]:
         """The copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
         for each in self._founds.get((item.weight.mcore or "", item.at), []):
             if each.is_replica:
-                for slot in self._whole(item, dims, self._slots(each, item.state)):
+                for slot in self._whole(item, dims, self._slots(each, item.state), Findings()):
                     yield slot, f"{each.rank} holds another value of its optimizer state"
 
-    def _whole(self, item: Item, dims: Dims, slots: list[Slot]) -> list[Slot]:
+    def _whole(self, item: Item, dims: Dims, slots: list[Slot], findings: Findings) -> list[Slot]:
         """The slots, those of remainders joined with the weights."""
         if item.state != MASTER:
             return slots
-        weights = partial(self.weights.locate, item.weight, item.at, dims, Findings())
+        weights = partial(self.weights.locate, item.weight, item.at, dims, findings)
         return whole_masters(slots, weights, gathered=False)
 
     @cached_property

@@ -84,7 +84,7 @@ class NamedState:
         slots = self.by_state[item.state].locate(item.weight, item.at, dims, findings)
         if item.state != MASTER:
             return slots
-        weights = partial(self.weights.locate, item.weight, item.at, dims, Findings())
+        weights = partial(self.weights.locate, item.weight, item.at, dims, findings)
         return whole_masters(slots, weights, gathered=self.gathered)
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:

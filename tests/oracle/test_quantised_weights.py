@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fixtures.optimizer import random_state, save_with_optimizer, through_fp8
+from fixtures.fp8 import through_fp8
+from fixtures.optimizer import random_state, save_with_optimizer
 from mcore_convert import ConvertError, reshard
 from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from mcore_convert.storage.rounding import Tolerance, are_masters

@@ -34,8 +34,9 @@ def is_quantised(args: Mapping[str, Any], weight: Weight, at: Index) -> bool:
         return False
     if not args.get("first_last_layers_bf16"):
         return True
-    first, last = (args.get(f"num_layers_at_{end}_in_bf16", 1) for end in ("start", "end"))
-    return bool(first <= at.layer < args["num_layers"] - last)
+    ends = (args.get(f"num_layers_at_{end}_in_bf16") for end in ("start", "end"))
+    first, last = (1 if count is None else count for count in ends)
+    return bool(first <= at.layer < (args.get("num_layers") or 0) - last)
 
 
 def tolerance_of(args: Mapping[str, Any], weight: Weight, at: Index) -> Tolerance | None:

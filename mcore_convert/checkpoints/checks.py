@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mcore_convert.errors import ConvertError
 from mcore_convert.storage.elements import CAST_BLOCK, WORKERS, Files, blocks_of, differing
-from mcore_convert.storage.rounding import rounds_to
+from mcore_convert.storage.rounding import Tolerance, are_masters
 from mcore_convert.storage.views import View
 
 
@@ -16,7 +16,8 @@ from mcore_convert.storage.views import View
 class Check:
     """Something that must hold before anything is written: `view` is all zero, or equals `other`.
 
-    `rounded`: `view` is fp32 and equals `other` when rounded to its dtype, as a master copy does.
+    `rounded`: `view` is fp32 and equals `other` when rounded to its dtype, as a master copy does; or, where the weights
+    were rounded to less, it is `near`.
     """
 
     view: View
@@ -24,6 +25,7 @@ class Check:
     failure: str
     rounded: bool = False
     hint: str | None = None
+    near: Tolerance | None = None
 
 
 def prove(checks: Iterable[Check]) -> None:
@@ -39,11 +41,8 @@ def prove(checks: Iterable[Check]) -> None:
 
 def _check(check: Check, files: Files) -> None:
     if check.other is not None and check.rounded:
-        exact, rounded = check.view, check.other
-        failed = any(
-            not rounds_to(files.read(exact.block(block)), files.read(rounded.block(block)), rounded.dtype).all()
-            for block in blocks_of(exact.shape, exact.itemsize, CAST_BLOCK)
-        )
+        blocks = blocks_of(check.view.shape, check.view.itemsize, CAST_BLOCK)
+        failed = any(not _rounds(check, check.other, files, block) for block in blocks)
     elif check.other is not None:
         failed = next(differing(files, check.view, check.other), None) is not None
     else:
@@ -51,3 +50,9 @@ def _check(check: Check, files: Files) -> None:
         failed = any(bool(files.read(check.view.block(block)).any()) for block in blocks)
     if failed:
         raise ConvertError(check.failure, hint=check.hint)
+
+
+def _rounds(check: Check, other: View, files: Files, block: tuple[slice, ...]) -> bool:
+    """Whether a block of master copies is that of its weight."""
+    masters, weights = files.read(check.view.block(block)), files.read(other.block(block))
+    return are_masters(masters, weights, other.dtype, check.near)

@@ -41,11 +41,11 @@ class Sources:
             dtypes[key] = last
         return dtypes
 
-    def in_masters(self) -> Sources:
+    def in_masters(self, source: Checkpoint) -> Sources:
         """The same without what a master copy stands for, which is proven to round to the weight that is left out."""
         left = {item for item in self.slots if item.state == PARAM and item._replace(state=MASTER) in self.slots}
         known = {(check.view, check.other) for check in self.checks if check.rounded}
-        checks = [check for check in master_checks(self.slots) if (check.view, check.other) not in known]
+        checks = [check for check in master_checks(self.slots, source) if (check.view, check.other) not in known]
         slots = {item: places for item, places in self.slots.items() if item not in left}
         return Sources(slots, (*self.checks, *checks))
 
@@ -96,7 +96,7 @@ def find_weights(
             failure = f"the ranks do not agree on `{item}`: {where} differs from the first"
             checks += equal_checks(replica, found, failure, hint=DRIFT_HINT)
     if source.found_by_order:
-        checks += master_checks(slots)
+        checks += master_checks(slots, source)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
     return Sources(slots, tuple(checks))
@@ -119,11 +119,11 @@ def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift:
         for item, slots in both.slots.items()
         if item.state == PARAM
     }
-    proofs = () if source.found_by_order else tuple(master_checks(both.slots))
+    proofs = () if source.found_by_order else tuple(master_checks(both.slots, source))
     return Sources(taken, (*both.checks, *proofs))
 
 
-def master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
+def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Iterator[Check]:
     """That every master copy rounds to its weight: the proof that state found by its order was found right."""
     for item, masters in slots.items():
         if item.state == MASTER:
@@ -135,7 +135,8 @@ def master_checks(slots: Mapping[Item, list[Slot]]) -> Iterator[Check]:
                 for check in equal_checks(slot, slots[param], failure, hint=ALONE_HINT):
                     if check.view == check.other:  # the weight is held as its master copy
                         continue
-                    yield replace(check, rounded=check.other is not None and check.view.dtype != check.other.dtype)
+                    rounded = check.other is not None and check.view.dtype != check.other.dtype
+                    yield replace(check, rounded=rounded, near=source.tolerance(item) if rounded else None)
 
 
 def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item]:

@@ -110,7 +110,7 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
     with phase(progress, "checking"):
         found = [_found(each, family, states) for each in (a, b)]
         if a.checkpoint.weights_are_masters != b.checkpoint.weights_are_masters:
-            found = [each.in_masters() for each in found]
+            found = [each.in_masters(model.checkpoint) for each, model in zip(found, (a, b), strict=True)]
             prove(check for each in found for check in each.checks if check.rounded)
         mine, theirs = (each.slots for each in found)
     apart = sorted({item.state for item in mine.keys() ^ theirs.keys()})

@@ -95,8 +95,13 @@ def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> P
     sources = find_weights(family, held, source, states, allow_drift=target.allow_drift)
     if any(slot.view.high is not None for slots in sources.slots.values() for slot in slots):
         notes.append(REMAINDERS_NOTE)
+    for near in dict.fromkeys(check.near for check in sources.checks if check.near is not None):
+        notes.append(
+            f"with {near.kind} master weights do not round to their weights: they are proven to be within "
+            f"{near.relative:.1%} of each and {near.of_largest:.1%} of the largest"
+        )
     checkpoint, reservation = lay_out_megatron(model, family, dims, target, sources, notes)
     if checkpoint.weights_are_masters:
-        sources = sources.in_masters()
+        sources = sources.in_masters(source)
     moves = moves_between(family, dims, sources, checkpoint)
     return Plan(family, dims, source, checkpoint, reservation, moves, sources, tuple(notes), model.num_parameters)

@@ -20,6 +20,7 @@ from mcore_convert.spec.names import PARAM
 from mcore_convert.spec.releases import NEWEST, Release
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.codecs import Quantised
+from mcore_convert.storage.rounding import Tolerance
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
 
@@ -284,6 +285,10 @@ class Checkpoint(ABC):
     def keeps(self, item: Item, dims: Dims) -> bool:
         """Return whether it is to hold this state of this weight: chained optimizers keep different ones."""
         return True
+
+    def tolerance(self, item: Item) -> Tolerance | None:
+        """Return how near a master copy is to a weight that it does not round to; None where it must."""
+        return None
 
     @property
     def optimizer_keys(self) -> list[str]:

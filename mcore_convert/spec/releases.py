@@ -22,6 +22,7 @@ GROUPS_OF_ALL_RANKS: Release = (0, 14)  # every rank has every parameter group, 
 CHAINS_WITHOUT_PREFIX: Release = (0, 14)  # keys of chained optimizers are told apart by their parameters alone
 WHOLE_DOWN_PROJECTIONS: Release = (0, 14)  # latent attention's are no longer cut where they are Transformer Engine's
 FULLY_RESHARDABLE: Release = (0, 15)  # that form of state; before, `fully_sharded_model_space`
+LION: Release = (0, 19)  # its distributed state is gathered; before, that of Adam alone
 MTP_MODEL_LAYER: Release = (0, 17)  # the name of the module; `transformer_layer` before, and in `torch_dist`
 SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; before, as parameters come
 

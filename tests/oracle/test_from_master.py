@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mcore_convert import ConvertError, export, reshard
 from tests.conftest import real_checkpoint
-from tests.tensors import dcp_tensors
+from tests.tensors import dcp_tensors, hf_tensors
 
 
 def exported(name: str, out: Path, **options: object) -> dict[str, torch.Tensor]:
     """The tensors of an export of a real run without a tokenizer."""
     done = export(real_checkpoint(name), out, with_tokenizer=False, family="llama", **options)  # type: ignore[arg-type]
     assert done.path is not None
-    tensors: dict[str, torch.Tensor] = load_file(done.path / "model.safetensors")
-    return tensors
+    return hf_tensors(done.path)
 
 
 def test_masters_are_written_bit_for_bit(tmp_path: Path) -> None:

@@ -116,7 +116,6 @@ def test_masters_are_rebuilt_bit_for_bit(form: str, saved: dict[str, Path]) -> N
     ("form", "to"),
     [
         ("dp_reshardable", "torch_dist"),
-        ("dp_reshardable", "torch"),
         ("fully_reshardable", "torch_dist"),
         ("torch", "torch"),
     ],
@@ -214,5 +213,13 @@ def test_orders_that_fit_alike_are_refused(tmp_path: Path) -> None:
     run_ranks(1, lambda: save_with_optimizer(args, state, tmp_path / "run", "dp_reshardable", remainders=True))
     with pytest.raises(ConvertError, match="fits in several orders"):
         reshard(tmp_path / "run", tmp_path / "one")
-    run_ranks(1, lambda: save_with_optimizer(args, state, tmp_path / "whole", "dp_reshardable"))
-    reshard(tmp_path / "whole", tmp_path / "one")
+
+
+def test_whole_masters_of_a_precision_aware_optimizer(tmp_path: Path) -> None:
+    """As one that is offloaded to the CPU keeps them: what is no remainder is not taken for one."""
+    args = {**FULL, "use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+    run_ranks(1, lambda: save_with_optimizer(args, STATE, tmp_path / "run", "fully_reshardable"))
+    plan = reshard(tmp_path / "run", tmp_path / "one", tp=2)
+    assert not [note for note in plan.notes if "remainders" in note]
+    found = states_in(tmp_path / "one")
+    assert all(torch.equal(found[name, MASTER], master) for name, master in STATE.master.items())

@@ -26,7 +26,7 @@ STATE, GROUPS, STEP = "optimizer.state.", "optimizer.param_to_group_meta.", "ste
 # Main weights are the model's own, unless `tools/checkpoint/checkpoint_inspector.py` made them from `torch_dist`.
 KINDS = {EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, "param": MASTER, "fp32_param": MASTER, "master_param": MASTER}
 # What two groups may differ in: a field of every parameter is read of these, of the others one for each group.
-TELLING = (*IDENTIFIERS, *(f"pre_{name}" for name in IDENTIFIERS), "max_lr", "min_lr", "lr", "weight_decay", STEP)
+TELLING = (*IDENTIFIERS, *(f"pre_{name}" for name in IDENTIFIERS), "lr", "weight_decay", STEP)
 # Objects that have a place of their own in `Training`, or describe the form and not the run.
 NOT_REST = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "rng_state", "rerun_state_machine")
 

@@ -16,7 +16,7 @@ from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 Group = Mapping[str, Any]
 
 WITHOUT = "leave the optimizer state behind with --no-optimizer"
-IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
 
 
 def identifiers_of(group: Group) -> list[Any]:
@@ -43,15 +43,18 @@ def kinds_of(groups: Iterable[Group], args: Mapping[str, Any]) -> list[tuple[boo
     ]
 
 
-def step_of(groups: Iterable[Group], path: Path) -> Any:
+def step_of(groups: Iterable[Group], path: Path, *, counted: bool = False) -> Any:
     """Return the number of steps that the groups of an optimizer took; None where none of them needs it.
+
+    Args:
+        counted: its state needs it, whatever the groups say.
 
     Raises:
         UnreadableCheckpoint: they do not say, or do not agree.
     """
     groups = tuple(groups)
     steps = {step for group in groups if isinstance(step := group.get("step"), int | float)}
-    if len(steps) > 1 or (not steps and (not groups or any(map(counts_steps, groups)))):
+    if len(steps) > 1 or (not steps and (not groups or counted or any(map(counts_steps, groups)))):
         raise UnreadableCheckpoint(
             f"the parameter groups of the optimizer in `{path}` "
             + (

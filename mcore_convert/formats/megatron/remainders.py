@@ -32,7 +32,7 @@ def are_gathered(args: Mapping[str, Any], masters: Iterable[View]) -> bool:
     some = False
     with Files() as files:
         for view in islice(masters, SAMPLES):
-            if view.dtype != "float32" or not view.nbytes:
+            if view.dtype != "float32" or not view.shape or not view.nbytes:
                 return False
             first = Box((0,) * len(view.shape), (*(1 for _ in view.shape[1:]), min(view.shape[-1], SAMPLES)))
             numbers = np.ascontiguousarray(files.read(view.narrow(first))).view(np.float32)

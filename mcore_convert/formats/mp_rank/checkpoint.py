@@ -13,6 +13,7 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
 from mcore_convert.formats.megatron.flat import local_of, slots_in_global
 from mcore_convert.formats.megatron.modules import name_in_module, shard_of
+from mcore_convert.formats.megatron.quantised import tolerance_of
 from mcore_convert.formats.megatron.random_states import KEY, random_states
 from mcore_convert.formats.megatron.remainders import are_gathered
 from mcore_convert.formats.megatron.run_directory import carried_in
@@ -29,6 +30,7 @@ from mcore_convert.spec.names import MASTER, MOMENTS, PARAM, spell
 from mcore_convert.spec.releases import NEWEST, Release
 from mcore_convert.spec.shard import Shape, Shard
 from mcore_convert.storage.joining import join_views
+from mcore_convert.storage.rounding import Tolerance
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
 
@@ -72,6 +74,9 @@ class MpRankCheckpoint(Checkpoint):
     @property
     def states(self) -> tuple[str, ...]:
         return (PARAM, *mp_rank_optimizer.states_in(self._first))
+
+    def tolerance(self, item: Item) -> Tolerance | None:
+        return tolerance_of(self.args, item.weight, item.at)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
         if item.state not in MOMENTS or item.weight.mcore is None:

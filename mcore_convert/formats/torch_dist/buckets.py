@@ -21,6 +21,7 @@ from mcore_convert.formats.base import Findings
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.flat import slots_of_flat
 from mcore_convert.formats.megatron.module_buffers import Buffer, Found, Misfit, Place, Run, arranged, orders_of
+from mcore_convert.formats.megatron.quantised import PACKED, is_quantised, refuse_remainders, tolerance_of
 from mcore_convert.formats.megatron.remainders import whole_masters
 from mcore_convert.formats.torch_dist.keys import StateKeys
 from mcore_convert.spec import gpt
@@ -31,7 +32,7 @@ from mcore_convert.spec.names import MASTER, MOMENTS, Index
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.joining import REMAINDER
-from mcore_convert.storage.rounding import rounds_to
+from mcore_convert.storage.rounding import Tolerance, are_masters
 from mcore_convert.storage.views import Slot, View, cut
 
 BUCKET_KEY = re.compile(
@@ -77,20 +78,20 @@ class BucketState:
                 slots += self._slots(each, item.state)
         if not found:
             findings.missing.append(str(item))
-        return self._whole(item, dims, slots)
+        return self._whole(item, dims, slots, findings)
 
     def replicas(self, item: Item, dims: Dims) -> Iterator[tuple[Slot, str]]:
         """The copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
         for each in self._founds.get((item.weight.mcore or "", item.at), []):
             if each.is_replica:
-                for slot in self._whole(item, dims, self._slots(each, item.state)):
+                for slot in self._whole(item, dims, self._slots(each, item.state), Findings()):
                     yield slot, f"{each.rank} holds another value of its optimizer state"
 
-    def _whole(self, item: Item, dims: Dims, slots: list[Slot]) -> list[Slot]:
+    def _whole(self, item: Item, dims: Dims, slots: list[Slot], findings: Findings) -> list[Slot]:
         """The slots, those of remainders joined with the weights."""
         if item.state != MASTER:
             return slots
-        weights = partial(self.weights.locate, item.weight, item.at, dims, Findings())
+        weights = partial(self.weights.locate, item.weight, item.at, dims, findings)
         return whole_masters(slots, weights, gathered=False)
 
     @cached_property
@@ -123,11 +124,13 @@ class BucketState:
                 remainders, which fit to any weight, do so in several.
         """
         buffers = self._buffers()
+        if self._keeps_remainders:
+            refuse_remainders(self.stored_args or {}, self.directory.path)
         reasons = []
         fitting: dict[str, Mapping[tuple[str, Index], list[Found]]] = {}
         for order in orders_of(self.run):
             try:
-                founds = arranged(self.run, order, buffers, self.weights.dtype_of)
+                founds = arranged(self.run, order, buffers, self._dtype_of)
                 (self._check_bounds if self._keeps_remainders else self._probe)(founds)
             except Misfit as misfit:
                 reasons.append(f"{order}: {misfit}")
@@ -150,6 +153,11 @@ class BucketState:
             items=reasons,
             hint=f"save it again with --dist-ckpt-optim-fully-reshardable, or {WITHOUT}",
         )
+
+    def _dtype_of(self, weight: Weight, at: Index) -> str | None:
+        """The dtype of a weight in a buffer: one that was quantised is dequantised where it is saved."""
+        packed = is_quantised(self.stored_args or {}, weight, at)
+        return PACKED if packed else self.weights.dtype_of(weight, at)
 
     def _buffers(self) -> dict[tuple[int, int, int], Buffer]:
         """The sizes of the buckets of each buffer, without the padding at their ends."""
@@ -204,9 +212,10 @@ class BucketState:
         with Files() as files:
             for (name, at), places in founds.items():
                 weights = self.weights.locate(rows[name], at, self.run.dims, Findings())
+                near = tolerance_of(self.stored_args or {}, rows[name], at)
                 for found in places:
                     for master in self._slots(found, MASTER, PROBE):
-                        if not all(_rounds_to(files, master, part) for part in cut(weights, master.box)):
+                        if not all(_rounds_to(files, master, part, near) for part in cut(weights, master.box)):
                             raise Misfit(f"the master copy of `{found.name}` on {found.rank} does not round to it")
 
     def _slots(self, found: Found, state: str, count: int | None = None) -> list[Slot]:
@@ -240,10 +249,10 @@ def is_matrix(weight: Weight) -> bool:
     return len(weight.shape) == 2 and weight.mcore not in (gpt.EMBEDDING, gpt.OUTPUT)
 
 
-def _rounds_to(files: Files, master: Slot, weight: Slot) -> bool:
-    """Whether a master copy, rounded to the weight's dtype, is the weight, which lies within its box."""
+def _rounds_to(files: Files, master: Slot, weight: Slot, near: Tolerance | None) -> bool:
+    """Whether a master copy is that of a weight, which lies within its box."""
     view = master.part(weight.box)
     values, wanted = files.read(view), files.read(weight.view)
     if view.dtype == weight.view.dtype:
         return bool((values == wanted).all())
-    return bool(rounds_to(values, wanted, weight.view.dtype).all())
+    return are_masters(values, wanted, weight.view.dtype, near)

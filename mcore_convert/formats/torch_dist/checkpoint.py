@@ -19,6 +19,7 @@ from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE, Kind, kind_of
+from mcore_convert.formats.megatron.quantised import tolerance_of
 from mcore_convert.formats.megatron.random_states import random_states
 from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
@@ -34,6 +35,7 @@ from mcore_convert.spec.family import Item
 from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
 from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import PARAM
+from mcore_convert.storage.rounding import Tolerance
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
 TORCH_DIST, ZARR = "torch_dist", "zarr"
@@ -136,6 +138,9 @@ class TorchDistCheckpoint(Checkpoint):
     @property
     def found_by_order(self) -> bool:
         return self.optimizer is not None and self.optimizer.found_by_order
+
+    def tolerance(self, item: Item) -> Tolerance | None:
+        return tolerance_of(self.common.args or {}, item.weight, item.at)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
         return item.state == PARAM or self.optimizer is None or self.optimizer.keeps(item, dims)

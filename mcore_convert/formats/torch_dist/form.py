@@ -8,6 +8,7 @@ from typing import Any
 
 from mcore_convert.formats.base import Training
 from mcore_convert.formats.format import Resume
+from mcore_convert.formats.megatron.param_groups import counts_steps
 from mcore_convert.formats.torch_dist.checkpoint import NO_WEIGHT
 from mcore_convert.formats.torch_dist.training import FULLY_RESHARDABLE, MODEL_SPACE
 from mcore_convert.spec import releases
@@ -73,4 +74,7 @@ def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Res
     else:
         named = {"ckpt_fully_parallel_save": True}  # 0.12 takes from it whether state is named by its parameters
         form, which = MODEL_SPACE, f"Megatron-LM up to {since} loads it, --for-megatron {since} is for newer ones"
-    return Resume(named, (f"optimizer state is written as `{form}`: {which}",))
+    notes = [f"optimizer state is written as `{form}`: {which}"]
+    if not any(map(counts_steps, training.groups)) and release < releases.LION:
+        notes.append(f"Megatron-LM {releases.spelled(releases.LION)} and later load Lion's distributed state so")
+    return Resume(named, tuple(notes))

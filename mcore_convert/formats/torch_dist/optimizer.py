@@ -3,7 +3,8 @@
     optimizer.state.fp32_param.<key>    the plain optimizers, and the distributed one's `fully_sharded_model_space`
                                         (Megatron Core 0.8 to 0.14), whose tensors are stored flattened
     optimizer.state.param.<key>         the distributed optimizer's `fully_reshardable` (0.15 and later)
-    optimizer.distributed.dp_group_..   its `dp_reshardable` (0.15 and later): flat buckets, see `buckets`
+    optimizer.distributed.dp_group_..   its `dp_reshardable` (0.15 and later): flat buckets, see `buckets`; objects of
+                                        its `dp_zero_gather_scatter`, see `gathered`
 
 Moments stand beside either: Adam's `exp_avg` and `exp_avg_sq`, Lion's `exp_avg`, `momentum_buffer` of SGD and Muon.
 `<key>` is the weight's own. Optimizers may be chained, one for the parameters of experts and one for all others, or
@@ -23,20 +24,22 @@ from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.module_buffers import Place
+from mcore_convert.formats.megatron.quantised import refuse_remainders
 from mcore_convert.formats.megatron.remainders import are_gathered, whole_masters
+from mcore_convert.formats.torch_dist import gathered as gathered_form
 from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState, is_matrix
 from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import ADAM, BY_MOMENTUM, LION, MASTER, MOMENTS, MOMENTUM, OPTIMIZER_STATES
+from mcore_convert.storage.joining import REMAINDER
 from mcore_convert.storage.views import Slot
 
 STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 KINDS = {"param": MASTER, "fp32_param": MASTER} | {moment: moment for moment in MOMENTS}
 
 UNREADABLE_TYPES = {
-    "dp_zero_gather_scatter": "save it again without `--no-ckpt-fully-parallel-save`, or",
     "fully_sharded_bucket_space": "save it again with Megatron Core 0.8 or later, or",
     "fsdp_dtensor": "save it again without Megatron-FSDP, or",
 }
@@ -81,7 +84,7 @@ class NamedState:
         slots = self.by_state[item.state].locate(item.weight, item.at, dims, findings)
         if item.state != MASTER:
             return slots
-        weights = partial(self.weights.locate, item.weight, item.at, dims, Findings())
+        weights = partial(self.weights.locate, item.weight, item.at, dims, findings)
         return whole_masters(slots, weights, gathered=self.gathered)
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
@@ -146,6 +149,7 @@ def find(
     """
     named: dict[str, dict[str, str]] = {}
     buckets: dict[Place, dict[str, str]] = {}
+    gathered: dict[tuple[int, int], str] = {}
     unknown = []
     for on_disk in keys:
         key = on_disk.removeprefix(prefix)
@@ -155,8 +159,10 @@ def find(
         elif is_tensor and (bucket := BUCKET_KEY.fullmatch(key)) and bucket["kind"] in KINDS:
             chain, group, buffer, number = (int(bucket[name] or 0) for name in ("chain", "group", "buffer", "bucket"))
             buckets.setdefault((chain, group, buffer, number), {})[bucket["kind"]] = on_disk
-        elif is_tensor or not (found := GROUP_KEY.fullmatch(key)) or found[3] == "param_state":
+        elif is_tensor or not (found := GROUP_KEY.fullmatch(key)):
             unknown.append(on_disk)
+        elif found[3] == gathered_form.STATE:
+            gathered[int(found[1] or 0), int(found[2])] = on_disk
     _refuse_types(directory, common)
     if unknown:
         raise MappingError(
@@ -164,6 +170,10 @@ def find(
             items=fold(unknown),
             hint=f"only the states of Adam, Lion, SGD and Muon are known; {WITHOUT}",
         )
+    if gathered and not buckets:
+        directory, buckets = gathered_form.as_buckets(directory, gathered)
+    elif gathered:
+        raise UnreadableCheckpoint(f"`{directory.path}` holds optimizer state in two forms", hint=WITHOUT)
     if named and buckets and named.keys() != {"fp32_param", MOMENTUM}:
         raise UnreadableCheckpoint(f"`{directory.path}` holds optimizer state in two forms", hint=WITHOUT)
     if buckets:
@@ -219,8 +229,14 @@ def _with_remainders(state: NamedState, common: Mapping[str, Any]) -> NamedState
     """
     masters = state.by_state.get(MASTER)
     args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}
-    if masters is None or not are_gathered(args, (masters.slots(key)[0].view for key in masters.keys)):
+    if masters is None:
         return state
+    if any(meta.dtype == REMAINDER for meta in masters.tensors.values()):
+        refuse_remainders(args, masters.directory.path)
+        return state
+    if not are_gathered(args, (masters.slots(key)[0].view for key in masters.keys)):
+        return state
+    refuse_remainders(args, masters.directory.path)
     if args.get("overlap_grad_reduce"):
         raise UnreadableCheckpoint(
             f"the master weights in `{masters.directory.path}` are remainders that were gathered from several buckets",

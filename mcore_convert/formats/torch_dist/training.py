@@ -7,7 +7,7 @@ each data-parallel group (Megatron Core 0.8 to 0.19, `optimizer.py` and `distrib
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mcore_convert.formats.base import Training, is_by_momentum
@@ -16,7 +16,7 @@ from mcore_convert.formats.files.torch_archive import scalar
 from mcore_convert.formats.megatron.param_groups import counts_steps, identifiers_of, step_of
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.names import MASTER, placeholders_of
+from mcore_convert.spec.names import EXP_AVG_SQ, MASTER, placeholders_of
 from mcore_convert.storage.views import View
 
 GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
@@ -33,7 +33,7 @@ def sharding_types(common: Mapping[str, Any]) -> set[str]:
     return {each for each in said if isinstance(each, str)}
 
 
-def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], common: Mapping[str, Any]) -> Training:
+def training_of(directory: dcp.Directory, prefix: str, keys: Collection[str], common: Mapping[str, Any]) -> Training:
     """What a run needs to go on.
 
     Args:
@@ -68,7 +68,7 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Iterable[str], comm
                 groups[-1]["step"], by_group = _value(step), False
         if optimizer.get("grad_scaler"):
             rest["grad_scaler"] = {name: _value(value) for name, value in optimizer["grad_scaler"].items()}
-    step = step_of(groups, directory.path)
+    step = step_of(groups, directory.path, counted=any(EXP_AVG_SQ in key for key in keys))
     counted = {} if step is None else {"step": step}
     iteration, scheduler = common.get("iteration"), common.get("opt_param_scheduler")
     return Training(

@@ -21,7 +21,7 @@ from benchmarks.deepseek import DEEPSEEK_V3, deepseek_nbytes, make_deepseek
 from benchmarks.experts import QWEN3_235B, make_qwen3_moe, qwen3_moe_nbytes
 from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 from mcore_convert import convert
-from mcore_convert.formats.base import Reservation
+from mcore_convert.formats.request import Reservation
 from mcore_convert.options import LayoutOptions
 
 PLAN_SECONDS = 10.0

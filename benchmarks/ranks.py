@@ -14,11 +14,13 @@ from benchmarks.checkpoints import BLOCK, LLAMA, random_bfloat16
 from mcore_convert.checkpoints import families
 from mcore_convert.checkpoints.weights import items_of
 from mcore_convert.conversion.target_arguments import layout_arguments
-from mcore_convert.formats.base import Findings, LayerSpec, Request, Training
+from mcore_convert.formats.base import Findings, Training
 from mcore_convert.formats.megatron.modules import SEQUENTIAL, TRANSFORMER_ENGINE
 from mcore_convert.formats.megatron.options import MegatronOptions
 from mcore_convert.formats.mp_rank import writer as mp_rank_writer
 from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint
+from mcore_convert.formats.request import Request
+from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec import Dims, Layout, gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.family import Family

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.formats.base import Checkpoint, Common, Findings, Request, Reservation, Side, Storage
+from mcore_convert.formats.base import Checkpoint, Common, Findings, Side
 from mcore_convert.formats.files import safetensors
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.format import Format
+from mcore_convert.formats.request import Request, Reservation
+from mcore_convert.formats.traits import Storage
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.shard import Box

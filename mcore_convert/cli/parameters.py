@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from mcore_convert.cli import options
+from mcore_convert.cli.words import arguments
 from mcore_convert.options import names_of
 
 
@@ -31,7 +32,7 @@ PARAMETERS: dict[str, Parameter] = {
     "hf_config": Parameter("hf_config", options.HfConfig),
     "ignore_keys": Parameter("ignore_key", options.IgnoreKey, None, lambda keys: keys or ()),
     "vocab_size": Parameter("vocab_size", options.VocabSize),
-    "given": Parameter("arg", options.Given, None, options.arguments),
+    "given": Parameter("arg", options.Given, None, arguments),
     "allow_drift": Parameter("allow_drift", options.AllowDrift, False),
     "revision": Parameter("revision", options.Revision),
     "tp": Parameter("tp", options.Tp, 1),
@@ -55,7 +56,7 @@ PARAMETERS: dict[str, Parameter] = {
     "max_shard_size": Parameter("max_shard_size", options.MaxShardSize),
     "strict": Parameter("strict", options.Strict, False),
     "checksums": Parameter("no_checksums", options.NoChecksums, False, operator.not_),
-    "metadata": Parameter("metadata", options.Metadata, None, options.arguments),
+    "metadata": Parameter("metadata", options.Metadata, None, arguments),
     "overwrite": Parameter("overwrite", options.Overwrite, False),
     "resume": Parameter("resume", options.Resume, False),
     "workers": Parameter("workers", options.Workers),

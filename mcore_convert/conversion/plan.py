@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from mcore_convert.checkpoints.checks import Check
 from mcore_convert.checkpoints.weights import Sources, without_padding
 from mcore_convert.errors import MappingError
-from mcore_convert.formats.base import Checkpoint, Findings, Reservation
+from mcore_convert.formats.base import Checkpoint, Findings
+from mcore_convert.formats.request import Reservation
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.shard import Box

@@ -20,12 +20,14 @@ from mcore_convert.conversion.target_arguments import (
     optimizer_arguments,
 )
 from mcore_convert.errors import LayoutError
-from mcore_convert.formats.base import Checkpoint, LayerSpec, Request, Reservation, Side, Training
+from mcore_convert.formats.base import Checkpoint, Side, Training
 from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
 from mcore_convert.formats.megatron.run_directory import CARRIED, name_of
 from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.registry import arguments_of, options_for, target_named
+from mcore_convert.formats.request import Request, Reservation
+from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.options import SourceOptions
 from mcore_convert.spec import releases
 from mcore_convert.spec.config import arguments

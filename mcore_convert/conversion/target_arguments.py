@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_convert.formats.base import LayerSpec, Training
+from mcore_convert.formats.base import Training
 from mcore_convert.formats.megatron import modules
+from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.layout import Layout
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from mcore_convert.errors import LayoutError
 from mcore_convert.formats.random_states import RandomStates
+from mcore_convert.formats.traits import LayerSpec, Storage
 from mcore_convert.spec.config.recorded import Recorded
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.gpt import EMBEDDING
 from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import PARAM
-from mcore_convert.spec.releases import NEWEST, Release
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.rounding import Tolerance
@@ -124,20 +124,6 @@ class Common:
     iteration: int | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     recorded: Recorded | None = None
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How a checkpoint is stored, in words for people; None where the format has no such thing.
-
-    `written_by` names the versions of the program that write such files, `dialect` the spelling of the keys,
-    `optimizer` the form of the optimizer's state.
-    """
-
-    num_files: int
-    written_by: str | None = None
-    dialect: str | None = None
-    optimizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -317,56 +303,3 @@ class Checkpoint(ABC):
     def found_by_order(self) -> bool:
         """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
         return False
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """Whose modules a checkpoint's names are of, in the words of `formats.megatron.modules`."""
-
-    implementation: str
-    experts: str
-
-
-@dataclass
-class Reservation:
-    """The files of a checkpoint before the first tensor byte: sizes, the bytes known already, and what comes last."""
-
-    path: Path
-    sizes: dict[Path, int] = field(default_factory=dict)
-    literals: list[tuple[Path, int, bytes]] = field(default_factory=list)
-    carried: dict[Path, Path] = field(default_factory=dict)  # target -> source, copied as they are
-    texts: dict[Path, bytes] = field(default_factory=dict)  # written after the tensors, in this order
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the checkpoint will take on disk, the carried files left out."""
-        return sum(self.sizes.values()) + sum(len(text) for text in self.texts.values())
-
-
-@dataclass(frozen=True)
-class Request:
-    """What shall be written, completely: a format lays it out and decides nothing but where it lies.
-
-    `dtype_of` has the dtype of every weight, and of its states where the optimizer goes along. `config` is the
-    `config.json` of a target on Hugging Face's side, `common` the common state of one on Megatron's (its `args` are a
-    dict), with `training` where the optimizer goes along, `random_states` where those of the ranks do, and `run_config`
-    for Megatron-Bridge. `iteration` names the directory `iter_*`; None writes `release`. `options` are those of the
-    format. `layer_spec` says whose names the modules have, `norm_state` whether the norm at the end is Transformer
-    Engine's all the same, and `release` which Megatron-LM will load it.
-    """
-
-    path: Path
-    family: Family
-    dims: Dims
-    dtype_of: Mapping[Item, str]
-    options: Any
-    config: Mapping[str, Any] = field(default_factory=dict)
-    common: Mapping[str, Any] = field(default_factory=dict)
-    layout: Layout = Layout()
-    iteration: int | None = None
-    training: Training | None = None
-    run_config: str | None = None
-    random_states: RandomStates | None = None
-    layer_spec: LayerSpec | None = None
-    norm_state: bool = False
-    release: Release = NEWEST

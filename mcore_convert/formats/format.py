@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.formats.base import Checkpoint, Request, Reservation, Side, Training
+from mcore_convert.formats.base import Checkpoint, Side, Training
+from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.spec.releases import Release
 
 

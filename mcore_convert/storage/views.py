@@ -92,8 +92,7 @@ class Coded(ABC):
         """Return the elements of a view of it, each computed in fp32 and rounded once, as unsigned integers.
 
         Raises:
-            UnreadableCheckpoint: a file ends before them.
-            OverflowError: a number is beyond the largest of `dtype`.
+            UnreadableCheckpoint, OverflowError: as `Files.read`.
         """
 
 

@@ -17,11 +17,12 @@ from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.conversion.execute import execute
 from mcore_convert.conversion.plan import Plan, moves_between
 from mcore_convert.conversion.target_arguments import layout_arguments
-from mcore_convert.formats.base import LayerSpec, Request
 from mcore_convert.formats.files import torch_archive as torch_file
 from mcore_convert.formats.megatron.options import MegatronOptions
 from mcore_convert.formats.mp_rank import writer as mp_rank_writer
 from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint, open_mp_rank
+from mcore_convert.formats.request import Request
+from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec import Dims, Layout, gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.storage.views import TensorMeta

@@ -22,8 +22,9 @@ from mcore_convert.checkpoints.weights import find_weights, items_of
 from mcore_convert.conversion.execute import execute
 from mcore_convert.conversion.plan import Plan, moves_between
 from mcore_convert.errors import ConvertError, MappingError, UnreadableCheckpoint
-from mcore_convert.formats.base import Findings, Request
+from mcore_convert.formats.base import Findings
 from mcore_convert.formats.megatron.options import DcpOptions
+from mcore_convert.formats.request import Request
 from mcore_convert.formats.torch_dist import writer as torch_dist_writer
 from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
 from mcore_convert.spec import gpt

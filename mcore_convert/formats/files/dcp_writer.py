@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from mcore_convert.formats.base import Reservation
 from mcore_convert.formats.files import torch_archive
 from mcore_convert.formats.files.dcp import Place
+from mcore_convert.formats.request import Reservation
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import DTYPE_SIZES, TensorMeta
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.formats.base import Reservation
 from mcore_convert.formats.files import torch_archive as torch_file
+from mcore_convert.formats.request import Reservation
 from mcore_convert.storage.views import TensorMeta, View
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
+from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Training
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.fsdp_dtensor.optimizer import GATE, UP, FsdpState
 from mcore_convert.formats.megatron.modules import (
@@ -38,6 +38,7 @@ from mcore_convert.formats.megatron.param_groups import WITHOUT
 from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
 from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
 from mcore_convert.formats.megatron.run_directory import carried_in, resolve
+from mcore_convert.formats.traits import LayerSpec, Storage
 from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item

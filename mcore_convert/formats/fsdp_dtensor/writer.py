@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from mcore_convert.errors import LayoutError, MappingError
-from mcore_convert.formats.base import LayerSpec, Request, Reservation, Training
+from mcore_convert.formats.base import Training
 from mcore_convert.formats.files import dcp, torch_archive
 from mcore_convert.formats.files.dcp_metadata import metadata_bytes
 from mcore_convert.formats.files.dcp_writer import DcpFiles, archive_of, bounded
@@ -30,6 +30,8 @@ from mcore_convert.formats.megatron.modules import (
 )
 from mcore_convert.formats.megatron.param_groups import WITHOUT, counts_steps, kind_of, kinds_of
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
+from mcore_convert.formats.request import Request, Reservation
+from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.holding import is_of_expert
 from mcore_convert.spec.names import ADAM, MASTER, PARAM, spell

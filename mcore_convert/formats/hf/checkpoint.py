@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import ConfigError, MappingError, UnreadableCheckpoint, fold
-from mcore_convert.formats.base import Request, Reservation, Side, Storage
+from mcore_convert.formats.base import Side
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files.json_file import json_bytes, read_json
 from mcore_convert.formats.files.model_folder import CONFIG, INDEX
@@ -17,6 +17,8 @@ from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.hf.encodings import encoding
 from mcore_convert.formats.hf.names import HfNames
 from mcore_convert.formats.hf.quantised import KEY, read_quantised
+from mcore_convert.formats.request import Request, Reservation
+from mcore_convert.formats.traits import Storage
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import spell
 from mcore_convert.spec.shard import Box

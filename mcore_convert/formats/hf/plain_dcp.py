@@ -15,13 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.formats.base import Side, Storage
+from mcore_convert.formats.base import Side
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.formats.hf.checkpoint import WEIGHT_FILES
 from mcore_convert.formats.hf.names import HfNames
 from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
+from mcore_convert.formats.traits import Storage
 from mcore_convert.spec.family import Family
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 

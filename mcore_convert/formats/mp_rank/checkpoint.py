@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.base import Checkpoint, Common, Findings, LayerSpec, Side, Storage, Training
+from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Training
 from mcore_convert.formats.megatron.flat import local_of, slots_in_global
 from mcore_convert.formats.megatron.modules import name_in_module, shard_of
 from mcore_convert.formats.megatron.quantised import tolerance_of
@@ -21,6 +21,7 @@ from mcore_convert.formats.mp_rank import optimizer as mp_rank_optimizer
 from mcore_convert.formats.mp_rank.optimizer import Proof
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
 from mcore_convert.formats.random_states import RandomStates
+from mcore_convert.formats.traits import LayerSpec, Storage
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import MappingError
-from mcore_convert.formats.base import LayerSpec, Request, Reservation, Training
+from mcore_convert.formats.base import Training
 from mcore_convert.formats.files.torch_tree import Hole, reserve_tree
 from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.flat import local_of
@@ -41,6 +41,8 @@ from mcore_convert.formats.mp_rank.rank_file import (
     RankFile,
     name_of_weight,
 )
+from mcore_convert.formats.request import Request, Reservation
+from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.holding import Holding

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Storage, Training
+from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Training
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.megatron import modules
@@ -30,6 +30,7 @@ from mcore_convert.formats.torch_dist.directories import inner_directory, optimi
 from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.optimizer import OptimizerState, find
 from mcore_convert.formats.torch_dist.training import training_of
+from mcore_convert.formats.traits import Storage
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM

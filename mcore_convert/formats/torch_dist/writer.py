@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from mcore_convert.errors import MappingError, fold
-from mcore_convert.formats.base import Request, Reservation, Training
+from mcore_convert.formats.base import Training
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files import torch_archive as torch_file
 from mcore_convert.formats.files.dcp_metadata import metadata_bytes
@@ -30,6 +30,7 @@ from mcore_convert.formats.megatron.modules import (
     shard_of,
 )
 from mcore_convert.formats.megatron.run_directory import TRACKER, name_of, tracker_bytes
+from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.formats.torch_dist.checkpoint import NO_WEIGHT, TorchDistCheckpoint
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, random_archives
 from mcore_convert.formats.torch_dist.extra_states import axes_written, extra_state_keys, sizes_of

@@ -24,7 +24,7 @@ from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec import Dims, Layout, gpt
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.family import Family
-from mcore_convert.spec.names import OPTIMIZER_STATES, PARAM
+from mcore_convert.spec.names import ADAM, MASTER, PARAM
 from mcore_convert.storage.views import Slot
 
 # A quarter of Llama 3.2-1B: a quarter of its layers and of its vocabulary, 0.31 billion parameters.
@@ -42,7 +42,7 @@ def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
     vocab = normal["vocab_size"]
     dims = Dims.of(normal, vocab_size=vocab, padded_vocab_size=arguments.padded_vocab_size(vocab, layout.tp))
     family = gpt.family(normal)
-    items = list(items_of(family, dims, (PARAM, *OPTIMIZER_STATES)))
+    items = list(items_of(family, dims, (PARAM, MASTER, *ADAM)))
     complete = arguments.complete(
         {**arguments.plain(normal), "bf16": True},
         dtype="bfloat16",
@@ -107,7 +107,7 @@ def _fill(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> None:
 
 def _slots(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> Iterator[tuple[Slot, int]]:
     """Every slot of every rank, and from which element of the block it is filled: the same in each of its states."""
-    for item in items_of(family, dims, (PARAM, *OPTIMIZER_STATES)):
+    for item in items_of(family, dims, (PARAM, MASTER, *ADAM)):
         again = (slot for slot, _ in checkpoint.replicas(item, dims))
         for slot in (*checkpoint.locate(item, dims, Findings()), *again):
             yield slot, zlib.crc32(f"{item._replace(state=PARAM)} {slot.box.offsets}".encode()) % BLOCK

@@ -172,6 +172,7 @@ def stored_args(*drop: str, **fields: Any) -> Damage:
 
 
 def no_args(path: Path) -> None:
+    (path / ITERATION / "run_config.yaml").unlink(missing_ok=True)  # which says the same for another program
     (path / ITERATION / "common.pt").write_bytes(torch_file.dumps({"iteration": 3}))
 
 

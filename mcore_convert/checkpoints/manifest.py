@@ -161,7 +161,7 @@ def read_manifest(path: Path) -> Manifest | None:
 def _refuse_damaged(path: Path, text: bytes) -> None:
     """Refuse what does not begin as a manifest does, unless it is one of another program or of a later version."""
     try:
-        content = parsed(text)
+        content = parsed(text, any_string=True)
     except (ValueError, RecursionError) as error:
         raise _damaged(path) from error
     if isinstance(content, dict) and (type(content.get("manifest", 0)) is not int or content.get("manifest") == FORMAT):
@@ -187,7 +187,7 @@ def _entries(text: bytes) -> Iterator[tuple[str, str, Any]]:
         elif not section and line.endswith(b": {"):
             section = str(json.loads(line.removesuffix(b": {")))
         else:
-            ((name, value),) = parsed(b"{" + line.removesuffix(b",") + b"}").items()
+            ((name, value),) = parsed(b"{" + line.removesuffix(b",") + b"}", any_string=True).items()
             yield section, name, value
 
 

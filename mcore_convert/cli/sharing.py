@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 SHARED = ("convert", "reshard", "export")  # the commands that divide their work
 
@@ -30,9 +30,8 @@ def sharing(words: Sequence[str]) -> Iterator[AbstractContextManager[object]]:
     divides = next((word for word in words if not word.startswith("-")), "") in SHARED
     with contextlib.ExitStack() as stack:
         if not is_first:
-            nowhere = stack.enter_context(Path(os.devnull).open("w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         if not divides:
             if not is_first:
                 sys.exit(0)

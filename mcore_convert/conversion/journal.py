@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from mcore_convert.conversion.plan import Plan
-from mcore_convert.storage.disk import remove_tree, sync, write_at
+from mcore_convert.storage.disk import append, remove_tree, sync
 from mcore_convert.storage.marker import JOURNAL, is_bookkeeping, journals
 from mcore_convert.storage.sources import open_file
 from mcore_convert.version import VERSION
@@ -59,12 +58,7 @@ class Journal:
         }
         line = b"\n" + json.dumps(entry).encode()  # whatever a killed run has left of its last one
         with self._lock:
-            fd = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                write_at(fd, line, os.fstat(fd).st_size)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            append(self._file, line)
 
     def kept(self) -> dict[Path, Kept]:
         """The files that this and other processes have completed for the plan, as they still are."""

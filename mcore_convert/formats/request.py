@@ -1,4 +1,4 @@
-"""What a format is asked to write, and the files that it lays out for it before the first tensor byte."""
+"""The order to write a checkpoint, and the files that a format lays out for it before the first tensor byte."""
 
 from __future__ import annotations
 

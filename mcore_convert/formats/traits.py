@@ -1,4 +1,4 @@
-"""What a checkpoint's files tell of the run that wrote them: its modules, and how it stored them."""
+"""Traits of the run that wrote a checkpoint, told from its files: its modules, and how it stored them."""
 
 from __future__ import annotations
 

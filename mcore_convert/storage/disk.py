@@ -185,6 +185,20 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> None:
         os.close(fd)
 
 
+def append(path: Path, content: bytes) -> None:
+    """Write at the end of a file, which is made if it is not there, and return when it is on the disk.
+
+    Raises:
+        OSError: not all of it can be written.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        write_at(fd, content, os.fstat(fd).st_size)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def mark(folder: Path, identity: str) -> None:
     """Mark a directory as unfinished work of ours."""
     write_new(folder / MARKER, record_bytes(identity))

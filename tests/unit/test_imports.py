@@ -46,7 +46,7 @@ __main__
 # which write `torch_dist` and nothing else. Megatron's command line has a flag of its own for formats.
 NAMES_FORMATS = ("mcore_convert.formats", "train_entry.checkpoints", "mcore_convert.spec.config.command_line")
 # What all formats share, in `mcore_convert.formats`.
-SHARED = ("base", "format", "random_states", "registry", "files", "megatron")
+SHARED = ("base", "format", "random_states", "registry", "request", "traits", "files", "megatron")
 
 
 def files() -> dict[str, Path]:

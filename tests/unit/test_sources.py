@@ -32,7 +32,7 @@ OPENERS = {"open", "read_bytes", "read_text", "fromfile", "memmap", "copyfile", 
 MAY_OPEN = {
     "mcore_convert/storage/sources.py",
     "mcore_convert/storage/disk.py",  # makes files, and waits for what it made
-    "mcore_convert/storage/destination.py",  # locks
+    "mcore_convert/storage/locking.py",  # locks
     "mcore_convert/storage/marker.py",  # markers
     "mcore_convert/storage/elements.py",  # maps what is written
     "mcore_convert/publishing/card.py",  # a template of the package

@@ -36,8 +36,11 @@ def read_json(path: Path, limit: Limit = Limit.JSON) -> dict[str, Any]:
     return content
 
 
-def parsed(content: bytes) -> Any:
+def parsed(content: bytes, *, any_string: bool = False) -> Any:
     """What a JSON text says; its strings are all text, which can be written again.
+
+    Args:
+        any_string: its strings may be no text, as those that spell paths that are not UTF-8.
 
     Raises:
         ValueError: it is none, or takes more memory than any file that is in use.
@@ -48,7 +51,7 @@ def parsed(content: bytes) -> Any:
         raise ValueError(f"it would take up to {cost:,} bytes of memory")
     text = content.decode(json.detect_encoding(content))
     value = json.loads(text, parse_constant=_no_json)
-    if SURROGATE.search(text):
+    if not any_string and SURROGATE.search(text):
         _check_text(value)
     return value
 

@@ -87,7 +87,7 @@ def _words(value: Any) -> np.ndarray[Any, Any]:
         case (1, shape, StandIn(arguments=("u4", *_), state=(_, "<", *_)), False, bytes(content)) if (
             shape == WORDS and len(content) == 4 * WORDS[0]
         ):
-            return np.frombuffer(content, "<u4").copy()
+            return np.array(np.frombuffer(content, "<u4"))
     raise _Foreign
 
 

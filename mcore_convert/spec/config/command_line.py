@@ -132,6 +132,7 @@ LATENT_ATTENTION = Flags(
         "--mscale-all-dim": "mscale_all_dim",
     },
     {"--multi-latent-attention": ("multi_latent_attention", True)},
+    plain={"--rope-type": "yarn"},  # that of `MLATransformerConfig`; 0.12 has no flag for it
 )
 
 EXPERTS = Flags(

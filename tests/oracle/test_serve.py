@@ -29,28 +29,45 @@ TOKENS = 6
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """A client of a server of its own, which loads a model when it is asked for."""
+    log = tmp_path_factory.mktemp("serve") / "log.txt"
+    for _ in range(4):  # another process may take the port before the server has it
+        port = free_port()
+        server = started(port, log)
+        try:
+            with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as found:
+                if answers(server, port):
+                    yield found
+                    return
+        finally:
+            server.terminate()
+            server.wait(timeout=30)
+        assert "address already in use" in log.read_text(), log.read_text()
+    pytest.fail("four ports were taken")
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def started(port: int, log: Path) -> subprocess.Popen[bytes]:
     command = [str(Path(sys.executable).parent / "transformers"), "serve", "--host", "127.0.0.1", "--port", str(port)]
-    log = tmp_path_factory.mktemp("serve") / "log.txt"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
-        server = subprocess.Popen([*command, "--device", "cpu"], stdout=output, stderr=output, env=environment)
-    try:
-        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as found:
-            deadline = time.monotonic() + 90
-            while True:
-                assert server.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health") as answer:
-                    if answer.status == 200:
-                        break
-                time.sleep(0.2)
-            yield found
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
+        return subprocess.Popen([*command, "--device", "cpu"], stdout=output, stderr=output, env=environment)
+
+
+def answers(server: subprocess.Popen[bytes], port: int) -> bool:
+    """Whether a server comes up; false where it has ended."""
+    deadline = time.monotonic() + 90
+    while server.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health") as answer:
+            if answer.status == 200:
+                return True
+        time.sleep(0.2)
+    return False
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama-gqa", "qwen3_moe"])

@@ -109,7 +109,15 @@ def test_the_tables_leave_nothing_out() -> None:
     sizes = re.findall(r'^ +"(\w+)": ', inspect.getsource(vars(Dims)["_sizes"].func), re.M)
     assert len(sizes) > 10
     assert first_column("word of a shape") == set(sizes)
-    assert first_column("how it is cut") == {"column", "gated_column", "row", "replicated", "vocab", "must_be_zero"}
+    assert first_column("how it is cut") == {
+        "column",
+        "gated_column",
+        "row",
+        "replicated",
+        "vocab",
+        "must_be_zero",
+        "buffer",
+    }
     packs = [name for name, kind in vars(pack).items() if hasattr(kind, "pieces") and name != "Pack"]
     assert first_column("`pack=`") == set(packs)
     varied = {name for name in first_column("of Llama") if name.startswith("vary.")}

@@ -130,14 +130,14 @@ class Ranks:
     def _watch(self, meter: Meter, end: threading.Event) -> None:
         store = self._store
         assert store is not None
-        sent = meter.done
+        kept = sent = meter.done  # of files that were complete, which every process has counted
         while not end.wait(BEAT_EVERY / 4):
             try:
                 done = meter.done
                 total = store.add("bytes", done - sent)
                 sent = done
                 if self.is_first:
-                    meter.show(total)
+                    meter.show(kept + total)
                 self._check()
             except Exception:  # told by `counting`, which looks again
                 meter.stop.set()

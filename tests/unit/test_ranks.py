@@ -20,6 +20,7 @@ from mcore_convert.errors import ConvertError, UnreadableCheckpoint
 from mcore_convert.storage.destination import partial_path
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.marker import journals
+from mcore_convert.storage.progress import Meter
 from tests.conftest import HfMaker
 from tests.unit.test_go_on import contents
 
@@ -179,6 +180,18 @@ def test_a_silent_rank_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConvertError, match="rank 1 of 2: it has said nothing"):
         Ranks(0, 2, MemoryStore()).meet("here")
     assert time.monotonic() - start < 5
+
+
+def test_progress_counts_what_was_complete_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "BEAT_EVERY", 0.01)
+    seen: list[tuple[int, int]] = []
+    meter = Meter(100, lambda *at: seen.append(at), done=40)
+    with Ranks(0, 2, MemoryStore()).counting(meter):
+        deadline = time.monotonic() + 5
+        meter.add(10)
+        while seen[-1:] != [(50, 100)] or len(seen) < 2:
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.005)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])

@@ -110,7 +110,7 @@ class Recording:
                 region = self._at(self.here(view.path), view.offset)
                 if region is not None:
                     region.pending += 1
-        self._copies = dict(self._left)
+        self._untouched = [path for path, copies in self._left.items() if not copies]
 
     def _lay_out(self) -> None:
         """Make the regions of all files."""
@@ -200,14 +200,13 @@ class Recording:
     @property
     def filled(self) -> Set[Path]:
         """The files that this process fills, by their places below `partial`."""
-        return self._copies.keys()
+        return self._left.keys()
 
     def untouched(self, files: Files) -> list[Path]:
         """The files of this process that no copy fills, as those of padding alone; their regions are finished."""
-        found = [path for path, copies in self._copies.items() if not copies]
-        for path in found:
+        for path in self._untouched:
             self._finish(path, files)
-        return found
+        return self._untouched
 
     def _finish(self, path: Path, files: Files) -> None:
         """Finish what no copy has filled of a file, as rows that are padding alone."""

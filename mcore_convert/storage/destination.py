@@ -19,13 +19,7 @@ from mcore_convert.errors import UnwritableTarget
 from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.disk import mark, remark, remove_tree, sync
 from mcore_convert.storage.locking import Lock, locked
-from mcore_convert.storage.marker import (
-    MARKER,
-    in_the_way,
-    journals,
-    mark_of,
-    unmark,
-)
+from mcore_convert.storage.marker import MARKER, in_the_way, journals, mark_of, unmark
 
 # What this process has given its name, or is about to: the path, and the directory's own numbers.
 _published: list[tuple[Path, tuple[int, int]]] = []
@@ -132,8 +126,8 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool, resume: bool = False) 
         try:
             with locked(partial.with_name(partial.name + ".lock"), partial) as lock:
                 lock.stays = lock.earlier is not None
-                goes_on = resume and has_journal(partial)
-                cleared = not goes_on and has_journal(partial)
+                holds_work = has_journal(partial)
+                goes_on = resume and holds_work
                 if not goes_on:
                     _clear(final, partial, lock.earlier)
                 lock.stays = False
@@ -150,7 +144,7 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool, resume: bool = False) 
                     (remark if goes_on else mark)(partial, lock.identity)
                     try:
                         signals.admit()
-                        yield Claim(final, lock, overwrite, cleared)
+                        yield Claim(final, lock, overwrite, cleared=holds_work and not resume)
                     finally:
                         signals.hold()
                 except BaseException:

@@ -64,6 +64,7 @@ class Directory:
     flattens: ClassVar[bool] = True
     _values: dict[bytes, Any] = field(default_factory=dict, compare=False)  # of small archives
     _sums: dict[Place, tuple[Sum, ...]] = field(default_factory=dict, compare=False)  # of the archives that were read
+    _slots: dict[str, list[Slot]] = field(default_factory=dict, compare=False)
 
     def check(self, keys: Iterable[str]) -> None:
         """Prove that the chunks of these keys tile their tensors, and that every file is there and long enough.
@@ -120,8 +121,10 @@ class Directory:
             yield from self._sums[place]
 
     def slots(self, key: str) -> list[Slot]:
-        """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers."""
-        return [Slot(self.view(key, chunk), chunk.box) for chunk in self.chunks[key]]
+        """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers, once."""
+        if key not in self._slots:
+            self._slots[key] = [Slot(self.view(key, chunk), chunk.box) for chunk in self.chunks[key]]
+        return self._slots[key]
 
     def view(self, key: str, chunk: Chunk) -> View:
         """The tensor of one chunk; reads its header."""

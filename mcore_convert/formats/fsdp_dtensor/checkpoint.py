@@ -36,8 +36,8 @@ from mcore_convert.formats.megatron.modules import (
 )
 from mcore_convert.formats.megatron.param_groups import WITHOUT
 from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
-from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
-from mcore_convert.formats.megatron.run_directory import carried_in, resolve
+from mcore_convert.formats.megatron.recorded import common_of, companions_of, progress_files
+from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.traits import LayerSpec, Storage
 from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
@@ -149,16 +149,8 @@ class FsdpCheckpoint(Checkpoint):
         return self.optimizer.key_of(name, state)
 
     def _slots_of(self, key: str) -> list[Slot]:
-        """The chunks of a key; their headers are read once."""
-        if self.reserved is not None:
-            return self.reserved[key]
-        if key not in self._slots:
-            self._slots[key] = self.directory.slots(key)
-        return self._slots[key]
-
-    @cached_property
-    def _slots(self) -> dict[str, list[Slot]]:
-        return {}
+        """The chunks of a key."""
+        return self.directory.slots(key) if self.reserved is None else self.reserved[key]
 
     def _refuse_interleaved(self, key: str) -> None:
         """Refuse a gated tensor that was not split, of several ranks: each had rows of the gate, then rows of up."""
@@ -199,8 +191,7 @@ class FsdpCheckpoint(Checkpoint):
 
     @property
     def companions(self) -> Path | None:
-        around = beside(self.path)
-        return carried_in(self.path) or (None if around is None else around.companions)
+        return companions_of(self.path)
 
     def progress_files(self, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
         """Yield Megatron-Bridge's, which it has in the directory of an iteration and above it."""

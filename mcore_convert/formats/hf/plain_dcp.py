@@ -100,14 +100,7 @@ class DcpCheckpoint(HfNames):
         return self.tensors.get(self.key_of(name))
 
     def parts_of(self, name: str) -> list[Slot]:
-        key = self.key_of(name)
-        if key not in self._slots:
-            self._slots[key] = self.directory.slots(key)
-        return self._slots[key]
-
-    @cached_property
-    def _slots(self) -> dict[str, list[Slot]]:
-        return {}
+        return self.directory.slots(self.key_of(name))
 
 
 def open_dcp(path: Path, args: Mapping[str, Any] | None = None) -> DcpCheckpoint:

@@ -20,7 +20,7 @@ from mcore_convert.formats.base import Common
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.torch_archive import TorchFile, scalar
 from mcore_convert.formats.files.yaml_file import read_yaml
-from mcore_convert.formats.megatron.run_directory import name_of
+from mcore_convert.formats.megatron.run_directory import carried_in, name_of
 from mcore_convert.spec.config import recorded
 from mcore_convert.spec.config.recorded import NEMO, VERL, Recorded
 from mcore_convert.storage.sources import Limit
@@ -78,6 +78,12 @@ def beside(path: Path) -> Beside | None:
         return None
     folder = _folder(role / "model" / HUGGING_FACE) or _folder(role / HUGGING_FACE)
     return Beside(VERL, file if file.is_file() else None, folder, None if step is None else int(step[1]))
+
+
+def companions_of(path: Path) -> Path | None:
+    """The folder of the original model's files, carried in a checkpoint's directory or put beside it; None for none."""
+    around = beside(path)
+    return carried_in(path) or (None if around is None else around.companions)
 
 
 def role_of(path: Path) -> Path | None:

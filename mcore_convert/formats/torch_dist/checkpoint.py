@@ -21,8 +21,8 @@ from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE, Kind, kind_of
 from mcore_convert.formats.megatron.quantised import tolerance_of
 from mcore_convert.formats.megatron.random_states import random_states
-from mcore_convert.formats.megatron.recorded import beside, common_of, progress_files
-from mcore_convert.formats.megatron.run_directory import carried_in, resolve
+from mcore_convert.formats.megatron.recorded import common_of, companions_of, progress_files
+from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
@@ -184,8 +184,7 @@ class TorchDistCheckpoint(Checkpoint):
 
     @property
     def companions(self) -> Path | None:
-        around = beside(self.path)
-        return carried_in(self.path) or (None if around is None else around.companions)
+        return companions_of(self.path)
 
     def progress_files(self, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
         """Yield Megatron-Bridge's, which it has in the directory of an iteration and above it."""

@@ -56,7 +56,7 @@ class HfTensor:
             inside, lane = wanted, whole
             if every is not None:
                 inside = every.box(wanted)
-                first = every.index(inside.offsets[every.axis]) - wanted.offsets[every.axis]
+                first = every.index_of(inside.offsets[every.axis]) - wanted.offsets[every.axis]
                 lane = whole[(*(slice(None),) * every.axis, slice(first, None, every.step))]
             for part in cut(slots, inside):
                 at = part.box.relative_to(inside.offsets)

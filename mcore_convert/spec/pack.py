@@ -27,7 +27,7 @@ class Every(NamedTuple):
         low, high = (self._number(at) for at in (box.offsets[self.axis], box.offsets[self.axis] + box.sizes[self.axis]))
         return Box(_with(box.offsets, self.axis, low), _with(box.sizes, self.axis, high - low))
 
-    def index(self, number: int) -> int:
+    def index_of(self, number: int) -> int:
         """The index in the dimension, from that among these indices."""
         return self.first + number * self.step
 

@@ -179,7 +179,8 @@ class Blocks(Coded):
             (row // high, first),
             ((row + count - 1) // high - row // high + 1, (column + width - 1) // wide - first + 1),
         )
-        scales, zeros = (each if each is None else each[::step] for each in self._scales(files, matrix, at))
+        scales, zeros = self._scales(files, matrix, at)
+        scales, zeros = scales[::step], None if zeros is None else zeros[::step]
         columns = np.arange(column, column + width) // wide - first
         at_once = max(1, LOOKED_UP // width)
         for rows in self._of_one_table(row, len(into), at_once):

@@ -119,7 +119,7 @@ def test_a_box_of_every_so_many_indices(box: tuple[int, int], first: int, step: 
     assert (part.offsets[0], part.sizes[0]) == (7, 3)
     numbers = range(part.offsets[1], part.offsets[1] + part.sizes[1])
     inside = [index for index in range(offset, offset + size) if index >= first and (index - first) % step == 0]
-    assert [every.index(number) for number in numbers] == inside
+    assert [every.index_of(number) for number in numbers] == inside
 
 
 @given(

@@ -74,7 +74,7 @@ def rows_of(slot: Slot) -> range:
 def _every(slot: Slot, every: Every) -> Slot:
     """The slot of every so many indices of a dimension, in a tensor of these alone."""
     view, axis, box = slot.view, every.axis, every.box(slot.box)
-    first = every.index(box.offsets[axis]) - slot.box.offsets[axis]
+    first = every.index_of(box.offsets[axis]) - slot.box.offsets[axis]
     strides = tuple(step * every.step if number == axis else step for number, step in enumerate(view.strides))
     return Slot(view._replace(offset=view.offset + first * view.strides[axis], shape=box.sizes, strides=strides), box)
 

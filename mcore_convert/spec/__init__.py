@@ -17,7 +17,7 @@ from mcore_convert.spec.family import (
 )
 from mcore_convert.spec.layout import Layout, Rank
 from mcore_convert.spec.names import Index
-from mcore_convert.spec.pack import QKV, Concat, Fused, Pack, Piece, Same, Transposed
+from mcore_convert.spec.pack import QKV, Concat, Every, Fused, Interleaved, Pack, Piece, Same, Transposed
 from mcore_convert.spec.shard import Box, Shard
 
 __all__ = [
@@ -26,9 +26,11 @@ __all__ = [
     "Concat",
     "ConfigMapping",
     "Dims",
+    "Every",
     "Family",
     "Fused",
     "Index",
+    "Interleaved",
     "Layout",
     "Pack",
     "Piece",

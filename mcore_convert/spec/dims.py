@@ -22,6 +22,7 @@ class Dims:
     layers for alike, so that one key of `torch_dist` holds a weight of all of them. The ranks and sizes of latent
     attention are None where attention is of another kind, `q_lora_rank` also where queries are made in one step.
     `mtp_num_layers` layers after those of the decoder predict further tokens, each with the parts of the last of these.
+    With `expert_bias` experts and their router have biases, and Megatron Core cuts no expert over ranks.
     """
 
     num_layers: int
@@ -49,6 +50,7 @@ class Dims:
     low_rank_queries: bool = False
     qk_norm: bool = False
     mtp_num_layers: int = 0
+    expert_bias: bool = False
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -107,6 +109,7 @@ class Dims:
             low_rank_queries=latent.get("q_lora_rank") is not None,
             qk_norm=bool(args.get("qk_layernorm")),
             mtp_num_layers=int(mtp),
+            expert_bias=has_expert_bias(args),
         )
 
     @property
@@ -138,6 +141,7 @@ class Dims:
             "vocab": self.vocab_size,
             "positions": self.max_position_embeddings,
             "hidden": self.hidden_size,
+            "num_heads": self.num_attention_heads,
             "heads": self.num_attention_heads * self.kv_channels,
             "qkv": (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels,
             "ffn": self.ffn_hidden_size,
@@ -172,6 +176,15 @@ class Dims:
     @cached_property
     def _shapes(self) -> dict[tuple[str, ...], Shape]:
         return {}  # asked for every expert of every layer
+
+
+def has_expert_bias(args: Mapping[str, Any]) -> bool:
+    """Whether experts and their router have biases as they do since Megatron Core 0.15, which came with `softmax_type`.
+
+    Since then no expert is cut over ranks where they do (`moe/router.py`, `Router`; `TransformerConfig`,
+    `__post_init__`). In earlier versions the router has none.
+    """
+    return bool(args.get("num_experts") and args.get("add_bias_linear") and "softmax_type" in args)
 
 
 def _latent(args: Mapping[str, Any]) -> dict[str, Any]:

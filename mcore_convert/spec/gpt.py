@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.mapping import ConfigMapping
+from mcore_convert.spec.dims import has_expert_bias
 from mcore_convert.spec.family import Family, Weight
 from mcore_convert.spec.layers import EXPERTS, MLP
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
@@ -35,7 +36,7 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
     "attention_output_gate": (None, False),
-    "softmax_type": (None, "vanilla", "off-by-one"),
+    "softmax_type": (None, "vanilla", "off-by-one", "learnable"),
     "moe_latent_size": (None,),
     "moe_mlp_glu_interleave_size": (None,),
     "moe_shared_expert_glu_interleave_size": (None,),
@@ -79,7 +80,7 @@ def family(args: Mapping[str, Any]) -> Family:
 
 def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
     """The rows of a model with these normalised Megatron arguments."""
-    bias, gated = bool(args.get("add_bias_linear")), bool(args.get("swiglu"))
+    bias, gated = bool(args.get("add_bias_linear")), bool(args.get("swiglu") or args.get("quick_geglu"))
     qkv_bias = bias or bool(args.get("add_qkv_bias"))
     norm_bias = args.get("normalization") == "LayerNorm"
     up, up_shape = (GATED_COLUMN, "gated_") if gated else (COLUMN, "")
@@ -95,6 +96,8 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
             for part in "qk":
                 rows += _norm(LAYER + f"self_attention.{part}_layernorm.", norm_bias, "head")
         rows += _linear(LAYER + "self_attention.linear_proj.", "hidden", "heads", ROW, bias)
+    if args.get("softmax_type") == "learnable":
+        rows.append(_row(LAYER + "self_attention.core_attention.softmax_offset", "num_heads", COLUMN))
     mlp = _norm(LAYER + "mlp.linear_fc1.layer_norm_", norm_bias)
     mlp += _linear(LAYER + "mlp.linear_fc1.", up_shape + "ffn", "hidden", up, bias)
     mlp += _linear(LAYER + "mlp.linear_fc2.", "hidden", "ffn", ROW, bias)
@@ -141,6 +144,8 @@ def _latent_attention(args: Mapping[str, Any], norm_bias: bool, bias: bool) -> l
 def _experts(args: Mapping[str, Any], norm_bias: bool, bias: bool, up: Shard, up_shape: str) -> list[Weight]:
     rows = _norm(LAYER + "pre_mlp_layernorm.", norm_bias)
     rows.append(_row(LAYER + "mlp.router.weight", "experts hidden"))
+    if has_expert_bias(args):
+        rows.append(_row(LAYER + "mlp.router.bias", "experts"))
     if args.get("moe_router_enable_expert_bias"):
         rows.append(replace(_row(LAYER + "mlp.router.expert_bias", "experts"), trained=False))
     rows += _linear(EXPERT + "linear_fc1.", up_shape + "moe_ffn", "hidden", up, bias)

@@ -50,6 +50,7 @@ DOWN_PROJECTIONS = ("self_attention.linear_q_down_proj.weight", "self_attention.
 # The order of the parts of a layer in `module.parameters()`; within a part that of the rows: weight, then bias.
 LOCAL_ORDER = (
     "input_layernorm.",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_qkv.",
     "self_attention.linear_q_proj.",

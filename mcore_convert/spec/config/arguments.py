@@ -62,6 +62,15 @@ LATENT_DEFAULTS: dict[str, Any] = {
     "beta_slow": 1.0,
 }
 
+# The same where it is not, and positions are scaled by YaRN (0.19, `_apply_yarn_config_from_args`).
+YARN_DEFAULTS: dict[str, Any] = {
+    **{name: LATENT_DEFAULTS[name] for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")},
+    **{f"yarn_{x}": LATENT_DEFAULTS[x] for x in ("original_max_position_embeddings", "beta_fast", "beta_slow")},
+    "yarn_correction_range_round_to_int": True,
+}
+# What a configuration of Megatron Core's calls them.
+YARN_FIELDS = {name if name.startswith("yarn_") else f"yarn_{name}": name for name in YARN_DEFAULTS}
+
 
 def true_vocab_size(stored: Values) -> int | None:
     """The vocabulary without padding, from the arguments that a checkpoint stores; None where they do not tell.
@@ -128,10 +137,10 @@ def normalise(stored: Values) -> dict[str, Any]:
         if args.get(name) is None:
             args[name] = value
 
-    if args.get("multi_latent_attention"):
-        for name, value in LATENT_DEFAULTS.items():
-            if args.get(name) is None:
-                args[name] = value
+    of_positions = YARN_DEFAULTS if args["position_embedding_type"] == "yarn" else {}
+    for name, value in (LATENT_DEFAULTS if args.get("multi_latent_attention") else of_positions).items():
+        if args.get(name) is None:
+            args[name] = value
     if args.get("num_experts"):
         args["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
     if (vocab := true_vocab_size(args)) is not None:

@@ -45,6 +45,7 @@ SIZES = Flags(
         "--normalization": "normalization",
         "--norm-epsilon": "layernorm_epsilon",
         "--window-size": "window_size",
+        "--window-attn-skip-freq": "window_attn_skip_freq",
         "--softmax-type": "softmax_type",
         "--activation-func-clamp-value": "activation_func_clamp_value",
         "--glu-linear-offset": "glu_linear_offset",
@@ -79,6 +80,7 @@ SWITCHES = Flags(
         "--apply-layernorm-1p": ("layernorm_zero_centered_gamma", True),
         "--apply-residual-connection-post-layernorm": ("apply_residual_connection_post_layernorm", True),
         "--disable-bias-linear": ("add_bias_linear", False),
+        "--no-bias-dropout-fusion": ("bias_dropout_fusion", False),
         "--untie-embeddings-and-output-weights": ("untie_embeddings_and_output_weights", True),
         "--bf16": ("bf16", True),
         "--fp16": ("fp16", True),
@@ -100,7 +102,7 @@ EXACT_GELU = Flags(  # the fused gelu is the tanh form
 )
 
 ROPE = Flags(
-    lambda args: args["position_embedding_type"] == "rope",
+    lambda args: args["position_embedding_type"] in ("rope", "yarn"),
     {
         "--rotary-base": "rotary_base",
         "--rotary-percent": "rotary_percent",
@@ -115,6 +117,19 @@ ROPE_SCALING = Flags(
     lambda args: args["position_embedding_type"] == "rope" and args["use_rope_scaling"],
     {"--rope-scaling-factor": "rope_scaling_factor"},
     {"--use-rope-scaling": ("use_rope_scaling", True)},
+)
+
+YARN = Flags(
+    lambda args: args["position_embedding_type"] == "yarn" and not args.get("multi_latent_attention"),
+    {
+        "--rotary-scaling-factor": "rotary_scaling_factor",
+        "--mscale": "mscale",
+        "--mscale-all-dim": "mscale_all_dim",
+        "--yarn-original-max-position-embeddings": "yarn_original_max_position_embeddings",
+        "--yarn-beta-fast": "yarn_beta_fast",
+        "--yarn-beta-slow": "yarn_beta_slow",
+    },
+    {"--no-yarn-correction-range-round-to-int": ("yarn_correction_range_round_to_int", False)},
 )
 
 # Defaults of 0.12 and 0.16 differ here (`--mscale-all-dim`), so that each value is given.
@@ -177,7 +192,8 @@ FSDP = Flags(
 
 MTP = Flags(lambda args: args.get("mtp_num_layers"), {"--mtp-num-layers": "mtp_num_layers"})
 
-ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING, LATENT_ATTENTION, MTP, EXPERTS, FSDP)
+OF_POSITIONS = (ROPE, ROPE_SCALING, YARN)
+ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, *OF_POSITIONS, LATENT_ATTENTION, MTP, EXPERTS, FSDP)
 
 # What an optimizer's state needs. 0.19 finds parameter groups by their learning rates, too (`optimizer.py`,
 # `param_group_identifier_keys`), and every version compares the scheduler's numbers with those of the command line
@@ -209,7 +225,7 @@ BUFFERS = Flags(
 
 # Flags whose value is one list of layers, written without spaces, and those whose value is one pair, written without
 # brackets, which a shell would want quoted; a list elsewhere is several words.
-PATTERNS = ("--moe-layer-freq", "--no-rope-freq")
+PATTERNS = ("--moe-layer-freq", "--no-rope-freq", "--window-attn-skip-freq")
 PAIRS = ("--window-size",)
 INTEGERS = ("--rotary-base",)  # which a configuration may hold as 10000.0
 
@@ -269,6 +285,10 @@ def caveats(args: Values) -> list[str]:
         if args.get(name):
             flag = name.replace("_", "-")
             lines.append(f"`{name}` = {args[name]}: Megatron-LM has `--{flag}` since {since}")
+    if args.get("softmax_type") == "learnable":
+        lines.append("`softmax_type` = learnable: Megatron-LM has `--softmax-type` since 0.15")
+    if YARN.when(args):
+        lines.append("`position_embedding_type` = yarn: Megatron-LM has its flags since 0.19")
     if args.get("multi_latent_attention") and args["rope_type"] == "yarn" and args["rotary_scaling_factor"] > 1:
         lines += [
             f"`{name}` = {args[name]}: `MLATransformerConfig` takes it, but Megatron-LM has no flag for it, and {value}"

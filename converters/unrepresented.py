@@ -12,6 +12,7 @@ MULTIPLIERS = "multipliers of embeddings and residuals, which Megatron-LM has no
 STATE = "state-space layers, which a `GPTModel` has not"
 LATENT = "multi-latent attention without experts, which no family describes yet"
 MIXED = "layers with a window among layers without one, which no family describes yet"
+TOWER = "a vision tower; its text model is converted once transformers has saved it by itself"
 ELSEWHERE = "its code is not in transformers, so that nothing proves a conversion"
 
 UNREPRESENTED = {
@@ -61,6 +62,8 @@ UNREPRESENTED = {
     "OpenAIGPTLMHeadModel": "norms of the residual stream itself, after each addition",
     "PhiForCausalLM": PARALLEL,
     "QWenLMHeadModel": ELSEWHERE,
+    "Qwen3_5ForConditionalGeneration": TOWER,
+    "Qwen3_5MoeForConditionalGeneration": TOWER,
     "RecurrentGemmaForCausalLM": f"recurrent layers; {EMBEDDING}",
     "RwkvForCausalLM": "recurrent layers",
     "VaultGemmaForCausalLM": f"soft caps; {EMBEDDING}",

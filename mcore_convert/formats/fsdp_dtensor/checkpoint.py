@@ -115,14 +115,14 @@ class FsdpCheckpoint(Checkpoint):
         template = name_in_module(weight.mcore, self.spec.implementation, self.spec.experts)
         name, shape = spell(template, at).replace(MTP_LAYER, self._mtp_layer), dims.shape(weight.shape)
         names = [name]
-        if weight.shard.parts == 2 and f"{self.prefix}{name}{GATE}" in self.directory.tensors:
+        if weight.shard.is_gated and f"{self.prefix}{name}{GATE}" in self.directory.tensors:
             names, shape = [f"{name}{GATE}", f"{name}{UP}"], (shape[0] // 2, *shape[1:])
         slots: list[Slot] = []
         for number, part in enumerate(names):
             key = self._key_of(part, state)
             if not findings.expect(key, self.directory.tensors.get(key), shape, rows_at_least=weight.vocab):
                 continue
-            if weight.shard.parts == 2 and len(names) == 1:
+            if weight.shard.is_gated and len(names) == 1:
                 self._refuse_interleaved(key)
             slots += [slot.moved(number * shape[0]) for slot in self._slots_of(key)]
         return slots

@@ -116,7 +116,7 @@ class _Writer:
         name = spell(name_in_module(weight.mcore or "", self.spec.implementation, self.spec.experts), at)
         if self.request.release >= MTP_NAMES:
             name = name.replace(MTP_LAYER, MTP_MODEL_LAYER)
-        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.parts == 2 else [name]
+        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.is_gated else [name]
 
     def add(self, item: Item, dtype: str, content: _Content) -> None:
         """Lay out one state of a weight; the weight itself lies where its master copy does."""

@@ -134,6 +134,8 @@ def normalise(stored: Values) -> dict[str, Any]:
                 args[name] = value
     if args.get("num_experts"):
         args["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
+    if args.get("linear_attention_freq") is not None:
+        args["linear_attention_freq"] = plain_frequency(args["linear_attention_freq"], "linear_attention_freq")
     if (vocab := true_vocab_size(args)) is not None:
         if vocab != args["vocab_size"]:
             args["tokenizer_type"], args["null_tokenizer_eod_id"] = "NullTokenizer", args["vocab_size"]
@@ -185,6 +187,11 @@ PLAIN: dict[str, Any] = {
     "mrope_section": None,
     "experimental_attention_variant": None,
     "linear_attention_freq": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
     "init_method_std": 0.02,
     "init_method_xavier_uniform": False,
     "init_model_with_meta_device": False,

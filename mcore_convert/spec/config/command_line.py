@@ -75,6 +75,7 @@ SWITCHES = Flags(
         "--openai-gelu": ("openai_gelu", True),
         "--qk-layernorm": ("qk_layernorm", True),
         "--qk-l2-norm": ("qk_l2_norm", True),
+        "--attention-output-gate": ("attention_output_gate", True),
         "--rotary-interleaved": ("rotary_interleaved", True),
         "--apply-layernorm-1p": ("layernorm_zero_centered_gamma", True),
         "--apply-residual-connection-post-layernorm": ("apply_residual_connection_post_layernorm", True),
@@ -135,6 +136,19 @@ LATENT_ATTENTION = Flags(
     plain={"--rope-type": "yarn"},  # that of `MLATransformerConfig`; 0.12 has no flag for it
 )
 
+LINEAR_ATTENTION = Flags(
+    lambda args: args.get("experimental_attention_variant"),
+    {
+        "--experimental-attention-variant": "experimental_attention_variant",
+        "--linear-attention-freq": "linear_attention_freq",
+        "--linear-conv-kernel-dim": "linear_conv_kernel_dim",
+        "--linear-key-head-dim": "linear_key_head_dim",
+        "--linear-value-head-dim": "linear_value_head_dim",
+        "--linear-num-key-heads": "linear_num_key_heads",
+        "--linear-num-value-heads": "linear_num_value_heads",
+    },
+)
+
 EXPERTS = Flags(
     lambda args: args.get("num_experts"),
     {
@@ -177,7 +191,10 @@ FSDP = Flags(
 
 MTP = Flags(lambda args: args.get("mtp_num_layers"), {"--mtp-num-layers": "mtp_num_layers"})
 
-ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING, LATENT_ATTENTION, MTP, EXPERTS, FSDP)
+ALL = (
+    *(SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING),
+    *(LATENT_ATTENTION, LINEAR_ATTENTION, MTP, EXPERTS, FSDP),
+)
 
 # What an optimizer's state needs. 0.19 finds parameter groups by their learning rates, too (`optimizer.py`,
 # `param_group_identifier_keys`), and every version compares the scheduler's numbers with those of the command line
@@ -209,7 +226,7 @@ BUFFERS = Flags(
 
 # Flags whose value is one list of layers, written without spaces, and those whose value is one pair, written without
 # brackets, which a shell would want quoted; a list elsewhere is several words.
-PATTERNS = ("--moe-layer-freq", "--no-rope-freq")
+PATTERNS = ("--moe-layer-freq", "--no-rope-freq", "--linear-attention-freq")
 PAIRS = ("--window-size",)
 INTEGERS = ("--rotary-base",)  # which a configuration may hold as 10000.0
 
@@ -220,7 +237,7 @@ SCRIPTS_ROPE_SCALING_FACTOR = 8.0
 def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
     """The flags of the architecture, layout, dtype and tokenizer, as Megatron-LM 0.12 to main parse them.
 
-    Two flags are younger, and stand there only where the model needs them (`caveats`). Give all of them beside
+    Some flags are younger, and stand there only where the model needs them (`caveats`). Give all of them beside
     `--use-checkpoint-args`, or instead of it.
 
     Args:
@@ -265,7 +282,8 @@ def caveats(args: Values) -> list[str]:
             f"`rope_scaling_factor` = {factor}: `GPTModel` takes it, but `pretrain_gpt.py` of Megatron-LM 0.12 to main "
             f"does not hand it on, and scales by {SCRIPTS_ROPE_SCALING_FACTOR}"
         )
-    for name, since in {"no_rope_freq": "0.13", "window_size": "0.15"}.items():
+    younger = {"no_rope_freq": "0.13", "window_size": "0.15", "experimental_attention_variant": "0.16"}
+    for name, since in {**younger, "attention_output_gate": "0.16"}.items():
         if args.get(name):
             flag = name.replace("_", "-")
             lines.append(f"`{name}` = {args[name]}: Megatron-LM has `--{flag}` since {since}")

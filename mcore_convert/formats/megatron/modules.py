@@ -72,6 +72,7 @@ LOCAL_ORDER = (
     "mlp.linear_fc1.",
     "mlp.experts.",
     "mlp.linear_fc2.",
+    "mlp.shared_experts.gate_weight",  # a parameter of the module itself, before those of modules within
     "mlp.shared_experts.",
 )
 MTP_ORDER = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")

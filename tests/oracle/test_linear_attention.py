@@ -3,6 +3,7 @@ them: in every dialect, at every tensor parallelism, with optimizer state."""
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from torch import Tensor
 from fixtures.megatron import Dialect, random_weights, save_torch_dist
 from fixtures.mp_rank import load_mp_rank, save_mp_rank
 from fixtures.optimizer import STEP, random_state, save_with_optimizer
-from mcore_convert import reshard, verify
+from mcore_convert import convert, reshard, verify
 from mcore_convert.checkpoints.identify import identify
 from mcore_convert.comparison.logits import tensors_of
-from mcore_convert.errors import ConfigError, LayoutError
+from mcore_convert.errors import ConfigError, LayoutError, MappingError
 from mcore_convert.formats.torch_dist.keys import keyed_parts
 from mcore_convert.spec import Dims, Layout, gpt
+from mcore_convert.spec.config.bridge import MIXED_LAYERS
+from tests.conftest import HfMaker
 from tests.oracle.test_megatron_fixtures import ARGS
 from tests.ranks import run_ranks
 from tests.tensors import assert_same_tensors
@@ -149,6 +152,18 @@ def test_segments_are_cut_as_megatron_core_does(tp: int) -> None:
 )
 def test_what_is_built_in_several_ways_is_refused(changed: dict[str, Any], reason: str) -> None:
     assert any(reason in line for line in gpt.refusals({**MIXED, **changed}))
+
+
+def test_megatron_fsdp_holds_no_segments(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    with pytest.raises(MappingError, match="`fsdp_dtensor` does not hold linear attention") as error:
+        convert(hf_checkpoint("qwen3_5"), tmp_path / "fsdp", to="fsdp_dtensor")
+    assert "decoder.layers.{layer}.self_attention.in_proj.weight" in error.value.items
+    assert not (tmp_path / "fsdp").exists()
+
+
+def test_megatron_core_has_the_function_that_makes_mixed_layers() -> None:
+    module, _, name = MIXED_LAYERS.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_heads_that_cannot_be_shared_by_ranks_are_refused() -> None:

@@ -23,7 +23,10 @@ BRIDGED = (
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_moe",
+    "qwen3_next",
 )  # the families that Megatron-Bridge has a bridge for, so that it can export them
 
 # A function is written as what to import and not to call.
@@ -96,6 +99,22 @@ LATENT_FIELDS = (
 )
 
 
+# The same of linear attention, whose layers a function of Megatron Core makes in place of the provider's own.
+LINEAR_FIELDS = (
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+MIXED_LAYERS = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec"
+)
+
+
 def run_config(args: Values, family_name: str) -> str:
     """The text of `run_config.yaml` for the arguments that `arguments.complete` made.
 
@@ -114,7 +133,11 @@ def run_config(args: Values, family_name: str) -> str:
     model: dict[str, Any] = {"_target_": LATENT_PROVIDER if is_latent else PROVIDER}
     model |= {name: args[name] for name in FIELDS if name in args}
     # older providers do not know these: they are written only where they say something
-    model |= {name: args[name] for name in ("no_rope_freq", "window_size", "mtp_num_layers") if args.get(name)}
+    younger = ("no_rope_freq", "window_size", "mtp_num_layers", "attention_output_gate")
+    model |= {name: args[name] for name in younger if args.get(name)}
+    if args.get("experimental_attention_variant"):
+        model |= {name: args[name] for name in LINEAR_FIELDS}
+        model["transformer_layer_spec"] = _symbol(MIXED_LAYERS)
     model |= {name: args.get(name) for name in LATENT_FIELDS} if is_latent else {}
     if args.get("num_experts"):
         model["num_moe_experts"] = args["num_experts"]

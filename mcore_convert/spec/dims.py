@@ -220,7 +220,7 @@ def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
 def _linear(args: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes of linear attention (Megatron Core 0.16, `TransformerConfig`)."""
     names = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
-    found = {f"linear_{name}": args.get(f"linear_{name}") for name in names}
+    found: dict[str, Any] = {f"linear_{name}": args.get(f"linear_{name}") for name in names}
     _refuse_no_sizes(found, tuple(found), "linear attention")
     keys, values = found["linear_num_key_heads"], found["linear_num_value_heads"]
     if values % keys:

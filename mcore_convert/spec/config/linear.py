@@ -79,8 +79,13 @@ def predicted_token(key: str) -> Field:
         count = 1 if config[key] is None else config[key]
         if type(count) is not int or count not in (0, 1):
             raise Refused(f"`{key}` = {shown(count)}, only one layer that predicts tokens can be represented")
-        fits = not config["tie_word_embeddings"] and not pattern_of(config)[-1]
-        return {"mtp_num_layers": 1 if count and fits else None}
+        return {"mtp_num_layers": 1 if count and fits(config) else None}
+
+    def fits(config: Values) -> bool:
+        try:
+            return not config["tie_word_embeddings"] and not pattern_of(config)[-1]
+        except Refused:  # as the field of the layers says
+            return False
 
     def to_hf(args: Values) -> dict[str, Any]:
         count = args.get("mtp_num_layers") or 0

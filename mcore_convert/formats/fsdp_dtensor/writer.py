@@ -116,7 +116,7 @@ class _Writer:
         name = spell(name_in_module(weight.mcore or "", self.spec.implementation, self.spec.experts), at)
         if self.request.release >= MTP_NAMES:
             name = name.replace(MTP_LAYER, MTP_MODEL_LAYER)
-        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.parts == 2 else [name]
+        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.is_gated else [name]
 
     def add(self, item: Item, dtype: str, content: _Content) -> None:
         """Lay out one state of a weight; the weight itself lies where its master copy does."""
@@ -174,7 +174,7 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
 
     Raises:
         LayoutError: there are several pipeline stages, whose layers have the same names.
-        MappingError: the optimizer has no group for a parameter, or is another than Adam.
+        MappingError: the optimizer has no group for a parameter, or is another than Adam; or there are segments.
     """
     path, training = request.path, request.training
     if request.layout.pp > 1:
@@ -187,6 +187,13 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
         raise MappingError(
             f"`{FSDP_DTENSOR}` holds Adam's state alone: Megatron-FSDP splits no other (`handle_swiglu_in_state_dict`)",
             hint=WITHOUT,
+        )
+    segmented = {item.weight.name: None for item in request.dtype_of if item.weight.shard.names}
+    if segmented:
+        raise MappingError(
+            f"`{FSDP_DTENSOR}` does not hold linear attention: Megatron-LM up to 0.19 does not split its segments",
+            items=list(segmented),
+            hint="--to torch_dist or --to torch",
         )
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)

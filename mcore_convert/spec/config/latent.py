@@ -81,7 +81,8 @@ def _heads() -> Field:
 
 def latent_rope() -> Field:
     """Positions, which rotate a part of each head as they are or as YaRN scales them."""
-    return _LatentRope(10000.0, None, ("rope_theta", "partial_rotary_factor"), ("default", "yarn")).field()
+    keys = ("rope_theta", "partial_rotary_factor")
+    return _LatentRope(10000.0, None, keys, ("default", "yarn"), inert=()).field()
 
 
 class _LatentRope(Rope):

@@ -39,7 +39,8 @@ def yarn(*, theta: float, default: dict[str, Any]) -> Field:
         theta: the base that the class has where `config.json` does not say one.
         default: the scaling of the class where it says none.
     """
-    return _Yarn(theta, None, ("rope_theta", "partial_rotary_factor"), ("default", "yarn"), default).field()
+    keys = ("rope_theta", "partial_rotary_factor")
+    return _Yarn(theta, None, keys, ("default", "yarn"), inert=(), default=default).field()
 
 
 @dataclass(frozen=True)

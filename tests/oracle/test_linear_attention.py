@@ -81,7 +81,7 @@ def test_what_megatron_saves_is_read(dialect: Dialect, tmp_path: Path) -> None:
     assert_same_tensors(dict(tensors_of(found)), joined(cut))
 
 
-LOCAL = {"implementation": "local", "for_megatron": "0.16"}
+LOCAL: dict[str, Any] = {"implementation": "local", "for_megatron": "0.16"}
 
 
 def test_segments_go_through_every_tensor_parallelism(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +147,10 @@ def lay_out_megatron(
     model: Model, family: Family, dims: Dims, target: Target, sources: Sources, notes: list[str]
 ) -> tuple[Checkpoint, Reservation]:
     """A Megatron directory in either format, with its arguments, its command line, and the original's other files."""
-    layout = target.layout
+    layout = target.layout.of_model(dims)
     layout.check(dims)
-    if layout.pipeline_layout is not None and target.release is not None and target.release < releases.PIPELINE_LAYOUT:
-        since, given = releases.spelled(releases.PIPELINE_LAYOUT), releases.spelled(target.release)
-        raise LayoutError(f"a pipeline layout needs Megatron-LM {since} or later, not {given}")
+    target = replace(target, layout=layout)
+    _refuse_young(model, dims, target)
     folder = model.folder
     carried = [] if folder is None else [*carried_files(folder), CONFIG]
     name = name_of(target.iteration)
@@ -205,6 +204,19 @@ def lay_out_megatron(
         if model.checkpoint.quantised is not None and model.config is not None:
             reservation.texts[hf_folder / CONFIG] = json_bytes(model.config)  # of the weights that are written
     return checkpoint, reservation
+
+
+def _refuse_young(model: Model, dims: Dims, target: Target) -> None:
+    """Refuse what the release to write for, where one is given, has not yet."""
+    young = {
+        "a pipeline layout": (target.layout.pipeline_layout is not None, releases.PIPELINE_LAYOUT),
+        "attention with sinks": (model.args.get("softmax_type") == "learnable", releases.SINKS),
+        "a router with a bias": (dims.expert_bias, releases.SINKS),
+    }
+    for what, (is_there, since) in young.items():
+        if is_there and target.release is not None and target.release < since:
+            given = releases.spelled(target.release)
+            raise LayoutError(f"{what} needs Megatron-LM {releases.spelled(since)} or later, not {given}")
 
 
 def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.megatron.cpu import import_megatron
+from mcore_convert.spec.config.arguments import YARN_DEFAULTS, YARN_FIELDS
 from mcore_convert.spec.layers import GATED_DELTA_NET, plain_frequency
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ SAME = (
     "rotary_interleaved",
     "no_rope_freq",
     "window_size",
+    "window_attn_skip_freq",
+    "softmax_type",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
     "apply_query_key_layer_scaling",
     "attention_softmax_in_fp32",
     "fp32_residual_connection",
@@ -106,17 +111,13 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "hybrid_layer_pattern": (),
     "hybrid_override_pattern": (),
     "is_hybrid_model": (False,),
-    "softmax_type": ("vanilla",),
-    "window_attn_skip_freq": (),
     "qk_l2_norm": (False,),
     "mrope_section": (),
     "apply_residual_connection_post_layernorm": (False,),
-    "glu_linear_offset": (0.0,),
-    "activation_func_clamp_value": (),
     "moe_apply_probs_on_input": (False,),
 }
 
-# The same, where attention is not latent.
+# The same, where attention is not latent, and neither are positions scaled by YaRN.
 ONLY_ELSEWHERE: dict[str, tuple[Any, ...]] = {"rotary_scaling_factor": (1.0,), "rope_type": ("rope",)}
 
 
@@ -183,7 +184,18 @@ def config_of(
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
-    return (MLATransformerConfig if is_latent else TransformerConfig)(**{**chosen, **fields_of_run, **(settings or {})})
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(
+        **{**chosen, **fields_of_run, **(settings or {})}
+    )
+    if has_yarn(args):  # attributes that are no fields (`gpt_model.py`)
+        for attribute, name in YARN_FIELDS.items():
+            setattr(config, attribute, YARN_DEFAULTS[name] if args.get(name) is None else args[name])
+    return config
+
+
+def has_yarn(args: Mapping[str, Any]) -> bool:
+    """Whether YaRN scales positions, where attention is not latent."""
+    return args.get("position_embedding_type") == "yarn" and not args.get("multi_latent_attention")
 
 
 def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
@@ -203,9 +215,10 @@ def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], tor
 
 
 def _refuse_unknown_mathematics(args: Mapping[str, Any]) -> None:
+    is_scaled = args.get("multi_latent_attention") or has_yarn(args)
     bad = [
         f"{name} = {args[name]!r}"
-        for name, allowed in {**ONLY, **({} if args.get("multi_latent_attention") else ONLY_ELSEWHERE)}.items()
+        for name, allowed in {**ONLY, **({} if is_scaled else ONLY_ELSEWHERE)}.items()
         if args.get(name) is not None and args[name] not in allowed
     ]
     if bad:

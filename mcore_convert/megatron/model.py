@@ -192,7 +192,7 @@ def _position_embedding_of(args: Mapping[str, Any]) -> str:
         name = "rope"
     if name == "learned_absolute" and args.get("add_position_embedding") is False:
         name = "none"
-    if name not in ("learned_absolute", "rope", "none"):
+    if name not in ("learned_absolute", "rope", "yarn", "none"):
         raise ConfigError(f"a model with `position_embedding_type` = {name!r} cannot be built here")
     return name
 

@@ -18,7 +18,7 @@ from mcore_convert.spec.family import (
 )
 from mcore_convert.spec.layout import Layout, Rank
 from mcore_convert.spec.names import Index
-from mcore_convert.spec.pack import QKV, Concat, Fused, Pack, Piece, Same, Segments, Transposed
+from mcore_convert.spec.pack import QKV, Concat, Every, Fused, Interleaved, Pack, Piece, Same, Segments, Transposed
 from mcore_convert.spec.shard import Box, Shard
 
 __all__ = [
@@ -27,9 +27,11 @@ __all__ = [
     "Concat",
     "ConfigMapping",
     "Dims",
+    "Every",
     "Family",
     "Fused",
     "Index",
+    "Interleaved",
     "Layout",
     "Pack",
     "Piece",

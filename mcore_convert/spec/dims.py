@@ -23,6 +23,7 @@ class Dims:
     attention are None where attention is of another kind, `q_lora_rank` also where queries are made in one step.
     `output_gate`: queries have a gate beside them. The sizes of linear attention are None where no layer has it.
     `mtp_num_layers` layers after those of the decoder predict further tokens, each with the parts of the last of these.
+    With `expert_bias` experts and their router have biases, and Megatron Core cuts no expert over ranks.
     """
 
     num_layers: int
@@ -56,6 +57,7 @@ class Dims:
     linear_value_head_dim: int | None = None
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
+    expert_bias: bool = False
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -118,6 +120,7 @@ class Dims:
             mtp_num_layers=int(mtp),
             output_gate=bool(args.get("attention_output_gate")),
             **linear,
+            expert_bias=has_expert_bias(args),
         )
 
     @property
@@ -152,6 +155,7 @@ class Dims:
             "vocab": self.vocab_size,
             "positions": self.max_position_embeddings,
             "hidden": self.hidden_size,
+            "num_heads": self.num_attention_heads,
             "heads": self.num_attention_heads * self.kv_channels,
             "qkv": (gated * self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels,
             "ffn": self.ffn_hidden_size,
@@ -207,6 +211,15 @@ class Dims:
     @cached_property
     def _shapes(self) -> dict[tuple[str, ...], Shape]:
         return {}  # asked for every expert of every layer
+
+
+def has_expert_bias(args: Mapping[str, Any]) -> bool:
+    """Whether experts and their router have biases as they do since Megatron Core 0.15, which came with `softmax_type`.
+
+    Since then no expert is cut over ranks where they do (`moe/router.py`, `Router`; `TransformerConfig`,
+    `__post_init__`). In earlier versions the router has none.
+    """
+    return bool(args.get("num_experts") and args.get("add_bias_linear") and "softmax_type" in args)
 
 
 def _latent(args: Mapping[str, Any]) -> dict[str, Any]:

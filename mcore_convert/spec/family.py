@@ -39,6 +39,7 @@ class Weight:
 
     `mcore` is the key of Megatron's `torch_dist` format with every placeholder spelled; None for a tensor that only
     Hugging Face has and that must be zero. `shape` is that of the global tensor, in the words of `Dims.size`.
+    Each of the names in `hf` may be that of one tensor for all experts of a layer, as in `Spelling`.
     `vocab` rows have the vocabulary as their first dimension, which Megatron pads. What is not `trained` is a buffer,
     and has no optimizer state. `part` names the part of a layer that the row belongs to, in the words of
     `spec.layers`: layers without it do not have the weight. `also` are further spellings that are read, where a file
@@ -70,6 +71,10 @@ class Weight:
     def name(self) -> str:
         """What to call the row in a message."""
         return self.mcore or self.hf[0]
+
+    def is_joined(self, template: str) -> bool:
+        """Whether a Hugging Face tensor of this name holds the weight of all experts of a layer."""
+        return "expert" in placeholders_of(self.name) and "expert" not in placeholders_of(template)
 
     @property
     def predicts(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.mapping import ConfigMapping
+from mcore_convert.spec.dims import has_expert_bias
 from mcore_convert.spec.family import Family, Weight, segmented
 from mcore_convert.spec.layers import ATTENTION, EXPERTS, GATED_DELTA_NET, LINEAR, MLP, linear_layers
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
@@ -37,7 +38,7 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (None, GATED_DELTA_NET),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
-    "softmax_type": (None, "vanilla", "off-by-one"),
+    "softmax_type": (None, "vanilla", "off-by-one", "learnable"),
     "moe_latent_size": (None,),
     "moe_mlp_glu_interleave_size": (None,),
     "moe_shared_expert_glu_interleave_size": (None,),
@@ -94,7 +95,7 @@ def family(args: Mapping[str, Any]) -> Family:
 
 def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
     """The rows of a model with these normalised Megatron arguments."""
-    bias, gated = bool(args.get("add_bias_linear")), bool(args.get("swiglu"))
+    bias, gated = bool(args.get("add_bias_linear")), bool(args.get("swiglu") or args.get("quick_geglu"))
     qkv_bias = bias or bool(args.get("add_qkv_bias"))
     norm_bias = args.get("normalization") == "LayerNorm"
     up, up_shape = (GATED_COLUMN, "gated_") if gated else (COLUMN, "")
@@ -102,10 +103,10 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
     if args.get("position_embedding_type") == "learned_absolute" and args.get("add_position_embedding", True):
         rows.append(_row("embedding.position_embeddings.weight", "positions hidden"))
     if args.get("multi_latent_attention"):
-        rows += _latent_attention(args, norm_bias, bias)
+        rows += [*_latent_attention(args, norm_bias, bias), *_sinks(args)]
     else:
         linear = args.get("experimental_attention_variant") == GATED_DELTA_NET
-        attention = _attention(args, norm_bias, bias, qkv_bias)
+        attention = [*_attention(args, norm_bias, bias, qkv_bias), *_sinks(args)]
         rows += [replace(weight, part=ATTENTION) for weight in attention] if linear else attention
         rows += [replace(weight, part=LINEAR) for weight in _gated_delta_net(norm_bias)] if linear else []
     mlp = _norm(LAYER + "mlp.linear_fc1.layer_norm_", norm_bias)
@@ -138,6 +139,12 @@ def _attention(args: Mapping[str, Any], norm_bias: bool, bias: bool, qkv_bias: b
     if args.get("qk_layernorm"):
         rows += [row for part in "qk" for row in _norm(prefix + f"{part}_layernorm.", norm_bias, "head")]
     return rows + _linear(prefix + "linear_proj.", "hidden", "heads", ROW, bias)
+
+
+def _sinks(args: Mapping[str, Any]) -> list[Weight]:
+    if args.get("softmax_type") != "learnable":
+        return []
+    return [_row(LAYER + "self_attention.core_attention.softmax_offset", "num_heads", COLUMN)]
 
 
 def _gated_delta_net(norm_bias: bool) -> list[Weight]:
@@ -175,6 +182,8 @@ def _latent_attention(args: Mapping[str, Any], norm_bias: bool, bias: bool) -> l
 def _experts(args: Mapping[str, Any], norm_bias: bool, bias: bool, up: Shard, up_shape: str) -> list[Weight]:
     rows = _norm(LAYER + "pre_mlp_layernorm.", norm_bias)
     rows.append(_row(LAYER + "mlp.router.weight", "experts hidden"))
+    if has_expert_bias(args):
+        rows.append(_row(LAYER + "mlp.router.bias", "experts"))
     if args.get("moe_router_enable_expert_bias"):
         rows.append(replace(_row(LAYER + "mlp.router.expert_bias", "experts"), trained=False))
     rows += _linear(EXPERT + "linear_fc1.", up_shape + "moe_ffn", "hidden", up, bias)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_convert.errors import LayoutError
@@ -186,6 +186,10 @@ class Layout:
         local = num_experts // self.ep
         return range(ep * local, (ep + 1) * local)
 
+    def of_model(self, dims: Dims) -> Layout:
+        """The layout with experts whole where Megatron Core cuts none, unless `etp` says otherwise."""
+        return replace(self, etp=1) if dims.expert_bias and self.etp is None and self.tp > 1 else self
+
     def check(self, dims: Dims) -> None:
         """Whether Megatron Core can build a model of these sizes on this layout.
 
@@ -195,6 +199,8 @@ class Layout:
         problems = self._tensor_problems(dims, self.tp)
         if dims.num_experts and dims.size("moe_ffn") % self.expert_tp:
             problems.append(f"`moe_ffn_hidden_size` = {dims.size('moe_ffn')} cannot be split over {self._expert_cut}")
+        if dims.expert_bias and self.expert_tp > 1:
+            problems.append(f"experts have biases, which Megatron Core cannot split over {self._expert_cut}")
         if dims.num_experts is not None and dims.num_experts % self.ep:
             problems.append(f"`num_experts` = {dims.num_experts} cannot be split over ep = {self.ep}")
         if dims.num_experts is None and self.ep > 1:

@@ -137,6 +137,6 @@ def test_no_two_rows_have_one_name(name: str, hf_checkpoint: HfMaker) -> None:
     placed = list(model.family.instances(dims))
     for names in (
         [row.name for row in {row for row, _ in placed}],
-        [spell(key, at) for row, at in placed for key in row.hf],
+        [spell(key, at) for row, at in placed for key in row.hf if not (at.expert and row.is_joined(key))],
     ):
         assert len(set(names)) == len(names)

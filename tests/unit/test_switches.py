@@ -13,7 +13,6 @@ BESIDE = {
     "linear_": "experimental_attention_variant",
     "kitchen_attention": "use_kitchen_attention",
     "mla_": "multi_latent_attention",
-    "yarn_": "position_embedding_type",
     "relative_attention": "position_embedding_type",
     "mamba_": "is_hybrid_model",
     "mtp_": "mtp_num_layers",

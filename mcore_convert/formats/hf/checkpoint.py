@@ -19,7 +19,7 @@ from mcore_convert.formats.hf.names import HfNames
 from mcore_convert.formats.hf.quantised import KEY, read_quantised
 from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.formats.traits import Storage
-from mcore_convert.spec.family import Family
+from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import spell
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.codecs import Quantised
@@ -202,11 +202,17 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
     groups: list[dict[str, TensorMeta]] = []  # of tensors that one file must hold
     names: set[str] = set()
     coded: dict[str, TensorMeta] = {}
-    for (weight, at, _), dtype in request.dtype_of.items():
+    for (weight, at, state), dtype in request.dtype_of.items():
         pack, whole = weight.pack, family.shape(weight, dims)
         turned = {piece.tensor for piece in pack.pieces(whole, dims) if piece.transposed} if chosen else set()
         for number, (template, shape) in enumerate(zip(weight.hf, pack.shapes(whole, dims), strict=True)):
             name = spell(template, at)
+            if weight.is_joined(template):
+                shape = (dims.num_experts or 0, *shape)
+                if at.expert:  # its tensor is that of the first one
+                    if dtype != request.dtype_of[Item(weight, replace(at, expert=0), state)]:
+                        raise MappingError(f"`{name}` would have experts in {dtype} and in another dtype")
+                    continue
             if name in names:
                 raise MappingError(f"two weights of family `{family.name}` are called `{name}`")
             if chosen is not None and chosen.takes(weight, name, shape, turned=number in turned):

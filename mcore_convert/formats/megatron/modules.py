@@ -57,6 +57,7 @@ LOCAL_ORDER = (
     "self_attention.conv1d.",
     "self_attention.out_norm.",
     "self_attention.out_proj.",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_qkv.",
     "self_attention.linear_q_proj.",

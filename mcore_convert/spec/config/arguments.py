@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 from mcore_convert.spec.layers import plain_frequency
 
 Values = Mapping[str, Any]
@@ -61,6 +62,15 @@ LATENT_DEFAULTS: dict[str, Any] = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
+
+# The same where it is not, and positions are scaled by YaRN (0.19, `_apply_yarn_config_from_args`).
+YARN_DEFAULTS: dict[str, Any] = {
+    **{name: LATENT_DEFAULTS[name] for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")},
+    **{f"yarn_{x}": LATENT_DEFAULTS[x] for x in ("original_max_position_embeddings", "beta_fast", "beta_slow")},
+    "yarn_correction_range_round_to_int": True,
+}
+# What a configuration of Megatron Core's calls them.
+YARN_FIELDS = {name if name.startswith("yarn_") else f"yarn_{name}": name for name in YARN_DEFAULTS}
 
 
 def true_vocab_size(stored: Values) -> int | None:
@@ -128,10 +138,10 @@ def normalise(stored: Values) -> dict[str, Any]:
         if args.get(name) is None:
             args[name] = value
 
-    if args.get("multi_latent_attention"):
-        for name, value in LATENT_DEFAULTS.items():
-            if args.get(name) is None:
-                args[name] = value
+    of_positions = YARN_DEFAULTS if args["position_embedding_type"] == "yarn" else {}
+    for name, value in (LATENT_DEFAULTS if args.get("multi_latent_attention") else of_positions).items():
+        if args.get(name) is None:
+            args[name] = value
     if args.get("num_experts"):
         args["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
     if args.get("linear_attention_freq") is not None:
@@ -185,13 +195,7 @@ PLAIN: dict[str, Any] = {
     "window_attn_skip_freq": None,
     "no_rope_freq": None,
     "mrope_section": None,
-    "experimental_attention_variant": None,
-    "linear_attention_freq": None,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
+    **NO_LINEAR_ATTENTION,
     "init_method_std": 0.02,
     "init_method_xavier_uniform": False,
     "init_model_with_meta_device": False,

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_convert.spec.config.arguments import Values, normalise
 from mcore_convert.spec.config.latent import WITHOUT_FLAG
+from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Flags:
     values: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, tuple[str, object]] = field(default_factory=dict)
     plain: Mapping[str, object] = field(default_factory=dict)
+
+
+def named(*names: str) -> dict[str, str]:
+    """The flags of arguments that they are called as."""
+    return {f"--{name.replace('_', '-')}": name for name in names}
 
 
 # In the order in which a reader looks for them. `--norm-epsilon`, `--rotary-base` and the rope scaling are among them:
@@ -45,6 +51,7 @@ SIZES = Flags(
         "--normalization": "normalization",
         "--norm-epsilon": "layernorm_epsilon",
         "--window-size": "window_size",
+        "--window-attn-skip-freq": "window_attn_skip_freq",
         "--softmax-type": "softmax_type",
         "--activation-func-clamp-value": "activation_func_clamp_value",
         "--glu-linear-offset": "glu_linear_offset",
@@ -80,6 +87,7 @@ SWITCHES = Flags(
         "--apply-layernorm-1p": ("layernorm_zero_centered_gamma", True),
         "--apply-residual-connection-post-layernorm": ("apply_residual_connection_post_layernorm", True),
         "--disable-bias-linear": ("add_bias_linear", False),
+        "--no-bias-dropout-fusion": ("bias_dropout_fusion", False),
         "--untie-embeddings-and-output-weights": ("untie_embeddings_and_output_weights", True),
         "--bf16": ("bf16", True),
         "--fp16": ("fp16", True),
@@ -101,7 +109,7 @@ EXACT_GELU = Flags(  # the fused gelu is the tanh form
 )
 
 ROPE = Flags(
-    lambda args: args["position_embedding_type"] == "rope",
+    lambda args: args["position_embedding_type"] in ("rope", "yarn"),
     {
         "--rotary-base": "rotary_base",
         "--rotary-percent": "rotary_percent",
@@ -118,35 +126,31 @@ ROPE_SCALING = Flags(
     {"--use-rope-scaling": ("use_rope_scaling", True)},
 )
 
-# Defaults of 0.12 and 0.16 differ here (`--mscale-all-dim`), so that each value is given.
-LATENT_ATTENTION = Flags(
-    lambda args: args.get("multi_latent_attention"),
+YARN = Flags(
+    lambda args: args["position_embedding_type"] == "yarn" and not args.get("multi_latent_attention"),
     {
-        "--q-lora-rank": "q_lora_rank",
-        "--kv-lora-rank": "kv_lora_rank",
-        "--qk-head-dim": "qk_head_dim",
-        "--qk-pos-emb-head-dim": "qk_pos_emb_head_dim",
-        "--v-head-dim": "v_head_dim",
-        "--rope-type": "rope_type",
         "--rotary-scaling-factor": "rotary_scaling_factor",
         "--mscale": "mscale",
         "--mscale-all-dim": "mscale_all_dim",
+        "--yarn-original-max-position-embeddings": "yarn_original_max_position_embeddings",
+        "--yarn-beta-fast": "yarn_beta_fast",
+        "--yarn-beta-slow": "yarn_beta_slow",
     },
+    {"--no-yarn-correction-range-round-to-int": ("yarn_correction_range_round_to_int", False)},
+)
+
+# Defaults of 0.12 and 0.16 differ here (`--mscale-all-dim`), so that each value is given.
+OF_RANKS = named("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+LATENT_ATTENTION = Flags(
+    lambda args: args.get("multi_latent_attention"),
+    {**OF_RANKS, **named("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim")},
     {"--multi-latent-attention": ("multi_latent_attention", True)},
     plain={"--rope-type": "yarn"},  # that of `MLATransformerConfig`; 0.12 has no flag for it
 )
 
 LINEAR_ATTENTION = Flags(
     lambda args: args.get("experimental_attention_variant"),
-    {
-        "--experimental-attention-variant": "experimental_attention_variant",
-        "--linear-attention-freq": "linear_attention_freq",
-        "--linear-conv-kernel-dim": "linear_conv_kernel_dim",
-        "--linear-key-head-dim": "linear_key_head_dim",
-        "--linear-value-head-dim": "linear_value_head_dim",
-        "--linear-num-key-heads": "linear_num_key_heads",
-        "--linear-num-value-heads": "linear_num_value_heads",
-    },
+    named(*NO_LINEAR_ATTENTION),
 )
 
 EXPERTS = Flags(
@@ -161,14 +165,9 @@ EXPERTS = Flags(
         "--moe-router-num-groups": "moe_router_num_groups",
         "--moe-router-group-topk": "moe_router_group_topk",
         "--moe-router-topk-scaling-factor": "moe_router_topk_scaling_factor",
-        "--moe-router-score-function": "moe_router_score_function",
-        "--moe-router-dtype": "moe_router_dtype",
-        "--moe-router-load-balancing-type": "moe_router_load_balancing_type",
-        "--moe-aux-loss-coeff": "moe_aux_loss_coeff",
-        "--moe-z-loss-coeff": "moe_z_loss_coeff",
-        "--moe-router-bias-update-rate": "moe_router_bias_update_rate",
-        "--moe-input-jitter-eps": "moe_input_jitter_eps",
-        "--moe-expert-capacity-factor": "moe_expert_capacity_factor",
+        **named("moe_router_score_function", "moe_router_dtype", "moe_router_load_balancing_type"),
+        **named("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+        **named("moe_input_jitter_eps", "moe_expert_capacity_factor"),
         "--expert-model-parallel-size": "expert_model_parallel_size",
         "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
     },
@@ -191,10 +190,9 @@ FSDP = Flags(
 
 MTP = Flags(lambda args: args.get("mtp_num_layers"), {"--mtp-num-layers": "mtp_num_layers"})
 
-ALL = (
-    *(SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, ROPE, ROPE_SCALING),
-    *(LATENT_ATTENTION, LINEAR_ATTENTION, MTP, EXPERTS, FSDP),
-)
+OF_POSITIONS = (ROPE, ROPE_SCALING, YARN)
+OF_ATTENTION = (LATENT_ATTENTION, LINEAR_ATTENTION)
+ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, *OF_POSITIONS, *OF_ATTENTION, MTP, EXPERTS, FSDP)
 
 # What an optimizer's state needs. 0.19 finds parameter groups by their learning rates, too (`optimizer.py`,
 # `param_group_identifier_keys`), and every version compares the scheduler's numbers with those of the command line
@@ -226,12 +224,17 @@ BUFFERS = Flags(
 
 # Flags whose value is one list of layers, written without spaces, and those whose value is one pair, written without
 # brackets, which a shell would want quoted; a list elsewhere is several words.
-PATTERNS = ("--moe-layer-freq", "--no-rope-freq", "--linear-attention-freq")
+PATTERNS = ("--moe-layer-freq", "--no-rope-freq", "--window-attn-skip-freq", "--linear-attention-freq")
 PAIRS = ("--window-size",)
 INTEGERS = ("--rotary-base",)  # which a configuration may hold as 10000.0
 
 # pretrain_gpt.py and gpt_builders.py give GPTModel `rope_scaling` alone, so that its own default holds.
 SCRIPTS_ROPE_SCALING_FACTOR = 8.0
+
+
+# Flags that 0.12 does not have.
+YOUNG = {"no_rope_freq": "0.13", "window_size": "0.15", "softmax_type": "0.15"}
+YOUNG |= {"experimental_attention_variant": "0.16", "attention_output_gate": "0.16"}
 
 
 def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
@@ -282,11 +285,11 @@ def caveats(args: Values) -> list[str]:
             f"`rope_scaling_factor` = {factor}: `GPTModel` takes it, but `pretrain_gpt.py` of Megatron-LM 0.12 to main "
             f"does not hand it on, and scales by {SCRIPTS_ROPE_SCALING_FACTOR}"
         )
-    younger = {"no_rope_freq": "0.13", "window_size": "0.15", "experimental_attention_variant": "0.16"}
-    for name, since in {**younger, "attention_output_gate": "0.16"}.items():
-        if args.get(name):
-            flag = name.replace("_", "-")
-            lines.append(f"`{name}` = {args[name]}: Megatron-LM has `--{flag}` since {since}")
+    for (flag, name), since in zip(named(*YOUNG).items(), YOUNG.values(), strict=True):
+        if args.get(name) not in (None, False, 0, "vanilla"):
+            lines.append(f"`{name}` = {args[name]}: Megatron-LM has `{flag}` since {since}")
+    if YARN.when(args):
+        lines.append("`position_embedding_type` = yarn: Megatron-LM has its flags since 0.19")
     if args.get("multi_latent_attention") and args["rope_type"] == "yarn" and args["rotary_scaling_factor"] > 1:
         lines += [
             f"`{name}` = {args[name]}: `MLATransformerConfig` takes it, but Megatron-LM has no flag for it, and {value}"

@@ -7,7 +7,7 @@ transformers up to 4 writes `rope_theta` beside `rope_scaling`, transformers 5 o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_convert.spec.config.fields import stated
@@ -35,7 +35,7 @@ def rope(
         kinds: the `rope_type`s that the class knows, among those that Megatron has.
         inert: keys of the dictionaries that change nothing.
     """
-    return Rope(theta, percent, keys, kinds, inert).field()
+    return Rope(theta, percent, keys, kinds, inert=inert).field()
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rope:
     percent: float | None
     keys: tuple[str, str]
     kinds: tuple[str, ...]
-    inert: tuple[str, ...] = ()
+    inert: tuple[str, ...] = field(default=(), kw_only=True)
 
     def field(self) -> Field:
         flat = self.keys if self.percent is not None else self.keys[:1]

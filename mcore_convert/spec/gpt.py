@@ -143,6 +143,12 @@ def _attention(args: Mapping[str, Any], norm_bias: bool, bias: bool, qkv_bias: b
     return rows + _linear(prefix + "linear_proj.", "hidden", "heads", ROW, bias)
 
 
+def _sinks(args: Mapping[str, Any]) -> list[Weight]:
+    if args.get("softmax_type") != "learnable":
+        return []
+    return [_row(LAYER + "self_attention.core_attention.softmax_offset", "num_heads", COLUMN)]
+
+
 def _gated_delta_net(norm_bias: bool) -> list[Weight]:
     """Linear attention by the gated delta rule, whose linear layers never have biases (`gated_delta_net.py`)."""
     prefix = LAYER + "self_attention."

@@ -8,6 +8,7 @@ from typing import Any
 from mcore_convert.spec.config.arguments import Values, normalise
 from mcore_convert.spec.config.flags import ALL, BUFFERS, OPTIMIZER, YARN, Flags
 from mcore_convert.spec.config.latent import WITHOUT_FLAG
+from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
 # Flags whose value is one list of layers, written without spaces, and those whose value is one pair, written without
 # brackets, which a shell would want quoted; a list elsewhere is several words.
@@ -17,6 +18,11 @@ INTEGERS = ("--rotary-base",)  # which a configuration may hold as 10000.0
 
 # pretrain_gpt.py and gpt_builders.py give GPTModel `rope_scaling` alone, so that its own default holds.
 SCRIPTS_ROPE_SCALING_FACTOR = 8.0
+
+
+# Flags that 0.12 does not have.
+YOUNG = {"no_rope_freq": "0.13", "window_size": "0.15", "softmax_type": "0.15"}
+YOUNG |= {"experimental_attention_variant": "0.16", "attention_output_gate": "0.16"}
 
 
 def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
@@ -67,13 +73,9 @@ def caveats(args: Values) -> list[str]:
             f"`rope_scaling_factor` = {factor}: `GPTModel` takes it, but `pretrain_gpt.py` of Megatron-LM 0.12 to main "
             f"does not hand it on, and scales by {SCRIPTS_ROPE_SCALING_FACTOR}"
         )
-    younger = {"no_rope_freq": "0.13", "window_size": "0.15", "experimental_attention_variant": "0.16"}
-    for name, since in {**younger, "attention_output_gate": "0.16"}.items():
-        if args.get(name):
-            flag = name.replace("_", "-")
-            lines.append(f"`{name}` = {args[name]}: Megatron-LM has `--{flag}` since {since}")
-    if args.get("softmax_type") == "learnable":
-        lines.append("`softmax_type` = learnable: Megatron-LM has `--softmax-type` since 0.15")
+    for (flag, name), since in zip(named(*YOUNG).items(), YOUNG.values(), strict=True):
+        if args.get(name) not in (None, False, 0, "vanilla"):
+            lines.append(f"`{name}` = {args[name]}: Megatron-LM has `{flag}` since {since}")
     if YARN.when(args):
         lines.append("`position_embedding_type` = yarn: Megatron-LM has its flags since 0.19")
     if args.get("multi_latent_attention") and args["rope_type"] == "yarn" and args["rotary_scaling_factor"] > 1:

@@ -16,11 +16,19 @@ from mcore_convert.spec.layers import GATED_DELTA_NET, linear_layers
 LINEAR_ATTENTION = "linear_attention"
 INTERVAL = 4  # the class default
 
+# What Megatron-LM has by default, and the classes of transformers as well.
+SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+NO_LINEAR_ATTENTION = {"experimental_attention_variant": None, "linear_attention_freq": None, **SIZES}
+
 
 def gated_delta_net() -> tuple[Field, ...]:
     """Which layers have linear attention, its sizes, and the gate of the others."""
-    sizes = {"conv_kernel_dim": 4, "key_head_dim": 128, "value_head_dim": 128}
-    heads = {"num_key_heads": 16, "num_value_heads": 32}
     return (
         constant(
             experimental_attention_variant=GATED_DELTA_NET,
@@ -29,7 +37,7 @@ def gated_delta_net() -> tuple[Field, ...]:
             layernorm_zero_centered_gamma=True,
         ),
         _layers(),
-        *(same(f"linear_{name}", f"linear_{name}", default=size) for name, size in {**sizes, **heads}.items()),
+        *(same(name, name, default=size) for name, size in SIZES.items()),
     )
 
 

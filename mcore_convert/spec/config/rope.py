@@ -7,7 +7,7 @@ transformers up to 4 writes `rope_theta` beside `rope_scaling`, transformers 5 o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_convert.spec.config.fields import stated
@@ -35,7 +35,7 @@ def rope(
         kinds: the `rope_type`s that the class knows, among those that Megatron has.
         inert: keys of the dictionaries that change nothing.
     """
-    return Rope(theta, percent, keys, kinds, inert).field()
+    return Rope(theta, percent, keys, kinds, inert=inert).field()
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,13 @@ class Dims:
     low_rank_queries: bool = False
     qk_norm: bool = False
     mtp_num_layers: int = 0
-    expert_bias: bool = False
     output_gate: bool = False
     linear_conv_kernel_dim: int | None = None
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
+    expert_bias: bool = False
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -118,9 +118,9 @@ class Dims:
             low_rank_queries=latent.get("q_lora_rank") is not None,
             qk_norm=bool(args.get("qk_layernorm")),
             mtp_num_layers=int(mtp),
-            expert_bias=has_expert_bias(args),
             output_gate=bool(args.get("attention_output_gate")),
             **linear,
+            expert_bias=has_expert_bias(args),
         )
 
     @property

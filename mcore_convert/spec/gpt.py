@@ -102,13 +102,11 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
     rows = [_row(EMBEDDING, "vocab hidden", COLUMN, vocab=True)]
     if args.get("position_embedding_type") == "learned_absolute" and args.get("add_position_embedding", True):
         rows.append(_row("embedding.position_embeddings.weight", "positions hidden"))
-    learnable = args.get("softmax_type") == "learnable"
-    sinks = [_row(LAYER + "self_attention.core_attention.softmax_offset", "num_heads", COLUMN)] if learnable else []
     if args.get("multi_latent_attention"):
-        rows += _latent_attention(args, norm_bias, bias) + sinks
+        rows += [*_latent_attention(args, norm_bias, bias), *_sinks(args)]
     else:
         linear = args.get("experimental_attention_variant") == GATED_DELTA_NET
-        attention = _attention(args, norm_bias, bias, qkv_bias) + sinks
+        attention = [*_attention(args, norm_bias, bias, qkv_bias), *_sinks(args)]
         rows += [replace(weight, part=ATTENTION) for weight in attention] if linear else attention
         rows += [replace(weight, part=LINEAR) for weight in _gated_delta_net(norm_bias)] if linear else []
     mlp = _norm(LAYER + "mlp.linear_fc1.layer_norm_", norm_bias)

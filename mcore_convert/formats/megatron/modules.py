@@ -51,13 +51,13 @@ DOWN_PROJECTIONS = ("self_attention.linear_q_down_proj.weight", "self_attention.
 # The order of the parts of a layer in `module.parameters()`; within a part that of the rows: weight, then bias.
 LOCAL_ORDER = (
     "input_layernorm.",
-    "self_attention.core_attention.",
     "self_attention.dt_bias",
     "self_attention.A_log",
     "self_attention.in_proj.",
     "self_attention.conv1d.",
     "self_attention.out_norm.",
     "self_attention.out_proj.",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_qkv.",
     "self_attention.linear_q_proj.",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 from mcore_convert.spec.layers import plain_frequency
 
 Values = Mapping[str, Any]

@@ -102,6 +102,12 @@ LATENT_FIELDS = (
 )
 
 
+# What makes the layers of a model with linear attention, in place of the provider's own function.
+MIXED_LAYERS = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec"
+)
+
 # What older providers do not know, and is written only where it says something.
 YOUNG_FIELDS = (
     "no_rope_freq",
@@ -111,21 +117,6 @@ YOUNG_FIELDS = (
     "glu_linear_offset",
     "mtp_num_layers",
     "attention_output_gate",
-)
-
-# The same of linear attention, whose layers a function of Megatron Core makes in place of the provider's own.
-LINEAR_FIELDS = (
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-)
-MIXED_LAYERS = (
-    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
-    "get_transformer_block_with_experimental_attention_variant_spec"
 )
 
 
@@ -153,7 +144,7 @@ def run_config(args: Values, family_name: str) -> str:
     if args["position_embedding_type"] == "yarn" and not is_latent:
         model |= {attribute: args[name] for attribute, name in YARN_FIELDS.items()}
     if args.get("experimental_attention_variant"):
-        model |= {name: args[name] for name in LINEAR_FIELDS}
+        model |= {name: args[name] for name in NO_LINEAR_ATTENTION}
         model["transformer_layer_spec"] = _symbol(MIXED_LAYERS)
     model |= {name: args.get(name) for name in LATENT_FIELDS} if is_latent else {}
     if args.get("num_experts"):

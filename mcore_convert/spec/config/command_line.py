@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_convert.spec.config.arguments import Values, normalise
-from mcore_convert.spec.config.flags import ALL, BUFFERS, OPTIMIZER, YARN, Flags
+from mcore_convert.spec.config.flags import ALL, BUFFERS, OPTIMIZER, YARN, Flags, named
 from mcore_convert.spec.config.latent import WITHOUT_FLAG
-from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
 # Flags whose value is one list of layers, written without spaces, and those whose value is one pair, written without
 # brackets, which a shell would want quoted; a list elsewhere is several words.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from mcore_convert.spec.config.arguments import Values
+from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Flags:
     values: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, tuple[str, object]] = field(default_factory=dict)
     plain: Mapping[str, object] = field(default_factory=dict)
+
+
+def named(*names: str) -> dict[str, str]:
+    """The flags of arguments that they are called as."""
+    return {f"--{name.replace('_', '-')}": name for name in names}
 
 
 # In the order in which a reader looks for them. `--norm-epsilon`, `--rotary-base` and the rope scaling are among them:
@@ -131,34 +137,17 @@ YARN = Flags(
 )
 
 # Defaults of 0.12 and 0.16 differ here (`--mscale-all-dim`), so that each value is given.
+OF_RANKS = named("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 LATENT_ATTENTION = Flags(
     lambda args: args.get("multi_latent_attention"),
-    {
-        "--q-lora-rank": "q_lora_rank",
-        "--kv-lora-rank": "kv_lora_rank",
-        "--qk-head-dim": "qk_head_dim",
-        "--qk-pos-emb-head-dim": "qk_pos_emb_head_dim",
-        "--v-head-dim": "v_head_dim",
-        "--rope-type": "rope_type",
-        "--rotary-scaling-factor": "rotary_scaling_factor",
-        "--mscale": "mscale",
-        "--mscale-all-dim": "mscale_all_dim",
-    },
+    {**OF_RANKS, **named("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim")},
     {"--multi-latent-attention": ("multi_latent_attention", True)},
     plain={"--rope-type": "yarn"},  # that of `MLATransformerConfig`; 0.12 has no flag for it
 )
 
 LINEAR_ATTENTION = Flags(
     lambda args: args.get("experimental_attention_variant"),
-    {
-        "--experimental-attention-variant": "experimental_attention_variant",
-        "--linear-attention-freq": "linear_attention_freq",
-        "--linear-conv-kernel-dim": "linear_conv_kernel_dim",
-        "--linear-key-head-dim": "linear_key_head_dim",
-        "--linear-value-head-dim": "linear_value_head_dim",
-        "--linear-num-key-heads": "linear_num_key_heads",
-        "--linear-num-value-heads": "linear_num_value_heads",
-    },
+    named(*NO_LINEAR_ATTENTION),
 )
 
 EXPERTS = Flags(
@@ -173,14 +162,9 @@ EXPERTS = Flags(
         "--moe-router-num-groups": "moe_router_num_groups",
         "--moe-router-group-topk": "moe_router_group_topk",
         "--moe-router-topk-scaling-factor": "moe_router_topk_scaling_factor",
-        "--moe-router-score-function": "moe_router_score_function",
-        "--moe-router-dtype": "moe_router_dtype",
-        "--moe-router-load-balancing-type": "moe_router_load_balancing_type",
-        "--moe-aux-loss-coeff": "moe_aux_loss_coeff",
-        "--moe-z-loss-coeff": "moe_z_loss_coeff",
-        "--moe-router-bias-update-rate": "moe_router_bias_update_rate",
-        "--moe-input-jitter-eps": "moe_input_jitter_eps",
-        "--moe-expert-capacity-factor": "moe_expert_capacity_factor",
+        **named("moe_router_score_function", "moe_router_dtype", "moe_router_load_balancing_type"),
+        **named("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+        **named("moe_input_jitter_eps", "moe_expert_capacity_factor"),
         "--expert-model-parallel-size": "expert_model_parallel_size",
         "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
     },
@@ -204,10 +188,8 @@ FSDP = Flags(
 MTP = Flags(lambda args: args.get("mtp_num_layers"), {"--mtp-num-layers": "mtp_num_layers"})
 
 OF_POSITIONS = (ROPE, ROPE_SCALING, YARN)
-ALL = (
-    *(SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, *OF_POSITIONS),
-    *(LATENT_ATTENTION, LINEAR_ATTENTION, MTP, EXPERTS, FSDP),
-)
+OF_ATTENTION = (LATENT_ATTENTION, LINEAR_ATTENTION)
+ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, *OF_POSITIONS, *OF_ATTENTION, MTP, EXPERTS, FSDP)
 
 # What an optimizer's state needs. 0.19 finds parameter groups by their learning rates, too (`optimizer.py`,
 # `param_group_identifier_keys`), and every version compares the scheduler's numbers with those of the command line

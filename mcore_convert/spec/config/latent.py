@@ -81,8 +81,7 @@ def _heads() -> Field:
 
 def latent_rope() -> Field:
     """Positions, which rotate a part of each head as they are or as YaRN scales them."""
-    keys = ("rope_theta", "partial_rotary_factor")
-    return _LatentRope(10000.0, None, keys, ("default", "yarn"), inert=()).field()
+    return _LatentRope(10000.0, None, ("rope_theta", "partial_rotary_factor"), ("default", "yarn")).field()
 
 
 class _LatentRope(Rope):

@@ -46,7 +46,7 @@ class Rope:
     percent: float | None
     keys: tuple[str, str]
     kinds: tuple[str, ...]
-    inert: tuple[str, ...]
+    inert: tuple[str, ...] = field(default=(), kw_only=True)
 
     def field(self) -> Field:
         flat = self.keys if self.percent is not None else self.keys[:1]

@@ -39,8 +39,7 @@ def yarn(*, theta: float, default: dict[str, Any]) -> Field:
         theta: the base that the class has where `config.json` does not say one.
         default: the scaling of the class where it says none.
     """
-    keys = ("rope_theta", "partial_rotary_factor")
-    return _Yarn(theta, None, keys, ("default", "yarn"), inert=(), default=default).field()
+    return _Yarn(theta, None, ("rope_theta", "partial_rotary_factor"), ("default", "yarn"), default).field()
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.gpt import EMBEDDING
+from mcore_convert.spec.holding import is_of_expert
 from mcore_convert.spec.names import MASTER, PARAM, spell
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
@@ -122,8 +123,8 @@ class FsdpCheckpoint(Checkpoint):
             key = self._key_of(part, state)
             if not findings.expect(key, self.directory.tensors.get(key), shape, rows_at_least=weight.vocab):
                 continue
-            if weight.shard.parts == 2 and len(names) == 1:
-                self._refuse_interleaved(key)
+            if weight.shard.parts == 2 and len(names) == 1 and self.reserved is None:
+                self._refuse_interleaved(key, is_expert=is_of_expert(weight))
             slots += [slot.moved(number * shape[0]) for slot in self._slots_of(key)]
         return slots
 
@@ -152,9 +153,12 @@ class FsdpCheckpoint(Checkpoint):
         """The chunks of a key."""
         return self.directory.slots(key) if self.reserved is None else self.reserved[key]
 
-    def _refuse_interleaved(self, key: str) -> None:
+    def _refuse_interleaved(self, key: str, *, is_expert: bool) -> None:
         """Refuse a gated tensor that was not split, of several ranks: each had rows of the gate, then rows of up."""
-        tp = (self.common.args or {}).get("tensor_model_parallel_size") or 1
+        args = self.common.args or {}
+        tp = args.get("tensor_model_parallel_size") or 1
+        if is_expert:
+            tp = args.get("expert_tensor_parallel_size") or tp
         if tp > 1:
             raise UnreadableCheckpoint(
                 f"`{key}` in `{self.path}` is not split into `{GATE}` and `{UP}`, and was saved by {tp} tensor ranks",

@@ -136,7 +136,6 @@ class StateKeys:
 GATED_APART = Shard(0, (1, 1), ("_w", "_v"))
 
 
-@lru_cache(maxsize=4096)
 def keyed_parts(name: str, shape: Shape, shard: Shard) -> list[tuple[str, int, Shape]]:
     """The keys of a weight, each with the row at which its tensor begins and with its shape: mostly one."""
     if not shard.names or shard.dim != 0:

@@ -62,6 +62,8 @@ class HfNames(Checkpoint):
 
     def name_of(self, name: str) -> str:
         """The name under which the directory has a tensor: without the optional prefix where it is stored so."""
+        if not self.prefix:
+            return name
         short = name.removeprefix(self.prefix)
         return short if self.meta_of(name) is None and self.meta_of(short) is not None else name
 

@@ -107,7 +107,7 @@ def test_one_chunk_per_layer_and_rank(hf_checkpoint: HfMaker, tmp_path: Path) ->
         boxes = [chunk.box for chunk in directory.chunks[spell(drop(weight.mcore, *axes), at)]]
         mine = [box for box in boxes if not axes or box.offsets[0] == at.layer]
         assert all(box.sizes[: len(axes)] == (1,) * len(axes) for box in mine)
-        assert len(mine) == (1 if weight.shard.dim is None else 2 * weight.shard.parts)
+        assert len(mine) == (1 if weight.shard.dim is None else 2 * len(weight.shard.parts))
 
 
 @pytest.mark.parametrize("size", [10**9, 60_000, 1])

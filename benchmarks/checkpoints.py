@@ -8,8 +8,9 @@ import os
 import pickle
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,9 @@ def make_llama(path: Path, config: dict[str, Any], *, shards: int = 2, sparse: b
     return make_hf(path, config, llama_shapes(config), shards=shards, sparse=sparse, seed=seed)
 
 
+WIDTHS = {"BF16": 2, "F8_E4M3": 1, "F32": 4}  # bytes of an element, by the code in safetensors
+
+
 def make_hf(
     path: Path,
     config: dict[str, Any],
@@ -114,19 +118,25 @@ def make_hf(
     shards: int,
     sparse: bool = False,
     seed: int = 0,
+    codes: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """Write tensors in bfloat16 as a Hugging Face directory. `sparse` leaves holes for values: zeros, no room."""
+    """Write tensors as a Hugging Face directory, in bfloat16 but for those with a code of another dtype.
+
+    `sparse` leaves holes for values: zeros, no room. Tensors of another dtype need it.
+    """
     path.mkdir(parents=True)
     names = list(shapes)
-    total = sum(map(nbytes_of, shapes.values()))
+    sizes = {name: math.prod(shape) * WIDTHS[codes.get(name, "BF16")] for name, shape in shapes.items()}
+    total = sum(sizes.values())
     weight_map = {}
     done = 0
     for name in names:
         weight_map[name] = f"model-{min(done * shards // total, shards - 1) + 1:05}-of-{shards:05}.safetensors"
-        done += nbytes_of(shapes[name])
+        done += sizes[name]
     block = None if sparse else random_bfloat16(BLOCK, seed)
     for file in dict.fromkeys(weight_map.values()):
-        _write_safetensors(path / file, {name: shapes[name] for name in names if weight_map[name] == file}, block)
+        held = {name: shapes[name] for name in names if weight_map[name] == file}
+        _write_safetensors(path / file, held, block, codes)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (path / "config.json").write_text(json.dumps(config, indent=2))
@@ -135,12 +145,15 @@ def make_hf(
     return path
 
 
-def _write_safetensors(file: Path, shapes: dict[str, tuple[int, ...]], block: Bits | None) -> None:
+def _write_safetensors(
+    file: Path, shapes: dict[str, tuple[int, ...]], block: Bits | None, codes: Mapping[str, str]
+) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + nbytes_of(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        code = codes.get(name, "BF16")
+        begin, end = end, end + math.prod(shape) * WIDTHS[code]
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as out:

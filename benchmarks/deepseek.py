@@ -63,6 +63,31 @@ DEEPSEEK_V3: dict[str, Any] = {
     "vocab_size": 129280,
 }
 
+# Kimi K2, 1 trillion parameters: the same modules in other sizes, and none that predicts further tokens.
+KIMI_K2: dict[str, Any] = DEEPSEEK_V3 | {
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"beta_fast": 1, "beta_slow": 1, "factor": 32},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+BLOCK = 128  # rows and columns that have one scale
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+NOT_LINEAR = ("norm", "embed_tokens", "lm_head", "mlp.gate.", "shared_head", "eh_proj")  # these stay in bfloat16
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -123,3 +148,17 @@ def deepseek_nbytes(config: dict[str, Any]) -> int:
 def make_deepseek(path: Path, config: dict[str, Any], *, shards: int) -> Path:
     """Write a DeepSeek-V3 as a Hugging Face directory with holes for its values."""
     return make_hf(path, config, deepseek_shapes(config), shards=shards, sparse=True)
+
+
+def make_fp8(path: Path, config: dict[str, Any], *, shards: int) -> Path:
+    """Write the same as the Hub has it: linear layers in fp8, with a scale for each block."""
+    shapes: Shapes = {}
+    codes = {}
+    for name, shape in deepseek_shapes(config).items():
+        shapes[name] = shape
+        if len(shape) == 2 and not any(part in name for part in NOT_LINEAR):
+            scales = f"{name}_scale_inv"
+            shapes[scales] = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+            codes |= {name: "F8_E4M3", scales: "F32"}
+    quantised = config | {"quantization_config": FP8}
+    return make_hf(path, quantised, shapes, shards=shards, sparse=True, codes=codes)

@@ -1,4 +1,4 @@
-"""Measures planning for mixtures of experts of 235 and 671 billion parameters, in every direction, and its memory.
+"""Measures planning for mixtures of experts of 235 billion to a trillion parameters, both ways, and its memory.
 
     python -m benchmarks.plan [--json FILE] [--rounds 5] [--layers 94] [--deepseek-layers 61]
 
@@ -16,14 +16,15 @@ from pathlib import Path
 
 from benchmarks.checkpoints import write_headers
 from benchmarks.convert import COMMAND, PEAK_MIB, Figure, folder, parser_of, reported, say
-from benchmarks.deepseek import DEEPSEEK_V3, deepseek_nbytes, make_deepseek
+from benchmarks.deepseek import DEEPSEEK_V3, KIMI_K2, deepseek_nbytes, make_deepseek, make_fp8
 from benchmarks.experts import QWEN3_235B, make_qwen3_moe, qwen3_moe_nbytes
 from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 from mcore_convert import convert
 from mcore_convert.options import LayoutOptions
 
 PLAN_SECONDS = 10.0
-SHARDS, DEEPSEEK_SHARDS = 118, 163  # files of the models on the hub
+FP8_PEAK_MIB = 1024.0
+SHARDS, DEEPSEEK_SHARDS, KIMI_SHARDS = 118, 163, 61  # files of the models on the hub
 # Experts over 8 ranks and not cut, the rest over 4: 64 files of ranks.
 LAYOUT: LayoutOptions = {"tp": 4, "pp": 2, "ep": 8, "etp": 1}
 OTHER: LayoutOptions = {"tp": 2, "pp": 1, "ep": 4, "etp": 1}
@@ -39,7 +40,11 @@ def planned(verb: str, source: Path, target: Path, to: str, layout: LayoutOption
 
 def measure(rounds: int, layers: int, deepseek_layers: int) -> list[Figure]:
     """All figures. The source of the way back and of reshards is what the first plan would write, without values."""
-    return [*_measure_qwen(rounds, layers), *_measure_deepseek(rounds, deepseek_layers)]
+    return [
+        *_measure_qwen(rounds, layers),
+        *_measure_deepseek(rounds, deepseek_layers),
+        *_measure_fp8(rounds, deepseek_layers),
+    ]
 
 
 def _measure_deepseek(rounds: int, layers: int) -> list[Figure]:
@@ -58,6 +63,22 @@ def _measure_deepseek(rounds: int, layers: int) -> list[Figure]:
             "DeepSeek-V3, torch, TP4 EP16 ETP1 -> hf": planned("convert", place / "torch", target, "hf", {}),
         }
         return _figures(commands, rounds)
+
+
+def _measure_fp8(rounds: int, layers: int) -> list[Figure]:
+    """DeepSeek-V3 and Kimi K2 as the Hub has them, decoded on their way."""
+    commands: dict[str, Command] = {}
+    with folder(Path(tempfile.gettempdir())) as name:
+        place = Path(name)
+        for what, model, shards in (("DeepSeek-V3", DEEPSEEK_V3, DEEPSEEK_SHARDS), ("Kimi K2", KIMI_K2, KIMI_SHARDS)):
+            config = model | {"num_hidden_layers": layers}
+            source = make_fp8(place / model["model_type"], config, shards=shards)
+            say(f"{what} in fp8, {deepseek_nbytes(config) / 2e9:.0f} billion parameters in sparse files")
+            target = place / "target"
+            commands[f"{what} in fp8, hf -> torch_dist"] = planned("convert", source, target, "torch_dist", {})
+            to_torch = planned("convert", source, target, "torch", DEEPSEEK_LAYOUT)
+            commands[f"{what} in fp8, hf -> torch, TP4 EP16 ETP1"] = to_torch
+        return _figures(commands, rounds, FP8_PEAK_MIB)
 
 
 def _measure_qwen(rounds: int, layers: int) -> list[Figure]:
@@ -80,12 +101,12 @@ def _measure_qwen(rounds: int, layers: int) -> list[Figure]:
         return _figures(commands, rounds)
 
 
-def _figures(commands: Mapping[str, Command], rounds: int) -> list[Figure]:
+def _figures(commands: Mapping[str, Command], rounds: int, peak: float = PEAK_MIB) -> list[Figure]:
     figures = []
     for what, command in commands.items():
         taken = statistics.median(seconds(command) for _ in range(rounds))
         figures.append(Figure(f"plan of {what}", taken, "s", PLAN_SECONDS))
-        figures.append(Figure("peak memory of it", peak_anonymous_bytes(command) / 2**20, "MiB", PEAK_MIB))
+        figures.append(Figure("peak memory of it", peak_anonymous_bytes(command) / 2**20, "MiB", peak))
     return figures
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -260,9 +260,12 @@ def _are_parts(entry: pickles.TensorStorageMetadata) -> bool:
 
 def _overlap(places: Iterable[Place]) -> bool:
     """Whether any two places share a byte."""
-    return any(
-        one.file == other.file and other.offset < one.offset + one.length for one, other in pairwise(sorted(places))
-    )
+    last, end = "", 0
+    for file, offset, length in sorted(places):
+        if offset < end and file == last:
+            return True
+        last, end = file, offset + length
+    return False
 
 
 def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mapping[str, Place]) -> None:

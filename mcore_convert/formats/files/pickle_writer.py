@@ -146,10 +146,16 @@ class _Writer:
         names = (kind.module, kind.name, *state) if type(state) is dict and 0 < len(state) <= BATCH else None
         frame = None if names is None else self._frames.get(names)
         if frame is not None:
+            content, memo = self.content, self._memo
             for before, part in zip(frame, state.values(), strict=False):
-                self.content += before
-                self.write(part)
-            self.content += frame[-1]
+                content += before
+                if type(part) is int:
+                    content += _integer(part)
+                elif type(part) is str and part in memo:
+                    content += memo[part]
+                else:
+                    self.write(part)
+            content += frame[-1]
             return
         self._global(kind)
         self.content += pickle.EMPTY_TUPLE + pickle.NEWOBJ

@@ -15,6 +15,7 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files.json_file import parsed
+from mcore_convert.formats.files.pickle_records import are_counts
 from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import TensorMeta, View, open_error
 
@@ -86,7 +87,7 @@ def _views(path: Path, header: Mapping[str, Mapping[str, Any]], start: int) -> t
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         low, high = entry["data_offsets"]
         shape, code = tuple(entry["shape"]), entry["dtype"]
-        if not all(type(number) is int and number >= 0 for number in (low, high, *shape)):
+        if not are_counts(low, high, *shape):
             raise ValueError(f"`{name}` is not described by integers")
         if code not in DTYPES:
             raise ValueError(f"`{name}` has the dtype `{code}`, which is not supported")

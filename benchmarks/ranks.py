@@ -22,7 +22,7 @@ from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint
 from mcore_convert.formats.request import Request
 from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec import Dims, Layout, gpt
-from mcore_convert.spec.config import arguments
+from mcore_convert.spec.config import arguments, completion
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import ADAM, MASTER, PARAM
 from mcore_convert.storage.views import Slot
@@ -43,7 +43,7 @@ def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
     dims = Dims.of(normal, vocab_size=vocab, padded_vocab_size=arguments.padded_vocab_size(vocab, layout.tp))
     family = gpt.family(normal)
     items = list(items_of(family, dims, (PARAM, MASTER, *ADAM)))
-    complete = arguments.complete(
+    complete = completion.complete(
         {**arguments.plain(normal), "bf16": True},
         dtype="bfloat16",
         tp=layout.tp,

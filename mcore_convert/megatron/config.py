@@ -12,7 +12,7 @@ from torch.nn import functional
 from mcore_convert.errors import ConfigError
 from mcore_convert.megatron.cpu import import_megatron
 from mcore_convert.spec.config.arguments import YARN_DEFAULTS, YARN_FIELDS
-from mcore_convert.spec.layers import plain_frequency
+from mcore_convert.spec.layers import GATED_DELTA_NET, plain_frequency
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -73,6 +73,16 @@ SAME_OF_LATENT_ATTENTION = (
     "mscale_all_dim",
 )
 
+# The same, of linear attention.
+SAME_OF_LINEAR_ATTENTION = (
+    "experimental_attention_variant",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+
 # Arguments of another name, older spellings last.
 RENAMED = {
     "norm_epsilon": "layernorm_epsilon",
@@ -96,13 +106,11 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "moe_latent_size": (),
     "heterogeneous_layers_config_path": (),
     "heterogeneous_layers_config_encoded_json": (),
-    "experimental_attention_variant": (),
+    "experimental_attention_variant": (GATED_DELTA_NET,),
     "linear_attention_type": (),
-    "linear_attention_freq": (),
     "hybrid_layer_pattern": (),
     "hybrid_override_pattern": (),
     "is_hybrid_model": (False,),
-    "attention_output_gate": (False,),
     "qk_l2_norm": (False,),
     "mrope_section": (),
     "apply_residual_connection_post_layernorm": (False,),
@@ -133,6 +141,7 @@ def config_of(
     is_latent = bool(args.get("multi_latent_attention"))
     same = (*SAME, *SAME_OF_EXPERTS) if args.get("num_experts") else SAME
     same = (*same, *SAME_OF_LATENT_ATTENTION) if is_latent else same
+    same = (*same, *SAME_OF_LINEAR_ATTENTION) if args.get("experimental_attention_variant") else same
     fields = {**RENAMED, **{name: name for name in same}, **(STAGES if pp > 1 else {})}
     chosen = {field: args[name] for name, field in fields.items() if args.get(name) is not None}
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in chosen]
@@ -147,6 +156,10 @@ def config_of(
         chosen["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
         chosen["moe_token_dispatcher_type"] = "allgather"  # the other one wants CUDA streams
         chosen["moe_router_load_balancing_type"] = "none"  # the balancing losses are of no concern to a forward pass
+    if args.get("linear_attention_freq") is not None:
+        chosen["linear_attention_freq"] = plain_frequency(args["linear_attention_freq"], "linear_attention_freq")
+    if args.get("attention_output_gate"):
+        chosen["attention_output_gate"] = True
     if is_latent:
         chosen["q_lora_rank"] = args.get("q_lora_rank")  # None says that there is none
     if args.get("mtp_num_layers"):

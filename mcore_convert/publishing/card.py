@@ -13,7 +13,7 @@ from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.checkpoints.runs import History, Run
 from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.spec.config.arguments import normalise
-from mcore_convert.spec.layers import EXPERTS, MLP
+from mcore_convert.spec.layers import EXPERTS, LINEAR, MLP
 from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.sources import Limit, text_of
 from mcore_convert.version import VERSION
@@ -138,6 +138,8 @@ def _architecture(card: Card) -> Iterator[tuple[str, str]]:
     yield "layers", str(dims.num_layers)
     yield "hidden size", f"{dims.hidden_size:,}"
     yield "attention heads", heads
+    if linear := dims.layers_with(LINEAR):
+        yield "linear attention", f"in {len(linear)} of {dims.num_layers} layers, by the gated delta rule"
     if dims.layers_with(MLP):
         yield "feed-forward size", f"{dims.ffn_hidden_size:,}, {activation}"
     if dims.num_experts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -144,6 +144,23 @@ def _row(shard: Shard, *, in_vocab: bool = False) -> Row:
 # The first word of a row is Megatron's own word for how the weight is cut.
 replicated, column, row, gated_column = map(_row, (REPLICATED, COLUMN, ROW, GATED_COLUMN))
 vocab = _row(COLUMN, in_vocab=True)
+
+
+def segmented(
+    mcore: str,
+    shape: str,
+    *hf: str,
+    segments: Mapping[str, str],
+    pack: Pack = Same(),
+    part: str | None = None,
+) -> Weight:
+    """A weight of named segments, one below the other, of which each is cut on its own.
+
+    Args:
+        segments: the size of each, in the words of `Dims.size`, by the name that it has in `torch_dist`.
+    """
+    shard = Shard(0, tuple(segments.values()), tuple(segments))
+    return Weight(mcore, tuple(shape.split()), hf, shard, pack, part=part)
 
 
 def buffer(mcore: str, shape: str, *hf: str, part: str | None = None) -> Weight:

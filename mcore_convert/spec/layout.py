@@ -239,6 +239,8 @@ class Layout:
             sizes["ffn_hidden_size"] = dims.ffn_hidden_size
         if dims.shared_ffn_hidden_size:
             sizes["moe_shared_expert_intermediate_size"] = dims.shared_ffn_hidden_size
+        if dims.linear_num_key_heads and dims.linear_num_value_heads:
+            sizes |= {name: getattr(dims, name) for name in ("linear_num_key_heads", "linear_num_value_heads")}
         problems = [f"`{name}` = {size} cannot be split over tp = {tp}" for name, size in sizes.items() if size % tp]
         groups = dims.num_query_groups
         if dims.is_latent:

@@ -100,15 +100,48 @@ class QKV:
 
     def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
         head = dims.kv_channels
-        queries = dims.num_attention_heads // dims.num_query_groups * head
+        heads = dims.num_attention_heads // dims.num_query_groups
+        queries = (2 if dims.output_gate else 1) * heads * head
         pieces = []
         for group in range(dims.num_query_groups):
             start = group * (queries + 2 * head)
+            if dims.output_gate:  # head by head to Hugging Face, all queries of the group first to Megatron Core
+                for number in range(2 * heads):
+                    at = start + (number % 2 * heads + number // 2) * head
+                    pieces.append(Piece(0, _rows(group * queries + number * head, head, shape), _rows(at, head, shape)))
+            else:
+                pieces.append(Piece(0, _rows(group * queries, queries, shape), _rows(start, queries, shape)))
             pieces += [
-                Piece(0, _rows(group * queries, queries, shape), _rows(start, queries, shape)),
                 Piece(1, _rows(group * head, head, shape), _rows(start + queries, head, shape)),
                 Piece(2, _rows(group * head, head, shape), _rows(start + queries + head, head, shape)),
             ]
+        return pieces
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments of unlike sizes, one below the other in the global tensor, and some of them in each tensor.
+
+    `tensors` has the size of each segment, in words of `Dims.size`, for each Hugging Face tensor. `groups` is the word
+    for a number of groups that these are in: then a tensor has a part of each of its segments, group by group.
+    """
+
+    tensors: tuple[tuple[str, ...], ...]
+    groups: str = "one"
+
+    def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
+        return [(sum(map(dims.size, segments)), *shape[1:]) for segments in self.tensors]
+
+    def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
+        groups, pieces, start = dims.size(self.groups), [], 0
+        for number, segments in enumerate(self.tensors):
+            counts = [dims.size(word) // groups for word in segments]
+            before = 0
+            for count in counts:
+                for group in range(groups):
+                    hf = _rows(group * sum(counts) + before, count, shape)
+                    pieces.append(Piece(number, hf, _rows(start + group * count, count, shape)))
+                before, start = before + count, start + groups * count
         return pieces
 
 

@@ -125,22 +125,27 @@ def test_a_box_of_every_so_many_indices(box: tuple[int, int], first: int, step: 
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     tp=st.sampled_from([1, 2, 3, 4]),
-    shard=st.sampled_from([Shard(), Shard(0), Shard(1), Shard(0, parts=2)]),
+    shard=st.sampled_from([Shard(), Shard(0), Shard(1), Shard(0, (1, 1)), Shard(0, (3, 1, 2), ("a", "b", "c"))]),
 )
 def test_the_boxes_of_all_ranks_tile_the_tensor(shape: tuple[int, int], tp: int, shard: Shard) -> None:
-    whole = tuple(size * tp * shard.parts for size in shape)
+    count = sum(map(int, shard.parts))
+    whole = tuple(size * tp * count for size in shape)
     assert untiled(shard.grid(whole, tp), whole) is None
     if shard.dim is not None:
         tensor = torch.arange(torch.Size(whole).numel()).reshape(whole)
         for rank in range(tp):  # rank r holds piece r of every part
             local = torch.cat([tensor[slices(box)] for box in shard.boxes(whole, tp, rank)], shard.dim)
-            parts = tensor.chunk(shard.parts, shard.dim)
+            parts = tensor.split(shard.lengths(whole[shard.dim]), shard.dim)
             assert torch.equal(local, torch.cat([part.chunk(tp, shard.dim)[rank] for part in parts], shard.dim))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"dimension 0 of \[6, 4\] cannot be cut into 1 x tp = 4 parts"):
+    with pytest.raises(LayoutError, match=r"dimension 0 of \[6, 4\] cannot be cut into tp = 4 parts"):
         Shard(0).boxes((6, 4), 4, 0)
+    with pytest.raises(LayoutError, match=r"dimension 0 of \[12, 4\], 10 of them, cannot be cut into tp = 4 parts"):
+        Shard(0, (5, 1), ("a", "b")).boxes((12, 4), 4, 0)
+    with pytest.raises(LayoutError, match=r"a dimension of 7 cannot be cut into 1 \+ 1 parts"):
+        Shard(0, (1, 1)).boxes((7,), 1, 0)
 
 
 @pytest.mark.parametrize(

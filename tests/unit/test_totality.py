@@ -51,6 +51,8 @@ def test_what_is_mapped_by_some_families_is_neutral_for_the_others() -> None:
         "rotary_base", "rope_scaling_factor", "bias_gelu_fusion", "num_experts", "ffn_hidden_size", "window_size",
         "num_query_groups", "group_query_attention", "kv_channels",
         "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+        "linear_num_key_heads", "linear_num_value_heads",
         "rotary_scaling_factor", "mscale", "mscale_all_dim", *WITHOUT_FLAG, *YARN_DEFAULTS,
     }  # fmt: skip
     unchecked = mapped() - everywhere - values - beside - NEUTRAL.keys() - NEUTRAL_OF_EXPERTS.keys()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -116,15 +116,15 @@ class FsdpCheckpoint(Checkpoint):
         template = name_in_module(weight.mcore, self.spec.implementation, self.spec.experts)
         name, shape = spell(template, at).replace(MTP_LAYER, self._mtp_layer), dims.shape(weight.shape)
         names = [name]
-        if weight.shard.parts == 2 and f"{self.prefix}{name}{GATE}" in self.directory.tensors:
+        if weight.shard.is_gated and f"{self.prefix}{name}{GATE}" in self.directory.tensors:
             names, shape = [f"{name}{GATE}", f"{name}{UP}"], (shape[0] // 2, *shape[1:])
         slots: list[Slot] = []
         for number, part in enumerate(names):
             key = self._key_of(part, state)
             if not findings.expect(key, self.directory.tensors.get(key), shape, rows_at_least=weight.vocab):
                 continue
-            if weight.shard.parts == 2 and len(names) == 1 and self.reserved is None:
-                self._refuse_interleaved(key, is_expert=is_of_expert(weight))
+            if len(weight.shard.parts) > 1 and len(names) == 1 and self.reserved is None:
+                self._refuse_interleaved(key, weight.shard.names, is_expert=is_of_expert(weight))
             slots += [slot.moved(number * shape[0]) for slot in self._slots_of(key)]
         return slots
 
@@ -153,12 +153,21 @@ class FsdpCheckpoint(Checkpoint):
         """The chunks of a key."""
         return self.directory.slots(key) if self.reserved is None else self.reserved[key]
 
-    def _refuse_interleaved(self, key: str, *, is_expert: bool) -> None:
-        """Refuse a gated tensor that was not split, of several ranks: each had rows of the gate, then rows of up."""
+    def _refuse_interleaved(self, key: str, segments: Collection[str], *, is_expert: bool) -> None:
+        """Refuse a tensor of parts that was not split, of several ranks: each had rows of one part, then of the next.
+
+        No release splits the segments of linear attention (0.19: nothing calls `handle_gdn_in_state_dict`).
+        """
         args = self.common.args or {}
         tp = args.get("tensor_model_parallel_size") or 1
         if is_expert:
             tp = args.get("expert_tensor_parallel_size") or tp
+        if tp > 1 and segments:
+            raise UnreadableCheckpoint(
+                f"`{key}` in `{self.path}` is not split into {', '.join(f'`{name}`' for name in segments)}, and was "
+                f"saved by {tp} tensor ranks",
+                hint="its segments lie rank by rank: save it with TP 1, or as `torch_dist`",
+            )
         if tp > 1:
             raise UnreadableCheckpoint(
                 f"`{key}` in `{self.path}` is not split into `{GATE}` and `{UP}`, and was saved by {tp} tensor ranks",

@@ -117,7 +117,7 @@ class _Writer:
         name = spell(name_in_module(weight.mcore or "", self.spec.implementation, self.spec.experts), at)
         if self.request.release >= MTP_NAMES:
             name = name.replace(MTP_LAYER, MTP_MODEL_LAYER)
-        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.parts == 2 and self.splits else [name]
+        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.is_gated and self.splits else [name]
 
     @property
     def splits(self) -> bool:
@@ -130,7 +130,7 @@ class _Writer:
         Raises:
             LayoutError: ranks cut them.
         """
-        gated = {item.weight for item in self.request.dtype_of if item.weight.shard.parts == 2}
+        gated = {item.weight for item in self.request.dtype_of if item.weight.shard.is_gated}
         cuts = [self.request.layout.cut_at(Rank(), is_expert=is_of_expert(weight))[0] for weight in gated]
         if not self.splits and max(cuts, default=1) > 1:
             raise LayoutError(
@@ -195,7 +195,7 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
 
     Raises:
         LayoutError: there are several pipeline stages, whose layers have the same names.
-        MappingError: the optimizer has no group for a parameter, or is another than Adam.
+        MappingError: the optimizer has no group for a parameter, or is another than Adam; or there are segments.
     """
     path, training = request.path, request.training
     if request.layout.pp > 1:
@@ -208,6 +208,13 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
         raise MappingError(
             f"`{FSDP_DTENSOR}` holds Adam's state alone: Megatron-FSDP splits no other (`handle_swiglu_in_state_dict`)",
             hint=WITHOUT,
+        )
+    segmented = {item.weight.name: None for item in request.dtype_of if item.weight.shard.names}
+    if segmented:
+        raise MappingError(
+            f"`{FSDP_DTENSOR}` does not hold linear attention: Megatron-LM up to 0.19 does not split its segments",
+            items=list(segmented),
+            hint="--to torch_dist or --to torch",
         )
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.arguments import LATENT_DEFAULTS, YARN_FIELDS, Values, normalise
+from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
 # In every version under this name, for all families; the providers of single families came and went.
 PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
@@ -24,7 +25,10 @@ BRIDGED = (
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_moe",
+    "qwen3_next",
 )  # the families that Megatron-Bridge has a bridge for, so that it can export them
 
 # A function is written as what to import and not to call.
@@ -98,6 +102,12 @@ LATENT_FIELDS = (
 )
 
 
+# What makes the layers of a model with linear attention, in place of the provider's own function.
+MIXED_LAYERS = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec"
+)
+
 # What older providers do not know, and is written only where it says something.
 YOUNG_FIELDS = (
     "no_rope_freq",
@@ -106,11 +116,12 @@ YOUNG_FIELDS = (
     "activation_func_clamp_value",
     "glu_linear_offset",
     "mtp_num_layers",
+    "attention_output_gate",
 )
 
 
 def run_config(args: Values, family_name: str) -> str:
-    """The text of `run_config.yaml` for the arguments that `arguments.complete` made.
+    """The text of `run_config.yaml` for the arguments that `completion.complete` made.
 
     `vocab_size` is the true one, which the provider pads for the parallel size of the moment. Versions before 0.3 do
     not know `rope_scaling`; they drop it with a warning, which changes what the model computes but not an export.
@@ -132,6 +143,9 @@ def run_config(args: Values, family_name: str) -> str:
     model |= {"bias_dropout_fusion": False} if args.get("bias_dropout_fusion") is False else {}
     if args["position_embedding_type"] == "yarn" and not is_latent:
         model |= {attribute: args[name] for attribute, name in YARN_FIELDS.items()}
+    if args.get("experimental_attention_variant"):
+        model |= {name: args[name] for name in NO_LINEAR_ATTENTION}
+        model["transformer_layer_spec"] = _symbol(MIXED_LAYERS)
     model |= {name: args.get(name) for name in LATENT_FIELDS} if is_latent else {}
     if args.get("num_experts"):
         model["num_moe_experts"] = args["num_experts"]

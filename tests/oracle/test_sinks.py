@@ -17,7 +17,11 @@ from mcore_convert import convert, reshard, verify
 from mcore_convert.checkpoints.identify import identify
 from mcore_convert.comparison.logits import tensors_of
 from mcore_convert.errors import LayoutError
+from mcore_convert.spec import Dims, gpt
+from mcore_convert.spec.config.arguments import normalise
+from mcore_convert.spec.names import spell
 from tests.conftest import HfMaker
+from tests.oracle.test_latent import ALIKE
 from tests.oracle.test_megatron_fixtures import ARGS
 from tests.oracle.test_megatron_load import TOKENS, TOLERANCE, transformers_logits
 from tests.ranks import run_ranks
@@ -62,6 +66,35 @@ def test_what_megatron_saves_is_read(dialect: Dialect, tmp_path: Path) -> None:
     whole = {name: tensor for name, tensor in weights.items() if "word_embeddings" in name or "output_layer" in name}
     cut = {**weights, **{name: tensor[: found.dims.vocab_size] for name, tensor in whole.items()}}
     assert_same_tensors(dict(tensors_of(found)), cut)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "experts with biases alone": {
+        **SINKS,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        "swiglu": True,
+        "quick_geglu": False,
+    },
+    "sinks without experts": {**ARGS, "softmax_type": "learnable", "swiglu": False, "quick_geglu": True},
+    "sinks of latent attention": {**ALIKE, "softmax_type": "learnable"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_rows_of_other_models_are_those_of_megatron(name: str) -> None:
+    args = normalise({"vocab_size": 32, **OTHERS[name]})
+    dims = Dims.of(args, vocab_size=32, padded_vocab_size=32)
+    rows = gpt.family(args).instances(dims)
+    found = {spell(row.mcore or "", at): dims.shape(row.shape) for row, at in rows}
+    assert found == {key: tuple(tensor.shape) for key, tensor in random_weights(OTHERS[name]).items()}
+
+
+def test_a_router_has_a_bias_since_the_release_that_has_sinks() -> None:
+    args = normalise(OTHERS["experts with biases alone"])
+    names = [row.mcore for row in gpt.weights({key: value for key, value in args.items() if key != "softmax_type"})]
+    assert not any("router.bias" in str(name) for name in names)
+    assert any("router.bias" in str(row.mcore) for row in gpt.weights(args))
 
 
 def test_each_rank_has_the_sinks_of_its_heads_and_whole_biases_of_experts(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from tests.conftest import HfMaker
 from tests.oracle.test_megatron_fixtures import ARGS
 from tests.ranks import run_ranks
 from tests.tensors import assert_same_tensors
+from train_entry.config.layouts import problems_of_model
+from train_entry.config.schema import Config
 
 MIXED: dict[str, Any] = {
     **ARGS,
@@ -164,6 +166,12 @@ def test_megatron_fsdp_holds_no_segments(hf_checkpoint: HfMaker, tmp_path: Path)
 def test_megatron_core_has_the_function_that_makes_mixed_layers() -> None:
     module, _, name = MIXED_LAYERS.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_it_is_not_trained_here() -> None:
+    lines = list(problems_of_model(Config(), MIXED))
+    for name in ("experimental_attention_variant", "attention_output_gate"):
+        assert any(line.startswith(f"`{name}` = ") and "not trained here" in line for line in lines)
 
 
 def test_heads_that_cannot_be_shared_by_ranks_are_refused() -> None:

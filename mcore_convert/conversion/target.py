@@ -30,7 +30,7 @@ from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.options import SourceOptions
 from mcore_convert.spec import releases
-from mcore_convert.spec.config import arguments
+from mcore_convert.spec.config import arguments, completion
 from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
@@ -246,7 +246,7 @@ def _stored_arguments(
         args |= _dtype_flags(dtype_of)
     else:
         has_tokenizer = any(file.startswith(("tokenizer", "vocab")) for file in carried)
-        args = arguments.complete(
+        args = completion.complete(
             {**arguments.plain(model.args), **_dtype_flags(dtype_of)},
             dtype=next(iter(dtype_of.values())),
             tp=layout.tp,

@@ -128,11 +128,11 @@ def _architecture(card: Card) -> Iterator[tuple[str, str]]:
     heads = str(dims.num_attention_heads)
     if dims.num_query_groups != dims.num_attention_heads:
         heads += f", {dims.num_query_groups} for keys and values"
-    activation = "SwiGLU" if args.get("swiglu") else "GELU"
+    activation = "SwiGLU" if args.get("swiglu") else "gated quick GELU" if args.get("quick_geglu") else "GELU"
     rope = f"rotary, base {args.get('rotary_base'):,}" if args.get("rotary_base") else "rotary"
     if args.get("use_rope_scaling"):
         rope += f", scaled by {args.get('rope_scaling_factor'):g}"
-    positions = {"rope": rope, "learned_absolute": "learned"}
+    positions = {"rope": rope, "yarn": f"{rope}, scaled by YaRN", "learned_absolute": "learned"}
     yield "family", card.model.family.name
     yield "parameters", f"{card.model.num_parameters:,}"
     yield "layers", str(dims.num_layers)

@@ -200,7 +200,9 @@ class Layout:
         if dims.num_experts and dims.size("moe_ffn") % self.expert_tp:
             problems.append(f"`moe_ffn_hidden_size` = {dims.size('moe_ffn')} cannot be split over {self._expert_cut}")
         if dims.expert_bias and self.expert_tp > 1:
-            problems.append(f"experts have biases, which Megatron Core cannot split over {self._expert_cut}")
+            problems.append(
+                f"experts have biases, which Megatron Core does not split over {self._expert_cut}: give etp = 1"
+            )
         if dims.num_experts is not None and dims.num_experts % self.ep:
             problems.append(f"`num_experts` = {dims.num_experts} cannot be split over ep = {self.ep}")
         if dims.num_experts is None and self.ep > 1:

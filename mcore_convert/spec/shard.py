@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from mcore_convert.errors import LayoutError
@@ -24,10 +25,7 @@ class Box(NamedTuple):
     @property
     def numel(self) -> int:
         """Number of elements."""
-        product = 1
-        for size in self.sizes:
-            product *= size
-        return product
+        return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
         """The common part of two boxes of one tensor, or None where they share no element."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fixtures.fsdp_dtensor import load_fsdp_dtensor, save_fsdp_dtensor
 from fixtures.megatron import Dialect, random_weights, save_torch_dist
 from fixtures.mp_rank import Optimizer, load_mp_rank, save_mp_rank
 from fixtures.optimizer import STEP, Loaded, load_with_optimizer, random_state
@@ -110,6 +111,28 @@ def test_optimizer_state_moves_along(start: Layout, options: Layout, optimizer: 
     assert sum(found.count for found in loaded) > 50
 
 
+def test_megatron_fsdp_leaves_gate_and_up_in_one_tensor(tmp_path: Path) -> None:
+    """It splits them with `--swiglu` alone, so that ranks may not cut them."""
+    state = random_state(SINKS)
+    run_ranks(2, lambda: save_fsdp_dtensor(SINKS, state, tmp_path / "saved", ep=2))
+    reshard(tmp_path / "saved", tmp_path / "moved", to="torch_dist", tp=2, implementation="local")
+    assert verify(tmp_path / "saved", tmp_path / "moved").equal
+    reshard(tmp_path / "moved", tmp_path / "back", to="fsdp_dtensor", ep=2)
+    load = partial(load_fsdp_dtensor, {**SINKS, "transformer_impl": "local"}, state, ep=2)
+    assert run_ranks(2, load, tmp_path / "back/iter_0000010") == [0, 0]
+
+
+def test_a_gate_that_is_no_swiglu_is_cut_as_one(tmp_path: Path) -> None:
+    """Without experts, of which Megatron-FSDP would leave the gate rank by rank with what it gates."""
+    args = {**ARGS, "swiglu": False, "quick_geglu": True, "vocab_size": 31, "make_vocab_size_divisible_by": 16}
+    save_torch_dist(args, random_weights(args), tmp_path / "saved")
+    reshard(tmp_path / "saved", tmp_path / "ranks", to="torch", tp=2)
+    reshard(tmp_path / "ranks", tmp_path / "back", to="torch_dist")
+    assert verify(tmp_path / "saved", tmp_path / "back").equal
+    with pytest.raises(LayoutError, match="`fsdp_dtensor` has gate and up rank by rank"):
+        reshard(tmp_path / "saved", tmp_path / "fsdp", to="fsdp_dtensor", tp=2)
+
+
 def test_one_layout_after_another_changes_no_bit(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint("gpt_oss", config={"num_hidden_layers": 1, "layer_types": ["sliding_attention"]})
     convert(source, tmp_path / "1", tp=1, to="torch")
@@ -146,7 +169,9 @@ def computed(path: Path, args: dict[str, Any], tokens: torch.Tensor) -> Any:
 
 def test_experts_with_biases_are_not_cut_and_no_older_release_has_them(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint("gpt_oss", config={"num_hidden_layers": 1, "layer_types": ["sliding_attention"]})
-    with pytest.raises(LayoutError, match="experts have biases, which Megatron Core cannot split over etp = 2"):
+    with pytest.raises(
+        LayoutError, match="experts have biases, which Megatron Core does not split over etp = 2: give etp = 1"
+    ):
         convert(source, tmp_path / "out", tp=2, etp=2)
     with pytest.raises(LayoutError, match=r"attention with sinks needs Megatron-LM 0\.15 or later, not 0\.14"):
         convert(source, tmp_path / "out", for_megatron="0.14")

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from converters import gpt2, llama
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config.arguments import TorchDtype, complete, normalise, padded_vocab_size, true_vocab_size
+from mcore_convert.spec.config.arguments import TorchDtype, normalise, padded_vocab_size, true_vocab_size
 from mcore_convert.spec.config.bridge import MIXED_LAYERS, run_config
 from mcore_convert.spec.config.command_line import caveats, command_line
+from mcore_convert.spec.config.completion import complete
 from mcore_convert.spec.dims import Dims
 
 LLAMA31 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

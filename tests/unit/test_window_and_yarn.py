@@ -10,9 +10,10 @@ import yaml
 
 from converters.gpt_oss import CONFIG
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config.arguments import complete, normalise
+from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.spec.config.bridge import run_config
 from mcore_convert.spec.config.command_line import caveats, command_line
+from mcore_convert.spec.config.completion import complete
 from mcore_convert.spec.config.provider import arguments_of
 from tests.kinds import ROOT
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,11 @@ class HfCheckpoint(HfNames):
     format: str = "hf"
     side: Side = Side.HUGGING_FACE
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, TensorMeta]:
         return {name: TensorMeta(view.shape, view.dtype) for name, view in self.views.items()}
 
-    @property
+    @cached_property
     def headers(self) -> Mapping[str, TensorMeta]:
         return {name: TensorMeta(view.shape, view.dtype) for name, view in self.whole_views.items()}
 
@@ -119,8 +120,7 @@ class HfCheckpoint(HfNames):
 
     def meta_of(self, name: str) -> TensorMeta | None:
         """The shape and the dtype of a tensor; None where there is none of this name."""
-        view = self.views.get(name)
-        return None if view is None else TensorMeta(view.shape, view.dtype)
+        return self.tensors.get(name)
 
     def parts_of(self, name: str) -> list[Slot]:
         """The parts of a tensor, as they lie in files."""

@@ -62,6 +62,8 @@ class HfNames(Checkpoint):
 
     def name_of(self, name: str) -> str:
         """The name under which the directory has a tensor: without the optional prefix where it is stored so."""
+        if not self.prefix:
+            return name
         short = name.removeprefix(self.prefix)
         return short if self.meta_of(name) is None and self.meta_of(short) is not None else name
 
@@ -71,7 +73,7 @@ def rows_of(slot: Slot) -> range:
     return range(slot.box.offsets[0], slot.box.offsets[0] + slot.box.sizes[0])
 
 
-def _every(slot: Slot, every: Every) -> Slot:
+def part_of_every(slot: Slot, every: Every) -> Slot:
     """The slot of every so many indices of a dimension, in a tensor of these alone."""
     view, axis, box = slot.view, every.axis, every.box(slot.box)
     first = every.index_of(box.offsets[axis]) - slot.box.offsets[axis]
@@ -82,7 +84,7 @@ def _every(slot: Slot, every: Every) -> Slot:
 def _slots(piece: Piece, parts: list[Slot]) -> Iterator[Slot]:
     """The boxes of the global tensor that the parts of a Hugging Face tensor hold of a piece."""
     if piece.every is not None:
-        parts = [_every(part, piece.every) for part in parts]
+        parts = [part_of_every(part, piece.every) for part in parts]
     for view, box in cut(parts, piece.hf):
         inside = box.relative_to(piece.hf.offsets)
         there = inside.transposed if piece.transposed else inside

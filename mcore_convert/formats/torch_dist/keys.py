@@ -68,13 +68,17 @@ class StateKeys:
         return self._slots[key]
 
     def _slots_at(self, key: str, axes: int) -> Mapping[tuple[int, ...], list[Slot]]:
-        """The chunks of a key by the indices of its leading axes: a key may have a chunk for each layer and expert."""
+        """The chunks of a key by the indices of its leading axes, and without these: a key may have one for each layer
+        and expert."""
         if key not in self._by_place:
             by_place: dict[tuple[int, ...], list[Slot]] = {}
             for slot in self.slots(key):
+                if not axes:
+                    by_place.setdefault((), []).append(slot)
+                    continue
                 spans = zip(slot.box.offsets[:axes], slot.box.sizes[:axes], strict=True)
                 for place in itertools.product(*(range(start, start + size) for start, size in spans)):
-                    by_place.setdefault(place, []).append(slot)
+                    by_place.setdefault(place, []).append(_select(slot, place))
             self._by_place[key] = by_place
         return self._by_place[key]
 
@@ -108,8 +112,8 @@ class StateKeys:
             wanted = (*lead, *shape)
             if not findings.expect(f"{self.label}{part}", meta, wanted, rows_at_least=weight.vocab):
                 continue
-            for slot in self._slots_at(part, len(place)).get(place, ()):
-                slots.append(_select(slot, place).moved(start))
+            here = self._slots_at(part, len(place)).get(place, ())
+            slots += [slot.moved(start) for slot in here] if start else here
         return slots
 
     def dtype_of(self, weight: Weight, at: Index) -> str | None:

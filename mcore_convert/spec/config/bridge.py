@@ -121,7 +121,7 @@ YOUNG_FIELDS = (
 
 
 def run_config(args: Values, family_name: str) -> str:
-    """The text of `run_config.yaml` for the arguments that `arguments.complete` made.
+    """The text of `run_config.yaml` for the arguments that `completion.complete` made.
 
     `vocab_size` is the true one, which the provider pads for the parallel size of the moment. Versions before 0.3 do
     not know `rope_scaling`; they drop it with a warning, which changes what the model computes but not an export.

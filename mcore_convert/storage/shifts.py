@@ -1,6 +1,6 @@
 """Shifted tensors: norms that one side stores less one. A shift is exact, or it is refused.
 
-Where one is added in float32, the sum is the float32 that Megatron Core computes with, as the norms of Transformer Engine
+Where one is added in float32, the sum is the float32 that Megatron Core computes with, as Transformer Engine's norms
 add it there. Where numbers are cast to another dtype, which rounds every weight, that sum is rounded as they are.
 """
 

@@ -1,6 +1,7 @@
 """Shifted tensors: norms that one side stores less one. A shift is exact, or it is refused.
 
-Where numbers are cast to another dtype, which rounds every weight, the sum is rounded once.
+Where one is added in float32, the sum is the float32 that Megatron Core computes with, as Transformer Engine's norms
+add it there. Where numbers are cast to another dtype, which rounds every weight, that sum is rounded as they are.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ class Shifted(Coded):
         with np.errstate(over="ignore"):
             narrow = exact.astype(np.float32).view(np.uint32)
         rounded = narrow if dtype == "float32" else round_to(narrow, dtype)
-        is_cast = dtype not in (view.dtype, "float32")
-        lost = 0 if is_cast else int(np.count_nonzero(as_float(rounded, dtype) != exact))
+        is_cast, is_computed = dtype not in (view.dtype, "float32"), dtype == "float32" and by > 0
+        lost = 0 if is_cast or is_computed else int(np.count_nonzero(as_float(rounded, dtype) != exact))
         if lost:
             raise ConvertError(
                 f"`{self.names[0]}` cannot be stored with {by:+g} added: {lost} of {exact.size} numbers need more bits "
                 f"than {dtype} has",
-                hint="convert it in float32; a run's master copies are rounded once: --from-master --dtype bfloat16",
+                hint="convert it in float32; a run's master copies may be rounded: --from-master --dtype bfloat16",
             )
         return rounded

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fixtures.megatron import Dialect, random_weights, save_torch_dist
 from fixtures.mp_rank import load_mp_rank, save_mp_rank
 from fixtures.optimizer import STEP, random_state, save_with_optimizer
-from mcore_convert import convert, reshard, verify
+from mcore_convert import convert, export, reshard, verify
 from mcore_convert.checkpoints.identify import identify
 from mcore_convert.comparison.logits import tensors_of
-from mcore_convert.errors import ConfigError, LayoutError, MappingError
+from mcore_convert.errors import ConfigError, ConvertError, LayoutError, MappingError
 from mcore_convert.formats.torch_dist.keys import keyed_parts
 from mcore_convert.spec import Dims, Layout, gpt
 from mcore_convert.spec.config.bridge import MIXED_LAYERS
@@ -26,6 +27,8 @@ from tests.conftest import HfMaker
 from tests.oracle.test_megatron_fixtures import ARGS
 from tests.ranks import run_ranks
 from tests.tensors import assert_same_tensors
+from train_entry.config.layouts import problems_of_model
+from train_entry.config.schema import Config
 
 MIXED: dict[str, Any] = {
     **ARGS,
@@ -109,6 +112,19 @@ def content(folder: Path) -> dict[str, Tensor]:
     return found | {name: each for name, each in of_dtype.items() if isinstance(each, Tensor)}
 
 
+def test_a_trained_norm_is_exported_from_its_master_copy(tmp_path: Path) -> None:
+    """What is learned around zero has more bits than fit beside one in bfloat16."""
+    state, run = random_state(MIXED), tmp_path / "run"
+    run_ranks(1, partial(save_mp_rank, MIXED, state, run, optimizer="distributed", dtype=torch.bfloat16))
+    with pytest.raises(ConvertError, match=r"out_norm.weight` cannot be stored with \+1 added: \d of 5 numbers"):
+        export(run, tmp_path / "refused", with_tokenizer=False)
+    master = state.master["decoder.layers.0.self_attention.out_norm.weight"].double() + 1
+    for dtype, wanted in (("bfloat16", master.float().bfloat16()), ("float32", master.float())):
+        export(run, tmp_path / dtype, from_master=True, dtype=dtype, with_tokenizer=False)
+        written = load_file(tmp_path / dtype / "model.safetensors")["model.layers.0.linear_attn.norm.weight"]
+        assert torch.equal(written, wanted)
+
+
 def test_flat_buckets_are_resharded(tmp_path: Path) -> None:
     """Their order is that of the modules, which master copies prove."""
     state = random_state(MIXED)
@@ -164,6 +180,12 @@ def test_megatron_fsdp_holds_no_segments(hf_checkpoint: HfMaker, tmp_path: Path)
 def test_megatron_core_has_the_function_that_makes_mixed_layers() -> None:
     module, _, name = MIXED_LAYERS.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_it_is_not_trained_here() -> None:
+    lines = list(problems_of_model(Config(), MIXED))
+    for name in ("experimental_attention_variant", "attention_output_gate"):
+        assert any(line.startswith(f"`{name}` = ") and "not trained here" in line for line in lines)
 
 
 def test_heads_that_cannot_be_shared_by_ranks_are_refused() -> None:

@@ -57,8 +57,7 @@ def test_a_norm_is_stored_less_one_and_comes_back(source: Path, tmp_path: Path) 
     assert not any(change.num_changed for change in diff(tmp_path / "dist", source).changes)
 
 
-def test_a_cast_rounds_the_sum_once(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
-    """As what a run has learned around zero, and holds in float32."""
+def test_a_cast_rounds_the_sum(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint("llama-gqa", fill="normal")
     convert(source, tmp_path / "dist")
     export(tmp_path / "dist", tmp_path / "back", with_tokenizer=False, dtype="bfloat16")

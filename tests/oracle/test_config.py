@@ -299,6 +299,14 @@ def test_an_original_is_changed_only_where_the_arguments_prove_it_wrong() -> Non
     assert llama.CONFIG.to_megatron(config)["rotary_base"] == 500000
 
 
+def test_a_number_that_is_no_number_is_written_anew() -> None:
+    """For Python, false is zero; no class of transformers takes one for the other."""
+    args = normalise(LLAMA_0_16 | {"attention_dropout": 0.0})
+    config, changes = llama.CONFIG.merge({**ORIGINAL, "attention_dropout": False}, args)
+    assert changes == ["`attention_dropout` false -> 0.0"]
+    assert config["attention_dropout"] is not False
+
+
 def test_an_original_of_another_spelling_or_dialect_is_kept() -> None:
     original = {**TINY_GPT2, "n_layer": 4, "activation_function": "gelu_fast", "vocab_size": 500, "n_positions": 64}
     original |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.3}

@@ -129,7 +129,8 @@ class ConfigMapping:
                 continue
             for key, absent in field.hf.items():
                 old, new = original.get(key, ABSENT), fresh.get(key, ABSENT)
-                if old == new or (new == absent and old is ABSENT):
+                alike = old == new and isinstance(old, bool) == isinstance(new, bool)  # for Python, false is 0.0
+                if alike or (new == absent and old is ABSENT):
                     continue
                 changes.append(f"`{key}` {shown(old)} -> {shown(new)}")
                 if new is ABSENT:

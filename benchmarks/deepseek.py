@@ -153,7 +153,7 @@ def make_deepseek(path: Path, config: dict[str, Any], *, shards: int) -> Path:
 def make_fp8(path: Path, config: dict[str, Any], *, shards: int) -> Path:
     """Write the same as the Hub has it: linear layers in fp8, with a scale for each block."""
     shapes: Shapes = {}
-    codes = {}
+    codes: dict[str, str] = {}
     for name, shape in deepseek_shapes(config).items():
         shapes[name] = shape
         if len(shape) == 2 and not any(part in name for part in NOT_LINEAR):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import heapq
 import json
 import os
 import socket
@@ -58,12 +59,12 @@ class Ranks:
 
     def part(self, sizes: Mapping[Path, int]) -> set[Path]:
         """The files of this process: the largest first, each to whoever has the fewest bytes; every rank agrees."""
-        loads = [0] * self.size
+        loads = [(0, rank) for rank in range(self.size)]  # a heap
         mine = set()
         for path, size in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):
-            least = loads.index(min(loads))
-            loads[least] += size
-            if least == self.rank:
+            load, rank = loads[0]
+            heapq.heapreplace(loads, (load + size, rank))
+            if rank == self.rank:
                 mine.add(path)
         return mine
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Set
@@ -14,6 +13,7 @@ from mcore_convert.conversion.journal import Journal
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.recording import Recording
 from mcore_convert.errors import ConvertError
+from mcore_convert.storage.disk import sync_data
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.progress import Meter
 
@@ -35,7 +35,7 @@ class Disk:
         self._written[path] += nbytes
         if self._written[path] >= WRITE_BACK:
             self._written[path] = 0
-            self._waiting.append(self._pool.submit(os.fdatasync, self._files.fd(path, write=True)))
+            self._waiting.append(self._pool.submit(sync_data, self._files.fd(path, write=True)))
 
     def complete(self, path: Path) -> None:
         """All of a file was written."""

@@ -19,7 +19,10 @@ from mcore_convert.storage.marker import MARKER, new_id, record_bytes, unfinishe
 from mcore_convert.storage.sources import Stamp, open_fd, stamp_of
 
 STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the cache
-NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
+AT_ONCE = 2**30  # bytes of one call: macOS refuses 2**31 and more
+# What a file system answers that cannot do a thing at all: it is then done by plain reads and writes.
+CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
+NO_KERNEL_COPY = (*CANNOT, errno.EXDEV, errno.EBADF)
 
 
 class Shrunk(OSError):
@@ -48,7 +51,7 @@ def write_at(fd: int, content: bytes | memoryview, at: int) -> None:
     with memoryview(content) as whole, whole.cast("B") as left:
         done = 0
         while done < len(left):
-            with left[done:] as rest:
+            with left[done : done + AT_ONCE] as rest:
                 count = os.pwrite(fd, rest, at + done)
             if count <= 0:
                 raise OSError(errno.EIO, "a write wrote nothing")
@@ -81,7 +84,7 @@ def read_at(fd: int, into: memoryview, at: int, path: Path) -> None:
     """
     done = 0
     while done < len(into):
-        with into[done:] as rest:
+        with into[done : done + AT_ONCE] as rest:
             count = os.preadv(fd, [rest], at + done)
         if count <= 0:
             raise Shrunk(path)
@@ -95,17 +98,17 @@ def copy_range(reading: int, source: Path, start: int, writing: int, at: int, co
         Shrunk: the source ends before.
         OSError: not all of it can be copied.
     """
-    in_kernel = True
+    copy_file_range = getattr(os, "copy_file_range", None)  # macOS has none
     while count:
         done = 0
-        if in_kernel:
+        if copy_file_range is not None:
             try:
-                done = os.copy_file_range(reading, writing, count, start, at)
+                done = copy_file_range(reading, writing, count, start, at)
             except OSError as error:  # another file system, or one that cannot
                 if error.errno not in NO_KERNEL_COPY:
                     raise
-            in_kernel = done > 0  # some file systems answer 0 for what they cannot copy: a read tells which it is
-        if not done:
+        if not done:  # some file systems answer 0 for what they cannot copy: a read tells which it is
+            copy_file_range = None
             done = min(count, STEP)
             buffer = memoryview(bytearray(done))
             read_at(reading, buffer, start, source)
@@ -256,10 +259,18 @@ def remove_tree(folder: Path) -> None:
         folder.unlink()
 
 
+def sync_data(fd: int) -> None:
+    """Wait until what is in a file is on the disk, which need not know its times."""
+    getattr(os, "fdatasync", os.fsync)(fd)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in CANNOT or not path.is_dir():  # some network file systems keep names without being asked
+            raise
     finally:
         os.close(fd)

@@ -25,8 +25,9 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.digests import STEP, Feed, hand_on
 from mcore_convert.storage.disk import Shrunk, copy_range, read_at, stream_range
-from mcore_convert.storage.gather import gathered, scratch
+from mcore_convert.storage.gather import gathered, scattered, scratch
 from mcore_convert.storage.joining import joined
+from mcore_convert.storage.mapping import mapped
 from mcore_convert.storage.sources import open_fd
 from mcore_convert.storage.values import cast
 from mcore_convert.storage.views import Slot, View
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
 CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its two dtypes stays in the cache
+MOST_FILES = 10_240  # open at once, where the system names no limit
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
 
 
@@ -57,7 +59,7 @@ class Files:
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._fds: dict[tuple[Path, bool], int] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._maps: dict[Path, mmap.mmap | None] = {}
 
     def __enter__(self) -> Files:
         return self
@@ -110,15 +112,23 @@ class Files:
         with _as_unreadable():
             read_at(self.fd(path), into, at, path)
 
-    def target(self, view: View) -> Bytes:
-        """The elements of a view of a file that is written, to be set."""
+    @contextlib.contextmanager
+    def target(self, view: View) -> Iterator[Bytes]:
+        """A scope with the elements of a view of a file that is written, to be set: all of them.
+
+        They are those of a memory map, or where there can be none, memory that is written at the end of the scope.
+        """
         fd = self.fd(view.path, write=True)
         with self._lock:
             if view.path not in self._maps:
-                size = os.fstat(fd).st_size
-                os.posix_fallocate(fd, 0, size)  # a full disk must be an error here, not a signal while writing
-                self._maps[view.path] = mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            return np.ndarray(view.shape, f"u{view.itemsize}", self._maps[view.path], view.offset, view.strides)
+                self._maps[view.path] = mapped(fd)
+            there = self._maps[view.path]
+        if there is not None:
+            yield np.ndarray(view.shape, f"u{view.itemsize}", there, view.offset, view.strides)
+            return
+        block = np.empty(view.shape, f"u{view.itemsize}")
+        yield block
+        scattered(fd, view, block)
 
 
 @contextlib.contextmanager
@@ -139,7 +149,8 @@ def _opened(path: Path, flags: int) -> int:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if error.errno != errno.EMFILE or soft == hard:
             raise
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        most = hard if hard != resource.RLIM_INFINITY else MOST_FILES  # macOS has a limit that it does not tell
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         return _open(path, flags)
 
 
@@ -169,21 +180,21 @@ def copy_view(files: Files, source: View, target: View, feed: Feed | None = None
             at = target.offset + lead * target_strides[0]
             yield from _copy_run(files, source.path, start, target.path, at, run, feed)
         return
-    to_array = files.target(target)
     # a block of columns has short runs, all the shorter the fewer they are
     limit = CAST_BLOCK if source.strides[-1] == source.itemsize else BLOCK
     for block in blocks_of(source.shape, source.itemsize, limit):
-        written = files.read(source.block(block), to_array[block])
-        hand_on(feed, target.block(block), written)
-        yield int(written.nbytes)
+        with files.target(target.block(block)) as into:
+            files.read(source.block(block), into)
+            hand_on(feed, target.block(block), into)
+        yield int(into.nbytes)
 
 
 def _cast_view(files: Files, source: View, target: View, feed: Feed | None) -> Iterator[int]:
-    to_array = files.target(target)
     for block in blocks_of(source.shape, source.itemsize, CAST_BLOCK):
         part = source.block(block)
-        written = files.read(part, to_array[block], target.dtype)
-        hand_on(feed, target.block(block), written)
+        with files.target(target.block(block)) as into:
+            files.read(part, into, target.dtype)
+            hand_on(feed, target.block(block), into)
         yield part.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Reading strided elements of a file into memory, with as few system calls as pay.
+"""Reading strided elements of a file into memory, and writing them, with as few system calls as pay.
 
 Sources are read and not mapped: a file that shrinks while it is mapped ends the process with a signal, and one that
 is read is an error with a name.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_convert.storage.disk import read_at
+from mcore_convert.storage.disk import read_at, write_at
 from mcore_convert.storage.views import View, contiguous_strides
 
 GAP = 6 * 2**10  # bytes that cost less to read in vain than another system call
@@ -94,6 +94,24 @@ def _fill_runs(fd: int, whole: NDArray[Any], steps: Sequence[int], nbytes: int, 
         run = into[low : low + nbytes]
         if preadv(fd, [run], start) != nbytes:
             read_at(fd, run, start, view.path)  # goes on with the rest, or says what is wrong
+
+
+def scattered(fd: int, view: View, array: NDArray[Any]) -> None:
+    """Write an array to the elements of a view, a run of bytes at a time.
+
+    Raises:
+        OSError: not all of it can be written.
+    """
+    order = sorted(range(len(view.shape)), key=lambda axis: -view.strides[axis])  # as the file has them
+    whole = array.transpose(order)
+    strides = [view.strides[axis] for axis in order]
+    span, axis = view.itemsize, len(order)  # the dimensions from `axis` on are one run of `span` bytes
+    while axis and (whole.shape[axis - 1] == 1 or strides[axis - 1] == span):
+        axis -= 1
+        span *= whole.shape[axis]
+    for index in itertools.product(*map(range, whole.shape[:axis])) if array.size else ():
+        start = view.offset + sum(number * stride for number, stride in zip(index, strides, strict=False))
+        write_at(fd, np.ascontiguousarray(whole[index]).reshape(-1).view(np.uint8).data, start)
 
 
 def scratch(nbytes: int) -> NDArray[np.uint8]:

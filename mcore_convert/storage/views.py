@@ -70,8 +70,8 @@ class Access(Protocol):
     def read(self, view: View, into: NDArray[Any] | None = None, dtype: str | None = None) -> NDArray[Any]:
         """Return the elements of a view in memory."""
 
-    def target(self, view: View) -> NDArray[Any]:
-        """Return the elements of a view of a file that is written, to be set."""
+    def target(self, view: View) -> contextlib.AbstractContextManager[NDArray[Any]]:
+        """Return a scope with the elements of a view of a file that is written, to be set."""
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 from mcore_convert.errors import UnreadableCheckpoint, UnwritableTarget
 from mcore_convert.formats.files.model_folder import CARRIED_FILES, CONFIG, INDEX, TOKENIZER_FILES
 from mcore_convert.storage.paths import absent, near_miss
+from mcore_convert.storage.remote import RemotePath
+from mcore_convert.storage.sending import source_at
 
 TIMEOUT = 10.0  # seconds for an answer of a Hub that is there
 PATIENCE = 4.0  # seconds for its first sign, unless HF_HUB_ETAG_TIMEOUT says otherwise
@@ -73,9 +75,11 @@ def _no_sign_of(endpoint: str) -> str | None:
 
 
 def _path_of(source: str, revision: str | None, patterns: Callable[[list[str]], list[str]]) -> Path:
-    path = Path(source)
+    path = source_at(source)
     if path.exists():
         return path
+    if isinstance(path, RemotePath):
+        raise absent(path)
     if not REPO_ID.fullmatch(source) or source.startswith(".") or (revision is None and near_miss(path)):
         raise absent(source)
     return _download(source, revision, patterns)

@@ -28,7 +28,8 @@ from mcore_convert.storage.disk import Shrunk, copy_range, read_at, stream_range
 from mcore_convert.storage.gather import gathered, scattered, scratch
 from mcore_convert.storage.joining import joined
 from mcore_convert.storage.mapping import mapped
-from mcore_convert.storage.sources import open_fd
+from mcore_convert.storage.ranges import BLOCKS
+from mcore_convert.storage.sources import Handle, close_fd, open_fd
 from mcore_convert.storage.values import cast
 from mcore_convert.storage.views import Slot, View
 
@@ -58,7 +59,7 @@ class Files:
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
-        self._fds: dict[tuple[Path, bool], int] = {}
+        self._fds: dict[tuple[Path, int], Handle] = {}
         self._maps: dict[Path, mmap.mmap | None] = {}
 
     def __enter__(self) -> Files:
@@ -66,16 +67,25 @@ class Files:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        BLOCKS.clear()
 
-    def fd(self, path: Path, *, write: bool = False) -> int:
-        """A file descriptor; the file stays open until all are closed."""
+    def fd(self, path: Path) -> Handle:
+        """A file that is open to be read; it stays open until all are closed."""
+        return self._opened(path, os.O_RDONLY)
+
+    def writing(self, path: Path) -> int:
+        """The descriptor of a file that is written, which can be read as well; it stays open until all are closed."""
+        fd = self._opened(path, os.O_RDWR)
+        assert isinstance(fd, int)
+        return fd
+
+    def _opened(self, path: Path, flags: int) -> Handle:
         with self._lock:
-            if (path, write) not in self._fds:
-                fd = _opened(path, os.O_RDWR if write else os.O_RDONLY)
-                self._stack.callback(os.close, fd)
-                self._fds[path, write] = fd
-                logger.debug("opened %s to %s", path, "write" if write else "read")
-            return self._fds[path, write]
+            if (path, flags) not in self._fds:
+                self._fds[path, flags] = handle = _opened(path, flags)
+                self._stack.callback(close_fd, handle)
+                logger.debug("opened %s to %s", path, "write" if flags == os.O_RDWR else "read")
+            return self._fds[path, flags]
 
     def read(self, view: View, into: Bytes | None = None, dtype: str | None = None) -> Bytes:
         """The elements of a view in memory, as unsigned integers of their size.
@@ -118,7 +128,7 @@ class Files:
 
         They are those of a memory map, or where there can be none, memory that is written at the end of the scope.
         """
-        fd = self.fd(view.path, write=True)
+        fd = self.writing(view.path)
         with self._lock:
             if view.path not in self._maps:
                 self._maps[view.path] = mapped(fd)
@@ -141,7 +151,7 @@ def _as_unreadable() -> Iterator[None]:
         ) from error
 
 
-def _opened(path: Path, flags: int) -> int:
+def _opened(path: Path, flags: int) -> Handle:
     """A descriptor. The usual limit of 1024 is too low for a checkpoint of a thousand files, so it is raised then."""
     try:
         return _open(path, flags)
@@ -154,7 +164,7 @@ def _opened(path: Path, flags: int) -> int:
         return _open(path, flags)
 
 
-def _open(path: Path, flags: int) -> int:
+def _open(path: Path, flags: int) -> Handle:
     return open_fd(path) if flags == os.O_RDONLY else os.open(path, flags)
 
 
@@ -202,7 +212,7 @@ def _copy_run(
     files: Files, source: Path, start: int, target: Path, at: int, count: int, feed: Feed | None
 ) -> Iterator[int]:
     """Copy bytes that lie together."""
-    reading, writing = files.fd(source), files.fd(target, write=True)
+    reading, writing = files.fd(source), files.writing(target)
     for done in range(0, count, BLOCK):
         step = min(count - done, BLOCK)
         with _as_unreadable():

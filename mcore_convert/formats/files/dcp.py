@@ -7,7 +7,6 @@ the files (torch, `distributed/checkpoint/filesystem.py`).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -22,7 +21,7 @@ from mcore_convert.formats.files.torch_archive import TorchFile, scalar
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.collection import without_collection
-from mcore_convert.storage.sources import open_file
+from mcore_convert.storage.sources import bytes_at, expect_archives, handle_of, open_file
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, open_error, untiled
 
 logger = logging.getLogger(__name__)
@@ -122,6 +121,9 @@ class Directory:
 
     def slots(self, key: str) -> list[Slot]:
         """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers, once."""
+        if not self._slots:
+            places = (chunk.place for chunks in self.chunks.values() for chunk in chunks)
+            expect_archives((self.path / place.file, place.offset, place.length) for place in places)
         if key not in self._slots:
             self._slots[key] = [Slot(self.view(key, chunk), chunk.box) for chunk in self.chunks[key]]
         return self._slots[key]
@@ -161,7 +163,7 @@ class Directory:
         file = self.path / place.file
         try:
             with open_file(file) as opened:
-                return os.pread(opened.fileno(), place.length, place.offset)
+                return bytes_at(handle_of(opened), place.length, place.offset)
         except OSError as error:
             raise open_error(file, error) from error
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from mcore_convert.checkpoints.download import local_path
+from mcore_convert.checkpoints.download import local_path, streamed
 from mcore_convert.checkpoints.identify import Model, identify, in_one_family, model_of, open_checkpoint
 from mcore_convert.comparison.equality import Verification, compare
 from mcore_convert.comparison.integrity import Integrity, check_integrity
@@ -108,9 +108,10 @@ def convert(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
     check_names("convert", ConvertOptions, options)
     final = located(destination)
     _check_free(final, options)
+    stream, revision = options.get("stream", False), options.get("revision")
     if located(source).exists():
-        _refuse_idle("a directory", {"revision": options.get("revision")})
-    path = local_path(str(source), options.get("revision"))
+        _refuse_idle("a directory", {"revision": revision, "stream": stream or None})
+    path = streamed(str(source), revision) if stream else local_path(str(source), revision)
     with phase(options.get("progress"), "opening"), watched() as opened:
         model = model_of(open_checkpoint(path, options.get("given")), **part_of(FamilyOptions, options))
     return _convert(model, final, options, opened)
@@ -130,7 +131,7 @@ def reshard(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
         TypeError: there is no such option.
     """
     check_names("reshard", ConvertOptions, options)
-    _refuse_idle("a directory", {"revision": options.get("revision")})
+    _refuse_idle("a directory", {"revision": options.get("revision"), "stream": options.get("stream") or None})
     to, final = options.get("to"), located(destination)
     with phase(options.get("progress"), "opening"), watched() as opened:
         checkpoint = open_checkpoint(source_at(source), options.get("given"))

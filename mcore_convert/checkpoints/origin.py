@@ -10,6 +10,7 @@ from mcore_convert.checkpoints.manifest import MANIFEST, read_manifest
 from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.megatron.run_directory import RELEASE, iteration_of
 from mcore_convert.storage.digests import checksum_of_runs
+from mcore_convert.storage.remote import RemotePath
 from mcore_convert.storage.sources import close_fd, open_fd, size_of
 
 ENDS = 64 * 2**10  # bytes at either end of a file that tell it from another of its size
@@ -32,6 +33,8 @@ def source_facts(checkpoint: Checkpoint, files: Iterable[Path]) -> dict[str, Any
 
 def name_of(path: Path) -> str:
     """The name of a checkpoint without the path to it: of an iteration with its run, of the Hub's with its commit."""
+    if isinstance(path, RemotePath) and path.parent is path:  # a repository of the Hub, whose path has the commit
+        return "/".join(path.parts[1:])
     full = path.absolute()
     name, above = full.name, full.parent.name
     if above == "snapshots" and full.parent.parent.name.startswith("models--"):

@@ -17,7 +17,10 @@ Result = TypeVar("Result")
 ATTEMPTS = 6
 FIRST_WAIT = 0.1  # seconds before the second attempt; four times as many before each further one
 # What the next attempt would answer as well.
-FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+FINAL = (
+    *(FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError),
+    *(NotImplementedError, TypeError, ValueError),
+)
 CREDENTIALS = re.compile(r"credential|access key|unauthori[sz]ed|forbidden|token|signature", re.IGNORECASE)
 NO_ROOM = re.compile(r"quota|storage ?full|insufficient|no space|no room|507", re.IGNORECASE)
 
@@ -52,7 +55,7 @@ def is_final(error: BaseException) -> bool:
     status = _status_of(error)
     if status is not None:
         return 400 <= status < 500 and status not in (408, 425, 429)
-    return isinstance(error, (*FINAL, NotImplementedError, TypeError)) or "Credentials" in type(error).__name__
+    return isinstance(error, FINAL) or "Credentials" in type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

@@ -86,13 +86,17 @@ class RemotePath(PosixPath):
         return str(self.store.fs._strip_protocol(str(self)))
 
     @property
+    def _top(self) -> int:
+        return 3 if self.parts[0] == "hf:" else 2
+
+    @property
     def parent(self) -> RemotePath:
-        """The directory of it; a bucket is its own."""
-        return self if len(self.parts) <= 2 else RemotePath(*self.parts[:-1])
+        """The directory of it; a bucket, or a repository of the Hub, is its own."""
+        return self if len(self.parts) <= self._top else RemotePath(*self.parts[:-1])
 
     @property
     def parents(self) -> Sequence[RemotePath]:
-        return [RemotePath(*self.parts[:count]) for count in range(len(self.parts) - 1, 1, -1)]
+        return [RemotePath(*self.parts[:count]) for count in range(len(self.parts) - 1, self._top - 1, -1)]
 
     def entry(self) -> Entry | None:
         """What the store has there; None where there is nothing.

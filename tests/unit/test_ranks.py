@@ -19,9 +19,9 @@ from mcore_convert.conversion.ranks import OtherRankError, Ranks, is_shared
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
 from mcore_convert.storage.destination import partial_path
 from mcore_convert.storage.elements import Files
-from mcore_convert.storage.sources import Handle
 from mcore_convert.storage.marker import journals
 from mcore_convert.storage.progress import Meter
+from mcore_convert.storage.sources import Handle
 from tests.conftest import HfMaker
 from tests.unit.test_go_on import contents
 

@@ -35,7 +35,7 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.destination import check_free
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
-from mcore_convert.storage.remote import located
+from mcore_convert.storage.remote import RemotePath, located
 from mcore_convert.storage.sending import source_at
 from mcore_convert.storage.sources import Stamp, watched
 from mcore_convert.storage.views import file_errors
@@ -220,6 +220,10 @@ def verify(
     """
     check_names("verify", ModelOptions, options)
     paths = [local_path(str(source)) for source in (a, b)]
+    remote = [path for path in paths if isinstance(path, RemotePath)]
+    if logits and remote:
+        hint = "leave out --logits, or copy it to a directory on this machine"
+        raise ConvertError(f"`{remote[0]}` is in a remote store, where no model is run from", hint=hint)
     with phase(progress, "opening"):
         first, second = in_one_family(*(identify(path, **options) for path in paths))
     result = compare(first, second, progress=progress)

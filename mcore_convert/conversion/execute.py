@@ -34,14 +34,16 @@ from mcore_convert.storage.views import open_error
 
 # Two threads and their blocks need next to nothing: what is anonymous is the interpreter and the plan itself.
 BASE_MEMORY = 64 * 2**20
+REMOTE_MEMORY = 768 * 2**20  # what was fetched, what is on its way, and what is sent
 
 CLEARED = "an earlier run had completed files here, which were cleared: --resume would have gone on with them"
 OTHER_WORK = "what an earlier run had completed here was of another source, other options or another version: cleared"
 
 
 def expected_memory(plan: Plan) -> int:
-    """Upper estimate of anonymous memory in bytes: the interpreter, and about 1 kB for each copy that is planned."""
-    return BASE_MEMORY + 1024 * sum(len(move.copies) for move in plan.moves)
+    """Upper estimate of anonymous memory in bytes: the interpreter, about 1 kB for each copy, and what is fetched."""
+    remote = any(isinstance(path, RemotePath) for path in (plan.source.path, plan.reservation.path))
+    return BASE_MEMORY + remote * REMOTE_MEMORY + 1024 * sum(len(move.copies) for move in plan.moves)
 
 
 def execute(

@@ -30,7 +30,7 @@ from mcore_convert.storage.destination import check_free
 from mcore_convert.storage.paths import absent, files_in
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
-from mcore_convert.storage.remote import located
+from mcore_convert.storage.remote import RemotePath, located
 from mcore_convert.storage.sending import source_at
 from mcore_convert.storage.views import file_errors
 
@@ -206,6 +206,9 @@ def push(
     check_names("push", HubOptions, options)
     path, target = directory_of(source_at(source)), _destination(repo, options)
     if path.is_dir() and _is_hugging_face(path):
+        if isinstance(path, RemotePath):
+            hint = "copy it to a directory on this machine, and push that"
+            raise ConvertError(f"`{path}` cannot be sent from one store to another", hint=hint)
         open_checkpoint(path)  # whole, as far as headers and the index tell
         return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
     if not path.exists():

@@ -7,6 +7,7 @@ some ahead of who reads one after the other. Both take a bounded amount of memor
 from __future__ import annotations
 
 import io
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -28,10 +29,10 @@ class Cache:
     Args:
         block: bytes of each.
         capacity: bytes that are kept; those that were used longest ago go first.
-        ahead: bytes that are fetched beyond what is asked for, where the block before is here.
+        ahead: bytes that are fetched at most beyond what is asked for, for who reads one block after the other.
     """
 
-    def __init__(self, block: int, capacity: int, ahead: int = 0) -> None:
+    def __init__(self, block: int, capacity: int, ahead: int) -> None:
         self.block, self._most, self._ahead = block, capacity // block, ahead // block
         self._held: OrderedDict[tuple[Any, int], Future[bytes]] = OrderedDict()
         self._lock = threading.Lock()
@@ -64,8 +65,9 @@ class Cache:
         """The blocks from `first` to `last`; those that are not here are on their way then, with some ahead."""
         wanted = range(first, last + 1)
         with self._lock:
-            further = self._ahead if (file.identity, first - 1) in self._held else 0
-            end = min(last + further, (file.size - 1) // self.block)
+            further = self._further(file, first)
+            topped_up = (file.identity, last + further // 2 + 1) in self._held
+            end = min(last + (0 if topped_up else further), (file.size - 1) // self.block)
             work = self._begin(file, range(first, end + 1))
             for number in wanted:
                 self._held.move_to_end((file.identity, number))
@@ -74,6 +76,11 @@ class Cache:
                 self._held.popitem(last=False)
         self._submit(file, work)
         return futures
+
+    def _further(self, file: Ranges, first: int) -> int:
+        """How many blocks to fetch beyond what is asked for: as many as were read before it, one after the other."""
+        before = itertools.takewhile(lambda number: (file.identity, number) in self._held, range(first - 1, -1, -1))
+        return sum(1 for _ in itertools.islice(before, self._ahead))
 
     def _begin(self, file: Ranges, numbers: Iterable[int]) -> list[tuple[list[int], list[Future[bytes]]]]:
         """The requests for those of the blocks that are not here, in order."""
@@ -110,7 +117,7 @@ class Cache:
             future.set_result(content[number * self.block : (number + 1) * self.block])
 
 
-PAGES = Cache(16 * 2**10, 64 * 2**20)
+PAGES = Cache(16 * 2**10, 64 * 2**20, ahead=REQUEST)
 BLOCKS = Cache(2**20, 512 * 2**20, ahead=4 * REQUEST)
 
 

@@ -200,8 +200,9 @@ def located(source: str | Path) -> Path:
     Raises:
         ConvertError: fsspec has no such file system, or it cannot be set up.
     """
-    match = URL.fullmatch(os.fspath(source))
-    if match is None or (not isinstance(source, str | RemotePath) and source.exists()):
+    text = os.fspath(source)
+    match = URL.fullmatch(text)
+    if match is None or ("://" not in text and Path(text).exists()):
         return Path(source)
     protocol, rest = match.groups()
     if protocol in ("file", "local"):

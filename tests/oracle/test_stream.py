@@ -55,12 +55,13 @@ def test_a_stream(hub: Hub, hf_checkpoint: HfMaker, tmp_path: Path, monkeypatch:
 
 def test_what_cannot_be_streamed(hub: Hub, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint("gpt2", tokenizer=False)
-    for words, message in {
+    messages: dict[tuple[str | Path, ...], str] = {
         (source, "--stream"): "a directory has no use for --stream",
         ("ada/none", "--stream"): "`ada/none` is neither a directory nor a model on the Hub",
         ("./none", "--stream"): "does not exist",
         ("ada/none", "--stream", "--revision", "v1"): "neither a directory nor a model",
-    }.items():
+    }
+    for words, message in messages.items():
         ended = run("convert", words[0], tmp_path / "DST", *words[1:])
         assert (ended.code, message in " ".join(ended.err.split())) == (1, True), ended
     assert not list(tmp_path.glob("DST*"))

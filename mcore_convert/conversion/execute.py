@@ -28,7 +28,7 @@ from mcore_convert.storage.paths import moved
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
 from mcore_convert.storage.remote import RemotePath
-from mcore_convert.storage.sending import sending, staged
+from mcore_convert.storage.sending import sending, staged, staging
 from mcore_convert.storage.sources import Stamp
 from mcore_convert.storage.views import open_error
 
@@ -88,8 +88,7 @@ def execute(
         prove(plan.checks[ranks.rank :: ranks.size])
         _check_unchanged(stamps)
     ranks.meet("proven")
-    place = staged(final)
-    partial, resume = partial_path(place), resume or ranks.size > 1
+    partial, resume = partial_path(staged(final)), resume or ranks.size > 1
     journal = Journal(partial, fingerprint(plan, checksums=checksums), stays=resume, rank=ranks.rank)
     run = _Run(plan, ranks, progress, journal, checksums, workers or WORKERS)
     if not ranks.is_first:
@@ -98,7 +97,8 @@ def execute(
         return ()
     with (
         _as_errors(final, sources),
-        claimed(place, _room(plan), overwrite=overwrite and place is final, resume=resume) as claim,
+        staging(final) as place,
+        claimed(place, _room(plan), overwrite=overwrite and place == final, resume=resume) as claim,
         sending(final, overwrite=overwrite) if isinstance(final, RemotePath) else contextlib.nullcontext() as remote,
     ):
         sent = SentFiles(partial, remote) if remote is not None else None

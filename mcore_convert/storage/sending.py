@@ -41,6 +41,18 @@ def staged(final: Path) -> Path:
     return base / hashlib.sha256(str(final).encode()).hexdigest()[:16] / final.name
 
 
+@contextlib.contextmanager
+def staging(final: Path) -> Iterator[Path]:
+    """A scope with the place of `staged`, whose directories go at the end."""
+    place = staged(final)
+    try:
+        yield place
+    finally:
+        for folder in (place.parent, place.parent.parent) if place != final else ():
+            with contextlib.suppress(OSError):  # what could not be removed, or another conversion
+                folder.rmdir()
+
+
 def source_at(source: str | Path) -> Path:
     """The path that a user names as a source.
 

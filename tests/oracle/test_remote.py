@@ -37,7 +37,7 @@ def server(s3: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     s3.requests.clear()
     yield s3
     s3.dropped, s3.refusal = lambda number: False, lambda asked: None
-    assert left(tmp_path / "staging") == []
+    assert not list((tmp_path / "staging").glob("mcore-convert-*"))
 
 
 def left(staging: Path) -> list[Path]:
@@ -259,3 +259,18 @@ def test_a_failure_removes_what_was_sent(memory: str, hf_checkpoint: HfMaker, mo
         convert(hf_checkpoint("gpt2"), f"{memory}/dist", tokenizer="t")
     assert {"dist/release/.metadata", f"dist/{MARKER}"} <= {*there}
     assert tree_of(memory) == {}
+
+
+def test_a_source_that_changes(memory: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    source = hf_checkpoint("gpt2", tokenizer=False)
+    put(source, f"{memory}/hf")
+    content = (source / "model.safetensors").read_bytes()
+    fs = fsspec.filesystem("memory")
+    with pytest.raises(UnreadableCheckpoint, match="the source has changed since it was opened") as refused:
+        convert(
+            f"{memory}/hf",
+            tmp_path / "DST",
+            progress=lambda *_: fs.pipe_file(f"{memory}/hf/model.safetensors", content),
+        )
+    assert refused.value.items == (f"{memory}/hf/model.safetensors",)
+    assert not (tmp_path / "DST").exists()

@@ -277,5 +277,5 @@ def _check_sharing(final: Path, *, resume: bool, ranks: Ranks) -> None:
         what = "is written by one process" if ranks.size > 1 else "cannot be gone on with"
         raise UnwritableTarget(
             f"`{final}` is in a remote store, and {what}",
-            hint="convert to a directory that all processes share, and copy that to the store",
+            hint="convert to a directory that all processes see, and copy it to the store",
         )

@@ -21,6 +21,7 @@ from mcore_convert.storage.remote import RemotePath, fresh, located
 
 logger = logging.getLogger(__name__)
 
+UNFINISHED = "is not whole: a conversion writes it, or was killed while it did"
 READ_ONLY = {"hf:": "convert to a directory on this machine, and `mcore-convert push` it"}
 
 
@@ -62,7 +63,7 @@ def source_at(source: str | Path) -> Path:
     """
     path = located(source)
     if isinstance(path, RemotePath) and path.is_dir() and (path / MARKER).is_file():
-        raise UnreadableCheckpoint(f"`{path}` is not whole: a conversion writes it, or was killed while it did")
+        raise UnreadableCheckpoint(f"`{path}` {UNFINISHED}", hint="wait for it, or run that conversion again")
     return path
 
 
@@ -84,10 +85,7 @@ def check_free_remote(final: RemotePath, *, overwrite: bool) -> None:
         hint = "choose another destination, or remove it: nothing can be replaced at once in a remote store"
         raise UnwritableTarget(f"`{final}` exists", hint=hint)
     if not overwrite:
-        raise UnwritableTarget(
-            f"`{final}` is not whole: a conversion writes it, or was killed while it did",
-            hint="if none runs, --overwrite clears it",
-        )
+        raise UnwritableTarget(f"`{final}` {UNFINISHED}", hint="if none runs, --overwrite clears it")
 
 
 class Sending:

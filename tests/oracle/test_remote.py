@@ -16,7 +16,7 @@ from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableT
 from mcore_convert.storage import asking
 from mcore_convert.storage.marker import MARKER
 from tests.conftest import HfMaker, real_checkpoint
-from tests.refusals import run, tree
+from tests.refusals import golden_texts, run, tree
 from tests.stores import Asked, Server, put, running_s3, tree_of
 
 NAMES_ITS_PLACE = ("megatron_args.txt", "README.md")
@@ -178,27 +178,44 @@ def test_a_store_that_refuses(code: str, server: Server, bucket: str, hf_checkpo
         assert str(refused.value.hint).startswith(REFUSALS[code])
 
 
-def test_what_is_not_there_or_cannot_be(server: Server, bucket: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
-    source = hf_checkpoint("gpt2", tokenizer=False)
-    put(source, f"{bucket}/there")
-    words = {
-        ("convert", source, "s3://absent-bucket/DST"): "make the bucket first",
-        ("convert", source, "s3://models"): "name a directory in it to make",
-        ("convert", source, f"{bucket}/there"): "choose another destination, or remove it",
-        ("convert", source, f"{bucket}/there", "--overwrite"): "choose another destination, or remove it",
-        ("convert", source, f"{bucket}/new", "--resume"): "cannot be gone on with",
-        ("convert", source, "hf://a/b"): "`mcore-convert push` it",
-        ("convert", "s3://absent-bucket/SRC", tmp_path / "DST"): "`s3://absent-bucket/SRC` does not exist",
-        ("inspect", f"{bucket}/nothing"): "does not exist",
-        ("inspect", "gs://a/b"): "install",
-        ("inspect", "nosuch://a/b"): "install what fsspec needs for nosuch",
-    }
-    for command, word in words.items():
-        ended = run(*command)
-        assert ended.code == 1, ended
-        assert word in " ".join(ended.err.split()), ended
-    assert not (tmp_path / "DST").exists()
-    same(f"{bucket}/there", source)
+REFUSED = {
+    "a bucket that is missing": ("convert", "SRC", "s3://absent-bucket/DST"),
+    "all of a bucket as a destination": ("convert", "SRC", "s3://models"),
+    "a remote destination that is there": ("convert", "SRC", "STORE/there"),
+    "a remote destination to replace": ("convert", "SRC", "STORE/there", "--overwrite"),
+    "a remote destination to go on with": ("convert", "SRC", "STORE/new", "--resume"),
+    "the Hub as a destination": ("convert", "SRC", "hf://ada/model"),
+    "a remote source that is missing": ("convert", "STORE/none", "DST"),
+    "a remote destination that is being written": ("convert", "SRC", "STORE/partial"),
+    "a remote source that is being written": ("inspect", "STORE/partial"),
+    "a model to run in a remote store": ("verify", "SRC", "STORE/there", "--logits"),
+    "a remote model for the Hub": ("push", "STORE/there", "ada/model"),
+    "a remote run to watch": ("export", "STORE/there", "--all"),
+    "a store that is not known": ("inspect", "nosuch://models/run"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(s3: Server, hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each of the commands prints."""
+    source, folder = hf_checkpoint("gpt2", tokenizer=False), tmp_path_factory.mktemp("refused")
+    store = "s3://models/refused"
+    put(source, f"{store}/there")
+    fsspec.filesystem("s3").pipe_file(f"{store}/partial/{MARKER}", b"{}")
+    texts = {}
+    for title, words in REFUSED.items():
+        places = {"SRC": str(source), "DST": str(folder / "DST")}
+        ended = run(*(places.get(word, word.replace("STORE", store)) for word in words))
+        assert (ended.code, ended.out) == (1 if words[0] != "verify" else 2, ""), (title, ended)
+        texts[title] = ended.err.replace(str(source), "SRC")
+    assert not list(folder.iterdir())
+    same(f"{store}/there", source)
+    return texts
+
+
+@pytest.mark.parametrize("title", REFUSED)
+def test_what_cannot_be_done(title: str, refused: dict[str, str]) -> None:
+    assert refused[title] == golden_texts("remote_refusals.txt")[title]
 
 
 def test_what_a_killed_run_left(memory: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:

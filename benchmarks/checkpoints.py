@@ -6,12 +6,15 @@ import json
 import math
 import os
 import pickle
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from mcore_convert.formats.request import Reservation
 
 # Llama 3.2-1B, 1.24 billion parameters: transformers 4's spelling, as the hub has it.
 LLAMA: dict[str, Any] = {
@@ -153,6 +156,22 @@ def _write_safetensors(file: Path, shapes: dict[str, tuple[int, ...]], block: Bi
                 out.write(piece.data)
                 left -= len(piece)
                 start = 0
+
+
+def write_headers(reservation: Reservation) -> None:
+    """Write what a conversion knows before any tensor: small files, and large ones with holes for all values."""
+    for path, size in reservation.sizes.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(size)
+    for path, at, content in reservation.literals:
+        with path.open("r+b") as file:
+            os.pwrite(file.fileno(), content, at)
+    for path, content in reservation.texts.items():
+        path.write_bytes(content)
+    for path, source in reservation.carried.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
 
 
 METADATA_TP = 128  # chunks along the tensor-parallel axis: the entries of a checkpoint of many ranks

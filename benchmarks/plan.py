@@ -8,20 +8,18 @@ Files are sparse: they have their headers and their size, and no values. Exits w
 
 from __future__ import annotations
 
-import os
-import shutil
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.checkpoints import write_headers
 from benchmarks.convert import COMMAND, PEAK_MIB, Figure, folder, parser_of, reported, say
 from benchmarks.deepseek import DEEPSEEK_V3, deepseek_nbytes, make_deepseek
 from benchmarks.experts import QWEN3_235B, make_qwen3_moe, qwen3_moe_nbytes
 from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 from mcore_convert import convert
-from mcore_convert.formats.request import Reservation
 from mcore_convert.options import LayoutOptions
 
 PLAN_SECONDS = 10.0
@@ -37,22 +35,6 @@ def planned(verb: str, source: Path, target: Path, to: str, layout: LayoutOption
     """The command that plans a conversion or a reshard, and writes nothing."""
     options = [word for name, size in layout.items() for word in (f"--{name}", str(size))]
     return (*COMMAND, verb, source, target, "--to", to, *options, "--dry-run", "--json")
-
-
-def write_headers(reservation: Reservation) -> None:
-    """Write what a conversion knows before any tensor: small files, and large ones with holes for all values."""
-    for path, size in reservation.sizes.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            file.truncate(size)
-    for path, at, content in reservation.literals:
-        with path.open("r+b") as file:
-            os.pwrite(file.fileno(), content, at)
-    for path, content in reservation.texts.items():
-        path.write_bytes(content)
-    for path, source in reservation.carried.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, path)
 
 
 def measure(rounds: int, layers: int, deepseek_layers: int) -> list[Figure]:

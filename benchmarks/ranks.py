@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoints import BLOCK, LLAMA, random_bfloat16
+from benchmarks.checkpoints import BLOCK, LLAMA, random_bfloat16, write_headers
 from mcore_convert.checkpoints import families
 from mcore_convert.checkpoints.weights import items_of
 from mcore_convert.conversion.target_arguments import layout_arguments
@@ -22,7 +22,7 @@ from mcore_convert.formats.mp_rank.directory import MpRankCheckpoint
 from mcore_convert.formats.request import Request
 from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec import Dims, Layout, gpt
-from mcore_convert.spec.config import arguments
+from mcore_convert.spec.config import arguments, completion
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import ADAM, MASTER, PARAM
 from mcore_convert.storage.views import Slot
@@ -38,12 +38,21 @@ def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
 
     Every master copy rounds to its weight, and what several ranks hold is the same on each.
     """
-    normal = arguments.normalise(families.named("llama").config.to_megatron(config))
+    checkpoint, family, dims = reserve_ranks(path, config, layout)
+    _fill(checkpoint, family, dims)
+    return path
+
+
+def reserve_ranks(
+    path: Path, config: dict[str, Any], layout: Layout, *, name: str = "llama", distributed: bool = False
+) -> tuple[MpRankCheckpoint, Family, Dims]:
+    """Write the same with holes for all values, of the family `name`; `distributed`: with `distrib_optim.pt`."""
+    normal = arguments.normalise(families.named(name).config.to_megatron(config))
     vocab = normal["vocab_size"]
     dims = Dims.of(normal, vocab_size=vocab, padded_vocab_size=arguments.padded_vocab_size(vocab, layout.tp))
     family = gpt.family(normal)
     items = list(items_of(family, dims, (PARAM, MASTER, *ADAM)))
-    complete = arguments.complete(
+    complete = completion.complete(
         {**arguments.plain(normal), "bf16": True},
         dtype="bfloat16",
         tp=layout.tp,
@@ -68,23 +77,14 @@ def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
         },
         training=Training(
             ITERATION,
-            distributed=False,
+            distributed=distributed,
             groups=({**GROUP, "wd_mult": 1.0, "weight_decay": 0.1}, {**GROUP, "wd_mult": 0.0, "weight_decay": 0.0}),
         ),
         layer_spec=LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL),
     )
     checkpoint, reservation = mp_rank_writer.reserve(request)
-    for file, size in reservation.sizes.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as out:
-            out.truncate(size)
-            for literal_file, at, content in reservation.literals:
-                if literal_file == file:
-                    os.pwrite(out.fileno(), content, at)
-    _fill(checkpoint, family, dims)
-    for file, text in reservation.texts.items():
-        file.write_bytes(text)
-    return path
+    write_headers(reservation)
+    return checkpoint, family, dims
 
 
 def _fill(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> None:

@@ -10,8 +10,10 @@ AFTER = "norms after attention and MLP, which Megatron Core has not"
 EMBEDDING = "the embedding is multiplied by sqrt(hidden_size), and the MLP is gated by gelu: Megatron-LM has neither"
 MULTIPLIERS = "multipliers of embeddings and residuals, which Megatron-LM has not"
 STATE = "state-space layers, which a `GPTModel` has not"
+HYBRID = "Mamba layers among others, which are a `MambaModel` of Megatron Core, whose weights no family describes yet"
 LATENT = "multi-latent attention without experts, which no family describes yet"
 MIXED = "layers with a window among layers without one, which no family describes yet"
+TOWER = "a vision tower; its text model is converted once transformers has saved it by itself"
 ELSEWHERE = "its code is not in transformers, so that nothing proves a conversion"
 
 UNREPRESENTED = {
@@ -52,7 +54,7 @@ UNREPRESENTED = {
     "MinistralForCausalLM": MIXED,
     "MptForCausalLM": ALIBI,
     "NanoChatForCausalLM": "norms without weights, queries and keys normed after rotation, soft caps",
-    "NemotronHForCausalLM": STATE,
+    "NemotronHForCausalLM": HYBRID,
     "OPTForCausalLM": "the activation ReLU, and learned positions that are shifted by two",
     "Olmo2ForCausalLM": f"{AFTER}, and none before them; norms of queries and keys over all heads at once",
     "Olmo3ForCausalLM": f"{AFTER}, and none before them; norms of queries and keys over all heads at once",
@@ -61,6 +63,8 @@ UNREPRESENTED = {
     "OpenAIGPTLMHeadModel": "norms of the residual stream itself, after each addition",
     "PhiForCausalLM": PARALLEL,
     "QWenLMHeadModel": ELSEWHERE,
+    "Qwen3_5ForConditionalGeneration": TOWER,
+    "Qwen3_5MoeForConditionalGeneration": TOWER,
     "RecurrentGemmaForCausalLM": f"recurrent layers; {EMBEDDING}",
     "RwkvForCausalLM": "recurrent layers",
     "VaultGemmaForCausalLM": f"soft caps; {EMBEDDING}",

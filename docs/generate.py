@@ -102,9 +102,10 @@ def _pack(weight: Weight) -> str:
         return f"a copy of `{weight.copy_of}`"
     if weight.mcore is None:
         return "zeros"
-    return (
+    pack = (
         "the same" if isinstance(weight.pack, Same) else f"`{weight.pack}`".replace("Same()", "").replace("pack=", "")
     )
+    return f"{pack}, plus {weight.less:g}" if weight.less else pack
 
 
 def _spellings(weight: Weight) -> str:

@@ -21,7 +21,7 @@ class LayoutOptions(TypedDict, total=False):
 
     tp, pp, ep: tensor-, pipeline- and expert-parallel size.
     vpp: virtual pipeline stages on each pipeline rank.
-    etp: tensor-parallel size of experts; `tp` unless given.
+    etp: tensor-parallel size of experts; `tp` unless given, or 1 where experts have biases.
     first_stage_layers, last_stage_layers: layers on the first and the last pipeline stage.
     pipeline_layout: the stages spelled out, as `--pipeline-model-parallel-layout`.
     """

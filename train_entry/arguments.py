@@ -7,7 +7,8 @@ from typing import Any
 
 from mcore_convert.checkpoints.identify import Model, identify
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config.arguments import complete, normalise, padded_vocab_size, plain
+from mcore_convert.spec.config.arguments import normalise, padded_vocab_size, plain
+from mcore_convert.spec.config.completion import complete
 from train_entry.checkpoints.source import source_of
 from train_entry.config.schema import Config
 

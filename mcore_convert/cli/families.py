@@ -9,11 +9,12 @@ import typer
 
 from mcore_convert.cli import completion, options
 from mcore_convert.cli.text import show, table
+from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW
 
 if TYPE_CHECKING:
     from mcore_convert.spec.family import Family, Weight
 
-CUTS = {(None, 1): "replicated", (0, 1): "column", (1, 1): "row", (0, 2): "gated_column"}
+CUTS = {REPLICATED: "replicated", COLUMN: "column", ROW: "row", GATED_COLUMN: "gated_column"}
 
 
 def command(
@@ -50,7 +51,7 @@ def cut_of(weight: Weight) -> str:
     """The word that the row begins with in the family's file."""
     if weight.mcore is None:
         return "must_be_zero" if weight.copy_of is None else "copy"
-    return "vocab" if weight.vocab else CUTS[weight.shard.dim, weight.shard.parts]
+    return "vocab" if weight.vocab else CUTS.get(weight.shard, "segmented")
 
 
 def as_dict(family: Family) -> dict[str, object]:

@@ -109,7 +109,7 @@ Etp = Annotated[
         min=1,
         metavar="N",
         rich_help_panel=LAYOUT,
-        help="Tensor-parallel size of experts; as --tp unless given",
+        help="Tensor-parallel size of experts; as --tp unless given, or 1 where experts have biases",
     ),
 ]
 FirstStage = Annotated[

@@ -19,6 +19,7 @@ from mcore_convert.conversion.plan import Copy, Plan
 from mcore_convert.spec.family import Item
 from mcore_convert.storage.disk import append, remove_tree, sync
 from mcore_convert.storage.marker import JOURNAL, is_bookkeeping, journals
+from mcore_convert.storage.paths import name_below
 from mcore_convert.storage.sources import open_file
 from mcore_convert.version import VERSION
 
@@ -111,7 +112,7 @@ def fingerprint(plan: Plan, *, checksums: bool) -> str:
     ]
     digest.update(json.dumps(facts, default=str).encode())
     for path, at, content in plan.reservation.literals:
-        digest.update(f"{path.relative_to(root)} {at} ".encode())
+        digest.update(f"{name_below(path, root)} {at} ".encode())
         digest.update(content)
     return digest.hexdigest()
 

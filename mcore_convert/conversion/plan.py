@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ class Plan:
         """The files that tensors are copied from."""
         return {view.path for move in self.moves for copy in move.copies for view in copy.source.stored}
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of tensors that are copied."""
         return sum(move.nbytes for move in self.moves)

@@ -19,10 +19,11 @@ from mcore_convert.errors import counted
 from mcore_convert.formats.base import Findings
 from mcore_convert.spec.names import MASTER
 from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.digests import Region, checksum_of_runs, gaps_between
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.marker import is_bookkeeping
-from mcore_convert.storage.paths import files_in, moved
+from mcore_convert.storage.paths import files_in, moved, name_below
 from mcore_convert.storage.sources import handle_of, open_file
 from mcore_convert.storage.views import View
 
@@ -113,6 +114,7 @@ class Recording:
         self._noted: dict[Path, dict[str, Any]] = {}
         self._untouched = [path for path, copies in self._left.items() if not copies]
 
+    @without_collection()
     def _lay_out(self) -> None:
         """Make the regions of all files."""
         plan, final = self._plan, self._plan.reservation.path
@@ -244,6 +246,7 @@ class Recording:
             lines.append(f"{name}: {' and '.join(words)}")
         return lines
 
+    @without_collection()
     def write_manifest(self) -> Path:
         """Write the manifest of all that is in the checkpoint's directory, when the rest is there; returns its path."""
         plan = self._plan
@@ -300,7 +303,7 @@ class Recording:
         region = self._at(path, view.offset) if view.nbytes else None
         end = view.end if view.nbytes else view.offset
         bounds = [view.offset, end] if region is None else [region.start, region.end]
-        part: dict[str, Any] = {"file": str(path.relative_to(folder)), "bytes": bounds}
+        part: dict[str, Any] = {"file": name_below(path, folder), "bytes": bounds}
         if stored.box != Box.whole(stored.shape):
             part |= {"at": list(stored.box.offsets), "shape": list(stored.box.sizes)}
         if region is not None:

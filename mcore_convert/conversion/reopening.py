@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_convert.checkpoints.identify import open_checkpoint
@@ -11,12 +11,14 @@ from mcore_convert.errors import ConvertError, UnwritableTarget, fold
 from mcore_convert.formats.base import Checkpoint, Findings
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
+from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.paths import moved
 from mcore_convert.storage.views import Slot, file_errors
 
 FAULTY_HINT = "is the disk or the memory faulty? nothing was left behind"
 
 
+@without_collection()
 def check_reopened(plan: Plan, partial: Path) -> None:
     """Prove that the headers in `partial` say what the plan has reserved: each tensor, its dtype, shape and place.
 
@@ -45,20 +47,21 @@ def check_reopened(plan: Plan, partial: Path) -> None:
 
 def _differences(plan: Plan, partial: Path, written: Checkpoint) -> Iterator[str]:
     """The keys and the weights that are not where they should be."""
-    final = plan.reservation.path
     wanted, found = plan.target.tensors, written.tensors
     yield from (key for key in {**wanted, **found} if wanted.get(key) != found.get(key))
+    final = plan.reservation.path
+
+    def there(path: Path) -> Path:
+        return moved(path, final, partial)
+
     for item in (move.item for move in plan.moves):
-        if _places(plan.target, item, plan.dims, final) != _places(written, item, plan.dims, partial):
+        reserved = [slot._replace(view=slot.view.moved(there)) for slot in _places(plan.target, item, plan.dims)]
+        places = _places(written, item, plan.dims)
+        if reserved != places and sorted(reserved) != sorted(places):
             yield str(item)
 
 
-def _places(checkpoint: Checkpoint, item: Item, dims: Dims, root: Path) -> list[Slot]:
-    """Where a checkpoint has a weight and its replicas, with paths relative to its own."""
+def _places(checkpoint: Checkpoint, item: Item, dims: Dims) -> list[Slot]:
+    """Where a checkpoint has a weight and its replicas."""
     copies = (slot for slot, _ in checkpoint.replicas(item, dims))
-    return sorted(_relative([*checkpoint.locate(item, dims, Findings()), *copies], root))
-
-
-def _relative(slots: Iterable[Slot], root: Path) -> Iterator[Slot]:
-    for slot in slots:
-        yield slot._replace(view=slot.view.moved(lambda path: moved(path, root, Path())))
+    return [*checkpoint.locate(item, dims, Findings()), *copies]

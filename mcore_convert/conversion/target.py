@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.options import SourceOptions
 from mcore_convert.spec import releases
-from mcore_convert.spec.config import arguments
+from mcore_convert.spec.config import arguments, completion
 from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
@@ -147,11 +147,10 @@ def lay_out_megatron(
     model: Model, family: Family, dims: Dims, target: Target, sources: Sources, notes: list[str]
 ) -> tuple[Checkpoint, Reservation]:
     """A Megatron directory in either format, with its arguments, its command line, and the original's other files."""
-    layout = target.layout
+    layout = target.layout.of_model(dims)
     layout.check(dims)
-    if layout.pipeline_layout is not None and target.release is not None and target.release < releases.PIPELINE_LAYOUT:
-        since, given = releases.spelled(releases.PIPELINE_LAYOUT), releases.spelled(target.release)
-        raise LayoutError(f"a pipeline layout needs Megatron-LM {since} or later, not {given}")
+    target = replace(target, layout=layout)
+    _refuse_young(model, dims, target)
     folder = model.folder
     carried = [] if folder is None else [*carried_files(folder), CONFIG]
     name = name_of(target.iteration)
@@ -207,6 +206,19 @@ def lay_out_megatron(
     return checkpoint, reservation
 
 
+def _refuse_young(model: Model, dims: Dims, target: Target) -> None:
+    """Refuse what the release to write for, where one is given, has not yet."""
+    young = {
+        "a pipeline layout": (target.layout.pipeline_layout is not None, releases.PIPELINE_LAYOUT),
+        "attention with sinks": (model.args.get("softmax_type") == "learnable", releases.SINKS),
+        "a router with a bias": (dims.expert_bias, releases.SINKS),
+    }
+    for what, (is_there, since) in young.items():
+        if is_there and target.release is not None and target.release < since:
+            given = releases.spelled(target.release)
+            raise LayoutError(f"{what} needs Megatron-LM {releases.spelled(since)} or later, not {given}")
+
+
 def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:
     """The dtypes with every state of an optimizer in fp32, as Megatron Core stores it, whatever precision it has."""
     return {item: dtype if item.state == PARAM else "float32" for item, dtype in dtype_of.items()}
@@ -234,7 +246,7 @@ def _stored_arguments(
         args |= _dtype_flags(dtype_of)
     else:
         has_tokenizer = any(file.startswith(("tokenizer", "vocab")) for file in carried)
-        args = arguments.complete(
+        args = completion.complete(
             {**arguments.plain(model.args), **_dtype_flags(dtype_of)},
             dtype=next(iter(dtype_of.values())),
             tp=layout.tp,

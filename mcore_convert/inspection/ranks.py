@@ -38,6 +38,7 @@ def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[R
     Raises:
         LayoutError: the model does not fit the layout.
     """
+    layout = layout.of_model(dims)
     layout.check(dims)
     holding = Holding(layout, layout.stages(dims.num_layers))
     weights = [weight for weight in family.weights if weight.mcore is not None and weight.exists(dims)]

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.megatron.cpu import import_megatron
-from mcore_convert.spec.layers import plain_frequency
+from mcore_convert.spec.config.arguments import YARN_DEFAULTS, YARN_FIELDS
+from mcore_convert.spec.layers import GATED_DELTA_NET, plain_frequency
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -32,6 +33,10 @@ SAME = (
     "rotary_interleaved",
     "no_rope_freq",
     "window_size",
+    "window_attn_skip_freq",
+    "softmax_type",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
     "apply_query_key_layer_scaling",
     "attention_softmax_in_fp32",
     "fp32_residual_connection",
@@ -68,6 +73,16 @@ SAME_OF_LATENT_ATTENTION = (
     "mscale_all_dim",
 )
 
+# The same, of linear attention.
+SAME_OF_LINEAR_ATTENTION = (
+    "experimental_attention_variant",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+
 # Arguments of another name, older spellings last.
 RENAMED = {
     "norm_epsilon": "layernorm_epsilon",
@@ -91,24 +106,18 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "moe_latent_size": (),
     "heterogeneous_layers_config_path": (),
     "heterogeneous_layers_config_encoded_json": (),
-    "experimental_attention_variant": (),
+    "experimental_attention_variant": (GATED_DELTA_NET,),
     "linear_attention_type": (),
-    "linear_attention_freq": (),
     "hybrid_layer_pattern": (),
     "hybrid_override_pattern": (),
     "is_hybrid_model": (False,),
-    "attention_output_gate": (False,),
-    "softmax_type": ("vanilla",),
-    "window_attn_skip_freq": (),
     "qk_l2_norm": (False,),
     "mrope_section": (),
     "apply_residual_connection_post_layernorm": (False,),
-    "glu_linear_offset": (0.0,),
-    "activation_func_clamp_value": (),
     "moe_apply_probs_on_input": (False,),
 }
 
-# The same, where attention is not latent.
+# The same, where attention is not latent, and neither are positions scaled by YaRN.
 ONLY_ELSEWHERE: dict[str, tuple[Any, ...]] = {"rotary_scaling_factor": (1.0,), "rope_type": ("rope",)}
 
 
@@ -132,6 +141,7 @@ def config_of(
     is_latent = bool(args.get("multi_latent_attention"))
     same = (*SAME, *SAME_OF_EXPERTS) if args.get("num_experts") else SAME
     same = (*same, *SAME_OF_LATENT_ATTENTION) if is_latent else same
+    same = (*same, *SAME_OF_LINEAR_ATTENTION) if args.get("experimental_attention_variant") else same
     fields = {**RENAMED, **{name: name for name in same}, **(STAGES if pp > 1 else {})}
     chosen = {field: args[name] for name, field in fields.items() if args.get(name) is not None}
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in chosen]
@@ -146,6 +156,10 @@ def config_of(
         chosen["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
         chosen["moe_token_dispatcher_type"] = "allgather"  # the other one wants CUDA streams
         chosen["moe_router_load_balancing_type"] = "none"  # the balancing losses are of no concern to a forward pass
+    if args.get("linear_attention_freq") is not None:
+        chosen["linear_attention_freq"] = plain_frequency(args["linear_attention_freq"], "linear_attention_freq")
+    if args.get("attention_output_gate"):
+        chosen["attention_output_gate"] = True
     if is_latent:
         chosen["q_lora_rank"] = args.get("q_lora_rank")  # None says that there is none
     if args.get("mtp_num_layers"):
@@ -170,7 +184,18 @@ def config_of(
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
-    return (MLATransformerConfig if is_latent else TransformerConfig)(**{**chosen, **fields_of_run, **(settings or {})})
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(
+        **{**chosen, **fields_of_run, **(settings or {})}
+    )
+    if has_yarn(args):  # attributes that are no fields (`gpt_model.py`)
+        for attribute, name in YARN_FIELDS.items():
+            setattr(config, attribute, YARN_DEFAULTS[name] if args.get(name) is None else args[name])
+    return config
+
+
+def has_yarn(args: Mapping[str, Any]) -> bool:
+    """Whether YaRN scales positions, where attention is not latent."""
+    return args.get("position_embedding_type") == "yarn" and not args.get("multi_latent_attention")
 
 
 def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
@@ -190,9 +215,10 @@ def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], tor
 
 
 def _refuse_unknown_mathematics(args: Mapping[str, Any]) -> None:
+    is_scaled = args.get("multi_latent_attention") or has_yarn(args)
     bad = [
         f"{name} = {args[name]!r}"
-        for name, allowed in {**ONLY, **({} if args.get("multi_latent_attention") else ONLY_ELSEWHERE)}.items()
+        for name, allowed in {**ONLY, **({} if is_scaled else ONLY_ELSEWHERE)}.items()
         if args.get(name) is not None and args[name] not in allowed
     ]
     if bad:

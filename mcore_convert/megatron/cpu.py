@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ def enable() -> bool:
     # torch remembers which functions `with torch.device(..)` is for, as they are when it is first entered, as YaRN does
     torch.utils._device._device_constructors()
     for owner, attribute, replacement in _replacements():
-        _replaced.append((owner, attribute, getattr(owner, attribute)))
+        _replaced.append((owner, attribute, getattr(owner, attribute, None)))
         setattr(owner, attribute, replacement)
     return True
 
@@ -97,7 +98,11 @@ def disable() -> None:
 def _replacements() -> list[tuple[Any, str, Any]]:
     import torch
     from megatron.core.fusions import fused_softmax
+    from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.attention import Attention
+
+    delta_net = gated_delta_net.GatedDeltaNet
 
     def causal_mask(length: int) -> torch.Tensor:
         return torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -122,7 +127,21 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # tensor_parallel/random.py:106: recomputed activations draw what they drew before
         (random, "_get_cuda_rng_state", lambda *_args, **_kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_args, **_kwargs: torch.set_rng_state(state)),
+        # ssm/gated_delta_net.py:95, :356 and :371: kernels for CUDA, with torch's own beside them for one of the two
+        (gated_delta_net, "HAVE_FLA", True),
+        (gated_delta_net, "chunk_gated_delta_rule", gated_delta_net.torch_chunk_gated_delta_rule),
+        (gated_delta_net, "l2norm", _unit_length),
+        # ssm/gated_delta_net.py:408 and transformer/attention.py:1218, compiled, which wants a compiler of C++
+        (delta_net, "_apply_gated_norm", inspect.unwrap(delta_net._apply_gated_norm)),
+        (Attention, "_apply_output_gate", inspect.unwrap(Attention._apply_output_gate)),
     ]
+
+
+def _unit_length(vectors: Any) -> Any:
+    """Vectors divided by their length, as flash-linear-attention's `l2norm` does."""
+    import torch
+
+    return vectors * torch.rsqrt(vectors.float().square().sum(-1, keepdim=True) + 1e-6).to(vectors.dtype)
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:

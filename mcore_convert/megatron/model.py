@@ -11,7 +11,7 @@ import torch
 from mcore_convert.errors import ConfigError
 from mcore_convert.megatron.config import config_of
 from mcore_convert.megatron.cpu import import_megatron, without_cuda
-from mcore_convert.spec.layers import expert_layers
+from mcore_convert.spec.layers import EXPERTS, LINEAR, Parts, parts_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -115,13 +115,11 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
     if not isinstance(multi_latent_attention.TELinear, type):
         # it takes Transformer Engine for installed where the module that asks for it can be imported (0.16.1)
         multi_latent_attention.HAVE_TE = False
-    specs = {has_experts: _local_layer(config, has_experts) for has_experts in (False, True)}
-    every = expert_layers(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else []
+    parts = parts_of_config(config)
+    specs = {each: _local_layer(config, each) for each in set(parts)}
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(
-        layer_specs=[specs[bool(every) and every[layer]] for layer in mine], layer_norm=Norm
-    )
+    return TransformerBlockSubmodules(layer_specs=[specs[parts[layer]] for layer in mine], layer_norm=Norm)
 
 
 def predicting_spec(config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None) -> Any:
@@ -131,29 +129,37 @@ def predicting_spec(config: TransformerConfig, layers: TransformerBlockSubmodule
     from mcore_convert.megatron.norm import Norm
 
     if not layers.layer_specs:  # a stage of its own: what the last layer of the decoder would be
-        every = expert_layers(config.moe_layer_freq, config.num_layers) if config.num_moe_experts else [False]
-        layers = replace(layers, layer_specs=[_local_layer(config, every[-1])])
+        layers = replace(layers, layer_specs=[_local_layer(config, parts_of_config(config)[-1])])
     block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in block.layer_specs if block is not None else ():
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = Norm
     return block
 
 
-def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
-    """A layer with or without experts."""
+def parts_of_config(config: TransformerConfig) -> Parts:
+    """The parts of each layer."""
+    return parts_of({**vars(config), "num_experts": config.num_moe_experts}, config.num_layers)
+
+
+def _local_layer(config: TransformerConfig, parts: frozenset[str]) -> ModuleSpec:
+    """A layer with these parts."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
     from mcore_convert.megatron.norm import Norm
 
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if has_experts else None,
+        num_experts=config.num_moe_experts if EXPERTS in parts else None,
         moe_grouped_gemm=False,  # experts one by one: same keys in a checkpoint, and no CUDA kernel
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if LINEAR in parts:
+        layer.submodules.self_attention = gated_delta_net()
+        layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+        return layer
     attention = layer.submodules.self_attention.submodules
     norm = Norm if config.qk_layernorm else IdentityOp
     if config.multi_latent_attention:
@@ -166,13 +172,27 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     return layer
 
 
+def gated_delta_net() -> ModuleSpec:
+    """Megatron Core's linear attention with its own linear layers; it has a spec for Transformer Engine's alone."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import ModuleSpec
+
+    from mcore_convert.megatron.norm import Norm
+
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear),
+    )
+
+
 def _position_embedding_of(args: Mapping[str, Any]) -> str:
     name: str = args.get("position_embedding_type") or "learned_absolute"
     if args.get("use_rotary_position_embeddings"):  # the switch that older versions had, beside the old default
         name = "rope"
     if name == "learned_absolute" and args.get("add_position_embedding") is False:
         name = "none"
-    if name not in ("learned_absolute", "rope", "none"):
+    if name not in ("learned_absolute", "rope", "yarn", "none"):
         raise ConfigError(f"a model with `position_embedding_type` = {name!r} cannot be built here")
     return name
 

@@ -13,7 +13,7 @@ from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.checkpoints.runs import History, Run
 from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.spec.config.arguments import normalise
-from mcore_convert.spec.layers import EXPERTS, MLP
+from mcore_convert.spec.layers import EXPERTS, LINEAR, MLP
 from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.sources import Limit, text_of
 from mcore_convert.version import VERSION
@@ -128,16 +128,18 @@ def _architecture(card: Card) -> Iterator[tuple[str, str]]:
     heads = str(dims.num_attention_heads)
     if dims.num_query_groups != dims.num_attention_heads:
         heads += f", {dims.num_query_groups} for keys and values"
-    activation = "SwiGLU" if args.get("swiglu") else "GELU"
+    activation = "SwiGLU" if args.get("swiglu") else "gated quick GELU" if args.get("quick_geglu") else "GELU"
     rope = f"rotary, base {args.get('rotary_base'):,}" if args.get("rotary_base") else "rotary"
     if args.get("use_rope_scaling"):
         rope += f", scaled by {args.get('rope_scaling_factor'):g}"
-    positions = {"rope": rope, "learned_absolute": "learned"}
+    positions = {"rope": rope, "yarn": f"{rope}, scaled by YaRN", "learned_absolute": "learned"}
     yield "family", card.model.family.name
     yield "parameters", f"{card.model.num_parameters:,}"
     yield "layers", str(dims.num_layers)
     yield "hidden size", f"{dims.hidden_size:,}"
     yield "attention heads", heads
+    if linear := dims.layers_with(LINEAR):
+        yield "linear attention", f"in {len(linear)} of {dims.num_layers} layers, by the gated delta rule"
     if dims.layers_with(MLP):
         yield "feed-forward size", f"{dims.ffn_hidden_size:,}, {activation}"
     if dims.num_experts:

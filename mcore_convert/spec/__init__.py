@@ -13,11 +13,12 @@ from mcore_convert.spec.family import (
     must_be_zero,
     replicated,
     row,
+    segmented,
     vocab,
 )
 from mcore_convert.spec.layout import Layout, Rank
 from mcore_convert.spec.names import Index
-from mcore_convert.spec.pack import QKV, Concat, Fused, Pack, Piece, Same, Transposed
+from mcore_convert.spec.pack import QKV, Concat, Every, Fused, Interleaved, Pack, Piece, Same, Segments, Transposed
 from mcore_convert.spec.shard import Box, Shard
 
 __all__ = [
@@ -26,14 +27,17 @@ __all__ = [
     "Concat",
     "ConfigMapping",
     "Dims",
+    "Every",
     "Family",
     "Fused",
     "Index",
+    "Interleaved",
     "Layout",
     "Pack",
     "Piece",
     "Rank",
     "Same",
+    "Segments",
     "Shard",
     "Spelling",
     "Transposed",
@@ -44,6 +48,7 @@ __all__ = [
     "must_be_zero",
     "replicated",
     "row",
+    "segmented",
     "vary",
     "vocab",
 ]

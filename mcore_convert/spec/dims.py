@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.layers import EXPERTS, MLP, Parts, are_stacked, parts_of
-from mcore_convert.spec.shard import Shape
+from mcore_convert.spec.layers import ATTENTION, EXPERTS, LINEAR, MLP, Parts, are_stacked, parts_of
+from mcore_convert.spec.shard import Shape, Shard
 
 MAX_LAYERS = 10_000  # a damaged number must not keep us busy
 
@@ -21,7 +21,9 @@ class Dims:
     `parts` has the parts of each layer; all have experts, or none has, unless given. `stacked`: Megatron Core takes the
     layers for alike, so that one key of `torch_dist` holds a weight of all of them. The ranks and sizes of latent
     attention are None where attention is of another kind, `q_lora_rank` also where queries are made in one step.
+    `output_gate`: queries have a gate beside them. The sizes of linear attention are None where no layer has it.
     `mtp_num_layers` layers after those of the decoder predict further tokens, each with the parts of the last of these.
+    With `expert_bias` experts and their router have biases, and Megatron Core cuts no expert over ranks.
     """
 
     num_layers: int
@@ -49,11 +51,18 @@ class Dims:
     low_rank_queries: bool = False
     qk_norm: bool = False
     mtp_num_layers: int = 0
+    output_gate: bool = False
+    linear_conv_kernel_dim: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    expert_bias: bool = False
 
     def __post_init__(self) -> None:
         if not self.parts:
             part = EXPERTS if self.num_experts else MLP
-            object.__setattr__(self, "parts", (frozenset({part}),) * self.num_layers)
+            object.__setattr__(self, "parts", (frozenset({part, ATTENTION}),) * self.num_layers)
 
     @staticmethod
     def of(args: Mapping[str, Any], *, vocab_size: int, padded_vocab_size: int) -> Dims:
@@ -88,6 +97,8 @@ class Dims:
             )
         with_experts = bool(args.get("num_experts"))
         latent = _latent(args) if args.get("multi_latent_attention") else {}
+        parts = parts_of(args, args["num_layers"])
+        linear = _linear(args) if any(LINEAR in each for each in parts) else {}
         mtp = args.get("mtp_num_layers") or 0
         if not isinstance(mtp, int) or not 0 <= mtp <= MAX_LAYERS:
             raise ConfigError(f"`mtp_num_layers` = {mtp!r} is not a number of layers")
@@ -101,12 +112,15 @@ class Dims:
             num_experts=args.get("num_experts"),
             moe_ffn_hidden_size=(args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"]) if with_experts else None,
             shared_ffn_hidden_size=args.get("moe_shared_expert_intermediate_size") if with_experts else None,
-            parts=parts_of(args, args["num_layers"]),
+            parts=parts,
             stacked=are_stacked(args),
             **latent,
             low_rank_queries=latent.get("q_lora_rank") is not None,
             qk_norm=bool(args.get("qk_layernorm")),
             mtp_num_layers=int(mtp),
+            output_gate=bool(args.get("attention_output_gate")),
+            **linear,
+            expert_bias=has_expert_bias(args),
         )
 
     @property
@@ -134,12 +148,16 @@ class Dims:
     @cached_property
     def _sizes(self) -> Mapping[str, int]:
         rope, v = self.qk_pos_emb_head_dim or 0, self.v_head_dim or 0
+        gated = 2 if self.output_gate else 1
+        key_heads, value_heads = self.linear_num_key_heads or 0, self.linear_num_value_heads or 0
+        keys, values = key_heads * (self.linear_key_head_dim or 0), value_heads * (self.linear_value_head_dim or 0)
         return {
             "vocab": self.vocab_size,
             "positions": self.max_position_embeddings,
             "hidden": self.hidden_size,
+            "num_heads": self.num_attention_heads,
             "heads": self.num_attention_heads * self.kv_channels,
-            "qkv": (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels,
+            "qkv": (gated * self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels,
             "ffn": self.ffn_hidden_size,
             "gated_ffn": 2 * self.ffn_hidden_size,
             "head": self.kv_channels,
@@ -154,9 +172,30 @@ class Dims:
             "q_latent": self.num_attention_heads * ((self.qk_head_dim or 0) + rope),
             "kv_latent": self.num_attention_heads * ((self.qk_head_dim or 0) + v),
             "v_latent": self.num_attention_heads * v,
+            "linear_keys": keys,
+            "linear_values": values,
+            "linear_key_heads": key_heads,
+            "linear_heads": value_heads,
+            "linear_head": self.linear_value_head_dim or 0,
+            "linear_in": 2 * keys + 2 * values + 2 * value_heads,
+            "linear_conv": 2 * keys + values,
+            "linear_kernel": self.linear_conv_kernel_dim or 0,
             "twice_hidden": 2 * self.hidden_size,
             "one": 1,
         }
+
+    def sized(self, shard: Shard) -> Shard:
+        """The shard with numbers for the words that tell how large its parts are."""
+        if not shard.names:
+            return shard
+        if shard not in self._sized:
+            parts = tuple(self.size(part) if isinstance(part, str) else part for part in shard.parts)
+            self._sized[shard] = replace(shard, parts=parts)
+        return self._sized[shard]
+
+    @cached_property
+    def _sized(self) -> dict[Shard, Shard]:
+        return {}
 
     def padded_shape(self, words: tuple[str, ...], *, vocab: bool) -> Shape:
         """The shape as Megatron holds it: a `vocab` row with its padding."""
@@ -174,16 +213,37 @@ class Dims:
         return {}  # asked for every expert of every layer
 
 
+def has_expert_bias(args: Mapping[str, Any]) -> bool:
+    """Whether experts and their router have biases as they do since Megatron Core 0.15, which came with `softmax_type`.
+
+    Since then no expert is cut over ranks where they do (`moe/router.py`, `Router`; `TransformerConfig`,
+    `__post_init__`). In earlier versions the router has none.
+    """
+    return bool(args.get("num_experts") and args.get("add_bias_linear") and "softmax_type" in args)
+
+
 def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes of latent attention (Megatron Core, `MLATransformerConfig`)."""
     names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     found = {name: args.get(name) for name in (*names, "q_lora_rank")}
-    wanted = names if found["q_lora_rank"] is None else tuple(found)
-    bad = [name for name in wanted if not isinstance(found[name], int) or isinstance(found[name], bool)]
-    bad += [name for name in wanted if name not in bad and args[name] < 1]
+    _refuse_no_sizes(found, names if found["q_lora_rank"] is None else tuple(found), "latent attention")
+    return found
+
+
+def _linear(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of linear attention (Megatron Core 0.16, `TransformerConfig`)."""
+    names = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+    found: dict[str, Any] = {f"linear_{name}": args.get(f"linear_{name}") for name in names}
+    _refuse_no_sizes(found, tuple(found), "linear attention")
+    keys, values = found["linear_num_key_heads"], found["linear_num_value_heads"]
+    if values % keys:
+        raise ConfigError(f"`linear_num_value_heads` = {values} cannot be shared by `linear_num_key_heads` = {keys}")
+    return found
+
+
+def _refuse_no_sizes(found: Mapping[str, Any], names: tuple[str, ...], what: str) -> None:
+    bad = [name for name in names if type(found[name]) is not int or found[name] < 1]
     if bad:
         raise ConfigError(
-            "the Megatron arguments do not describe latent attention",
-            items=[f"{name} = {found[name]!r}" for name in bad],
+            f"the Megatron arguments do not describe {what}", items=[f"{name} = {found[name]!r}" for name in bad]
         )
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -39,6 +39,7 @@ class Weight:
 
     `mcore` is the key of Megatron's `torch_dist` format with every placeholder spelled; None for a tensor that only
     Hugging Face has and that must be zero. `shape` is that of the global tensor, in the words of `Dims.size`.
+    Each of the names in `hf` may be that of one tensor for all experts of a layer, as in `Spelling`.
     `vocab` rows have the vocabulary as their first dimension, which Megatron pads. What is not `trained` is a buffer,
     and has no optimizer state. `part` names the part of a layer that the row belongs to, in the words of
     `spec.layers`: layers without it do not have the weight. `also` are further spellings that are read, where a file
@@ -70,6 +71,10 @@ class Weight:
     def name(self) -> str:
         """What to call the row in a message."""
         return self.mcore or self.hf[0]
+
+    def is_joined(self, template: str) -> bool:
+        """Whether a Hugging Face tensor of this name holds the weight of all experts of a layer."""
+        return "expert" in placeholders_of(self.name) and "expert" not in placeholders_of(template)
 
     @property
     def predicts(self) -> bool:
@@ -139,6 +144,23 @@ def _row(shard: Shard, *, in_vocab: bool = False) -> Row:
 # The first word of a row is Megatron's own word for how the weight is cut.
 replicated, column, row, gated_column = map(_row, (REPLICATED, COLUMN, ROW, GATED_COLUMN))
 vocab = _row(COLUMN, in_vocab=True)
+
+
+def segmented(
+    mcore: str,
+    shape: str,
+    *hf: str,
+    segments: Mapping[str, str],
+    pack: Pack = Same(),
+    part: str | None = None,
+) -> Weight:
+    """A weight of named segments, one below the other, of which each is cut on its own.
+
+    Args:
+        segments: the size of each, in the words of `Dims.size`, by the name that it has in `torch_dist`.
+    """
+    shard = Shard(0, tuple(segments.values()), tuple(segments))
+    return Weight(mcore, tuple(shape.split()), hf, shard, pack, part=part)
 
 
 def buffer(mcore: str, shape: str, *hf: str, part: str | None = None) -> Weight:

@@ -12,8 +12,9 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.mapping import ConfigMapping
-from mcore_convert.spec.family import Family, Weight
-from mcore_convert.spec.layers import EXPERTS, MLP
+from mcore_convert.spec.dims import has_expert_bias
+from mcore_convert.spec.family import Family, Weight, segmented
+from mcore_convert.spec.layers import ATTENTION, EXPERTS, GATED_DELTA_NET, LINEAR, MLP, linear_layers
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
 
 # The output layer of a tied model is the embedding, and has no tensor of its own.
@@ -23,6 +24,10 @@ LAYER = "decoder.layers.{layer}."
 EXPERT = LAYER + "mlp.experts.experts.{expert}."
 MTP = "mtp.layers.{mtp}."
 
+# The segments of the gated delta net's matrices, and of its convolution, which is over queries, keys and values.
+CONVOLUTION = {"query": "linear_keys", "key": "linear_keys", "value": "linear_values"}
+IN_PROJ = {**CONVOLUTION, "z": "linear_values", "beta": "linear_heads", "alpha": "linear_heads"}
+
 # Arguments that change which weights there are, in ways that are not described here, and their plain values.
 UNKNOWN: dict[str, tuple[Any, ...]] = {
     "mtp_use_repeated_layer": (None, False),
@@ -30,12 +35,10 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
     "is_hybrid_model": (None, False),
     "hybrid_layer_pattern": (None,),
     "hybrid_override_pattern": (None,),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
+    "experimental_attention_variant": (None, GATED_DELTA_NET),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
-    "attention_output_gate": (None, False),
-    "softmax_type": (None, "vanilla", "off-by-one"),
+    "softmax_type": (None, "vanilla", "off-by-one", "learnable"),
     "moe_latent_size": (None,),
     "moe_mlp_glu_interleave_size": (None,),
     "moe_shared_expert_glu_interleave_size": (None,),
@@ -62,7 +65,20 @@ def refusals(args: Mapping[str, Any]) -> list[str]:
     ]
     if args.get("mtp_num_layers") and not args.get("untie_embeddings_and_output_weights"):
         again.append(f"`mtp_num_layers` = {args['mtp_num_layers']!r}, with embeddings that are tied")
+    if args.get("experimental_attention_variant") == GATED_DELTA_NET:
+        again += _refusals_of_linear_attention(args)
     return again + [f"`{name}` = {args[name]!r}" for name, plain in UNKNOWN.items() if args.get(name) not in plain]
+
+
+def _refusals_of_linear_attention(args: Mapping[str, Any]) -> list[str]:
+    """What no release builds beside it, or what releases build in different ways."""
+    said = f"`experimental_attention_variant` = '{GATED_DELTA_NET}'"
+    if args.get("multi_latent_attention"):
+        return [f"{said}, with `multi_latent_attention` = True"]
+    if args.get("mtp_num_layers") and linear_layers(args, args["num_layers"])[-1]:
+        # 0.16 gives the layers that predict plain attention, and 0.19 that of the last layer (`gpt_builders.py`)
+        return [f"{said} in the last layer, with `mtp_num_layers` = {args['mtp_num_layers']!r}"]
+    return []
 
 
 def family(args: Mapping[str, Any]) -> Family:
@@ -79,7 +95,7 @@ def family(args: Mapping[str, Any]) -> Family:
 
 def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
     """The rows of a model with these normalised Megatron arguments."""
-    bias, gated = bool(args.get("add_bias_linear")), bool(args.get("swiglu"))
+    bias, gated = bool(args.get("add_bias_linear")), bool(args.get("swiglu") or args.get("quick_geglu"))
     qkv_bias = bias or bool(args.get("add_qkv_bias"))
     norm_bias = args.get("normalization") == "LayerNorm"
     up, up_shape = (GATED_COLUMN, "gated_") if gated else (COLUMN, "")
@@ -87,14 +103,12 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
     if args.get("position_embedding_type") == "learned_absolute" and args.get("add_position_embedding", True):
         rows.append(_row("embedding.position_embeddings.weight", "positions hidden"))
     if args.get("multi_latent_attention"):
-        rows += _latent_attention(args, norm_bias, bias)
+        rows += [*_latent_attention(args, norm_bias, bias), *_sinks(args)]
     else:
-        rows += _norm(LAYER + "self_attention.linear_qkv.layer_norm_", norm_bias)
-        rows += _linear(LAYER + "self_attention.linear_qkv.", "qkv", "hidden", COLUMN, qkv_bias)
-        if args.get("qk_layernorm"):
-            for part in "qk":
-                rows += _norm(LAYER + f"self_attention.{part}_layernorm.", norm_bias, "head")
-        rows += _linear(LAYER + "self_attention.linear_proj.", "hidden", "heads", ROW, bias)
+        linear = args.get("experimental_attention_variant") == GATED_DELTA_NET
+        attention = [*_attention(args, norm_bias, bias, qkv_bias), *_sinks(args)]
+        rows += [replace(weight, part=ATTENTION) for weight in attention] if linear else attention
+        rows += [replace(weight, part=LINEAR) for weight in _gated_delta_net(norm_bias)] if linear else []
     mlp = _norm(LAYER + "mlp.linear_fc1.layer_norm_", norm_bias)
     mlp += _linear(LAYER + "mlp.linear_fc1.", up_shape + "ffn", "hidden", up, bias)
     mlp += _linear(LAYER + "mlp.linear_fc2.", "hidden", "ffn", ROW, bias)
@@ -119,6 +133,33 @@ def predicting(weight: Weight) -> Weight:
     return replace(weight, mcore=weight.mcore.replace(LAYER, MTP + "transformer_layer."))
 
 
+def _attention(args: Mapping[str, Any], norm_bias: bool, bias: bool, qkv_bias: bool) -> list[Weight]:
+    prefix, rows = LAYER + "self_attention.", _norm(LAYER + "self_attention.linear_qkv.layer_norm_", norm_bias)
+    rows += _linear(prefix + "linear_qkv.", "qkv", "hidden", COLUMN, qkv_bias)
+    if args.get("qk_layernorm"):
+        rows += [row for part in "qk" for row in _norm(prefix + f"{part}_layernorm.", norm_bias, "head")]
+    return rows + _linear(prefix + "linear_proj.", "hidden", "heads", ROW, bias)
+
+
+def _sinks(args: Mapping[str, Any]) -> list[Weight]:
+    if args.get("softmax_type") != "learnable":
+        return []
+    return [_row(LAYER + "self_attention.core_attention.softmax_offset", "num_heads", COLUMN)]
+
+
+def _gated_delta_net(norm_bias: bool) -> list[Weight]:
+    """Linear attention by the gated delta rule, whose linear layers never have biases (`gated_delta_net.py`)."""
+    prefix = LAYER + "self_attention."
+    return [
+        *(_row(prefix + name, "linear_heads", COLUMN) for name in ("dt_bias", "A_log")),
+        *_norm(prefix + "in_proj.layer_norm_", norm_bias),
+        segmented(prefix + "in_proj.weight", "linear_in hidden", segments=IN_PROJ),
+        segmented(prefix + "conv1d.weight", "linear_conv one linear_kernel", segments=CONVOLUTION),
+        *_norm(prefix + "out_norm.", norm_bias, "linear_head"),
+        _row(prefix + "out_proj.weight", "hidden linear_values", ROW),
+    ]
+
+
 def _latent_attention(args: Mapping[str, Any], norm_bias: bool, bias: bool) -> list[Weight]:
     """Queries, and keys with values, each by way of a vector of low rank (`MLASelfAttention`).
 
@@ -141,6 +182,8 @@ def _latent_attention(args: Mapping[str, Any], norm_bias: bool, bias: bool) -> l
 def _experts(args: Mapping[str, Any], norm_bias: bool, bias: bool, up: Shard, up_shape: str) -> list[Weight]:
     rows = _norm(LAYER + "pre_mlp_layernorm.", norm_bias)
     rows.append(_row(LAYER + "mlp.router.weight", "experts hidden"))
+    if has_expert_bias(args):
+        rows.append(_row(LAYER + "mlp.router.bias", "experts"))
     if args.get("moe_router_enable_expert_bias"):
         rows.append(replace(_row(LAYER + "mlp.router.expert_bias", "experts"), trained=False))
     rows += _linear(EXPERT + "linear_fc1.", up_shape + "moe_ffn", "hidden", up, bias)

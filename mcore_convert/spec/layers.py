@@ -1,7 +1,7 @@
 """The parts of each decoder layer, from Megatron's arguments: layers need not be alike.
 
 A row of a table may belong to one part, and exists in the layers that have it. A kind of layer that is yet to come
-(a Mamba mixer, latent attention) is a part of its own, and says here where it stands.
+(a Mamba mixer) is a part of its own, and says here where it stands.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 
-# The two forms of the second half of a layer.
+# The two forms of the second half of a layer, and those of its first half where layers differ in it.
 MLP, EXPERTS = "mlp", "experts"
+ATTENTION, LINEAR = "attention", "linear_attention"
+GATED_DELTA_NET = "gated_delta_net"  # the one `experimental_attention_variant` that is known
 
 Parts = tuple[frozenset[str], ...]
 
@@ -24,12 +26,13 @@ def parts_of(args: Mapping[str, Any], num_layers: int) -> Parts:
     """The parts of each layer, from normalised arguments.
 
     Raises:
-        ConfigError: `moe_layer_freq` is no pattern of so many layers.
+        ConfigError: `moe_layer_freq` or `linear_attention_freq` is no pattern of so many layers.
     """
-    if not args.get("num_experts"):
-        return (frozenset({MLP}),) * num_layers
-    pattern = expert_layers(args.get("moe_layer_freq"), num_layers)
-    return tuple(frozenset({EXPERTS if has_experts else MLP}) for has_experts in pattern)
+    sparse = expert_layers(args.get("moe_layer_freq"), num_layers) if args.get("num_experts") else [False] * num_layers
+    return tuple(
+        frozenset({EXPERTS if has_experts else MLP, LINEAR if is_linear else ATTENTION})
+        for has_experts, is_linear in zip(sparse, linear_layers(args, num_layers), strict=True)
+    )
 
 
 def are_stacked(args: Mapping[str, Any]) -> bool:
@@ -38,7 +41,8 @@ def are_stacked(args: Mapping[str, Any]) -> bool:
     A list says that they are not, even one of ones only (Megatron Core 0.10 to 0.19, `transformer_block.py`,
     `sharded_state_dict`).
     """
-    return not args.get("num_experts") or args.get("moe_layer_freq") in (None, 1)
+    experts_alike = not args.get("num_experts") or args.get("moe_layer_freq") in (None, 1)
+    return experts_alike and args.get("linear_attention_freq") in (None, 1)
 
 
 def expert_layers(frequency: Any, num_layers: int) -> list[bool]:
@@ -50,7 +54,7 @@ def expert_layers(frequency: Any, num_layers: int) -> list[bool]:
     Raises:
         ConfigError: it is neither, or describes another number of layers.
     """
-    value = _evaluated(frequency)
+    value = _evaluated(frequency, "moe_layer_freq")
     if value is None or (isinstance(value, int) and value > 0):
         return [layer % (value or 1) == 0 for layer in range(num_layers)]
     if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1}:
@@ -58,21 +62,42 @@ def expert_layers(frequency: Any, num_layers: int) -> list[bool]:
     raise ConfigError(f"`moe_layer_freq` = {frequency!r} does not say which of {num_layers} layers have experts")
 
 
-def plain_frequency(frequency: Any) -> Any:
-    """`moe_layer_freq` with an expression written out; what makes no sense is left as it is."""
-    value = _evaluated(frequency)
+def linear_layers(args: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Which layers have linear attention: all but every so many, or those where a list has a one.
+
+    From Megatron Core 0.16.1, `experimental_attention_variant_module_specs.py`, `get_linear_attention_pattern`.
+
+    Raises:
+        ConfigError: `linear_attention_freq` is neither, or describes another number of layers.
+    """
+    if args.get("experimental_attention_variant") != GATED_DELTA_NET:
+        return [False] * num_layers
+    frequency = args.get("linear_attention_freq")
+    value = _evaluated(frequency, "linear_attention_freq")
+    if isinstance(value, int) and value > 0:
+        return [(layer + 1) % value != 0 for layer in range(num_layers)]
+    if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1}:
+        return [bool(entry) for entry in value]
+    raise ConfigError(
+        f"`linear_attention_freq` = {frequency!r} does not say which of {num_layers} layers have linear attention"
+    )
+
+
+def plain_frequency(frequency: Any, name: str = "moe_layer_freq") -> Any:
+    """Such an argument with an expression written out; what makes no sense is left as it is."""
+    value = _evaluated(frequency, name)
     return frequency if value is None else value
 
 
-def _evaluated(frequency: Any) -> int | list[Any] | None:
+def _evaluated(frequency: Any, name: str) -> int | list[Any] | None:
     if isinstance(frequency, bool):
-        raise ConfigError(f"`moe_layer_freq` = {frequency!r} is not a number of layers")
+        raise ConfigError(f"`{name}` = {frequency!r} is not a number of layers")
     if isinstance(frequency, str):
         try:
             found: int | list[Any] = _value(ast.parse(frequency.strip(), mode="eval").body)
             return found
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ConfigError(f"`moe_layer_freq` = {frequency!r} is neither a number nor a list of 0 and 1") from error
+            raise ConfigError(f"`{name}` = {frequency!r} is neither a number nor a list of 0 and 1") from error
     return list(frequency) if isinstance(frequency, list | tuple) else frequency
 
 

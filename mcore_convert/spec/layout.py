@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_convert.errors import LayoutError
@@ -186,6 +186,10 @@ class Layout:
         local = num_experts // self.ep
         return range(ep * local, (ep + 1) * local)
 
+    def of_model(self, dims: Dims) -> Layout:
+        """The layout with experts whole where Megatron Core cuts none, unless `etp` says otherwise."""
+        return replace(self, etp=1) if dims.expert_bias and self.etp is None and self.tp > 1 else self
+
     def check(self, dims: Dims) -> None:
         """Whether Megatron Core can build a model of these sizes on this layout.
 
@@ -195,6 +199,10 @@ class Layout:
         problems = self._tensor_problems(dims, self.tp)
         if dims.num_experts and dims.size("moe_ffn") % self.expert_tp:
             problems.append(f"`moe_ffn_hidden_size` = {dims.size('moe_ffn')} cannot be split over {self._expert_cut}")
+        if dims.expert_bias and self.expert_tp > 1:
+            problems.append(
+                f"experts have biases, which Megatron Core does not split over {self._expert_cut}: give etp = 1"
+            )
         if dims.num_experts is not None and dims.num_experts % self.ep:
             problems.append(f"`num_experts` = {dims.num_experts} cannot be split over ep = {self.ep}")
         if dims.num_experts is None and self.ep > 1:
@@ -231,6 +239,8 @@ class Layout:
             sizes["ffn_hidden_size"] = dims.ffn_hidden_size
         if dims.shared_ffn_hidden_size:
             sizes["moe_shared_expert_intermediate_size"] = dims.shared_ffn_hidden_size
+        if dims.linear_num_key_heads and dims.linear_num_value_heads:
+            sizes |= {name: getattr(dims, name) for name in ("linear_num_key_heads", "linear_num_value_heads")}
         problems = [f"`{name}` = {size} cannot be split over tp = {tp}" for name, size in sizes.items() if size % tp]
         groups = dims.num_query_groups
         if dims.is_latent:

@@ -9,23 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.shard import Box, Shape
+
+
+class Every(NamedTuple):
+    """Every `step`-th index of a dimension, from index `first` on."""
+
+    axis: int
+    first: int
+    step: int
+
+    def box(self, box: Box) -> Box:
+        """The part of a box that these indices have, in a tensor of them alone; it may be empty."""
+        low, high = (self._number(at) for at in (box.offsets[self.axis], box.offsets[self.axis] + box.sizes[self.axis]))
+        return Box(_with(box.offsets, self.axis, low), _with(box.sizes, self.axis, high - low))
+
+    def index_of(self, number: int) -> int:
+        """The index in the dimension, from that among these indices."""
+        return self.first + number * self.step
+
+    def _number(self, index: int) -> int:
+        """How many of these indices stand before one."""
+        return max(0, -(-(index - self.first) // self.step))
 
 
 @dataclass(frozen=True)
 class Piece:
     """Box `hf` of Hugging Face tensor number `tensor` is box `mcore` of the global tensor.
 
-    `transposed`: the element at [i, j] of the one is the element at [j, i] of the other.
+    `transposed`: the element at [i, j] of the one is the element at [j, i] of the other. With `every` box `hf` is one
+    of a tensor that has these indices of the Hugging Face tensor alone.
     """
 
     tensor: int
     hf: Box
     mcore: Box
     transposed: bool = False
+    every: Every | None = None
 
 
 class Pack(Protocol):
@@ -77,15 +100,48 @@ class QKV:
 
     def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
         head = dims.kv_channels
-        queries = dims.num_attention_heads // dims.num_query_groups * head
+        heads = dims.num_attention_heads // dims.num_query_groups
+        queries = (2 if dims.output_gate else 1) * heads * head
         pieces = []
         for group in range(dims.num_query_groups):
             start = group * (queries + 2 * head)
+            if dims.output_gate:  # head by head to Hugging Face, all queries of the group first to Megatron Core
+                for number in range(2 * heads):
+                    at = start + (number % 2 * heads + number // 2) * head
+                    pieces.append(Piece(0, _rows(group * queries + number * head, head, shape), _rows(at, head, shape)))
+            else:
+                pieces.append(Piece(0, _rows(group * queries, queries, shape), _rows(start, queries, shape)))
             pieces += [
-                Piece(0, _rows(group * queries, queries, shape), _rows(start, queries, shape)),
                 Piece(1, _rows(group * head, head, shape), _rows(start + queries, head, shape)),
                 Piece(2, _rows(group * head, head, shape), _rows(start + queries + head, head, shape)),
             ]
+        return pieces
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments of unlike sizes, one below the other in the global tensor, and some of them in each tensor.
+
+    `tensors` has the size of each segment, in words of `Dims.size`, for each Hugging Face tensor. `groups` is the word
+    for a number of groups that these are in: then a tensor has a part of each of its segments, group by group.
+    """
+
+    tensors: tuple[tuple[str, ...], ...]
+    groups: str = "one"
+
+    def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
+        return [(sum(map(dims.size, segments)), *shape[1:]) for segments in self.tensors]
+
+    def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
+        groups, pieces, start = dims.size(self.groups), [], 0
+        for number, segments in enumerate(self.tensors):
+            counts = [dims.size(word) // groups for word in segments]
+            before = 0
+            for count in counts:
+                for group in range(groups):
+                    hf = _rows(group * sum(counts) + before, count, shape)
+                    pieces.append(Piece(number, hf, _rows(start + group * count, count, shape)))
+                before, start = before + count, start + groups * count
         return pieces
 
 
@@ -109,6 +165,23 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Interleaved:
+    """One tensor whose rows are in turn those of the equal tensors that `pack` takes: `[a0, b0, a1, b1, ..]`."""
+
+    pack: Pack
+
+    def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
+        return [shape]
+
+    def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
+        count = len(self.pack.shapes(shape, dims))
+        return [
+            Piece(0, piece.hf, piece.mcore, every=Every(0, piece.tensor, count))
+            for piece in self.pack.pieces(shape, dims)
+        ]
+
+
+@dataclass(frozen=True)
 class Transposed:
     """Each tensor stored the other way round: GPT-2's `Conv1D` holds `[in, out]`, Megatron `[out, in]`."""
 
@@ -119,9 +192,17 @@ class Transposed:
 
     def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
         return [
-            Piece(piece.tensor, piece.hf.transposed, piece.mcore, not piece.transposed)
+            Piece(piece.tensor, piece.hf.transposed, piece.mcore, not piece.transposed, _turned(piece.every, shape))
             for piece in self.pack.pieces(shape, dims)
         ]
+
+
+def _turned(every: Every | None, shape: Shape) -> Every | None:
+    return every and every._replace(axis=len(shape) - 1 - every.axis)
+
+
+def _with(numbers: Shape, axis: int, value: int) -> Shape:
+    return (*numbers[:axis], value, *numbers[axis + 1 :])
 
 
 def _rows(start: int, count: int, shape: Sequence[int]) -> Box:

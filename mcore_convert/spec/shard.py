@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from mcore_convert.errors import LayoutError
@@ -24,10 +25,7 @@ class Box(NamedTuple):
     @property
     def numel(self) -> int:
         """Number of elements."""
-        product = 1
-        for size in self.sizes:
-            product *= size
-        return product
+        return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
         """The common part of two boxes of one tensor, or None where they share no element."""
@@ -54,14 +52,35 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut `dim` into `parts * tp` equal pieces; rank r owns piece r of every part. `dim=None` replicates.
+    """Cut each part of `dim` into `tp` equal pieces; rank r owns piece r of every part. `dim=None` replicates.
 
-    `parts` is 2 for a gated `linear_fc1`: each rank holds `[gate_r; up_r]`, while the global tensor is `[gate; up]`
-    (Megatron Core, `apply_swiglu_sharded_factory`).
+    `parts` tells how large the parts are to each other, in numbers or in words of `Dims.size`, which `Dims.sized` puts
+    numbers for. They are `(1, 1)` for a gated `linear_fc1`: each rank holds `[gate_r; up_r]`, while the global tensor
+    is `[gate; up]` (Megatron Core, `apply_swiglu_sharded_factory`). Parts that have `names` are tensors of their own in
+    `torch_dist`, called as the weight with a name behind it (`gated_delta_net.py`, `_split_tensor_factory`).
     """
 
     dim: int | None = None
-    parts: int = 1
+    parts: tuple[int | str, ...] = (1,)
+    names: tuple[str, ...] = ()
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it is of two equal parts, the gate and what is gated."""
+        return self.parts == (1, 1)
+
+    def lengths(self, length: int) -> list[int]:
+        """How much of a dimension each part takes.
+
+        Raises:
+            LayoutError: it cannot be shared so.
+        """
+        numbers = [part for part in self.parts if isinstance(part, int)]
+        assert len(numbers) == len(self.parts), f"the parts {self.parts} have no sizes yet"
+        whole = sum(numbers)
+        if length % whole:
+            raise LayoutError(f"a dimension of {length} cannot be cut into {' + '.join(map(str, numbers))} parts")
+        return [length // whole * number for number in numbers]
 
     def boxes(self, shape: Shape, tp: int, rank: int) -> list[Box]:
         """The boxes of the global tensor which, concatenated along `dim`, are the local tensor of `rank`.
@@ -71,17 +90,15 @@ class Shard:
         """
         if self.dim is None:
             return [Box.whole(shape)]
-        count = self.parts * tp
-        if shape[self.dim] % count:
-            raise LayoutError(
-                f"dimension {self.dim} of {list(shape)} cannot be cut into {self.parts} x tp = {tp} parts"
-            )
-        step = shape[self.dim] // count
-        boxes = []
-        for part in range(self.parts):
+        boxes, start = [], 0
+        for length in self.lengths(shape[self.dim]):
+            if length % tp:
+                of = "" if len(self.parts) == 1 else f", {length} of them,"
+                raise LayoutError(f"dimension {self.dim} of {list(shape)}{of} cannot be cut into tp = {tp} parts")
             offsets, sizes = [0] * len(shape), list(shape)
-            offsets[self.dim], sizes[self.dim] = (part * tp + rank) * step, step
+            offsets[self.dim], sizes[self.dim] = start + rank * (length // tp), length // tp
             boxes.append(Box(tuple(offsets), tuple(sizes)))
+            start += length
         return boxes
 
     def grid(self, shape: Shape, tp: int) -> list[Box]:
@@ -91,4 +108,4 @@ class Shard:
         return [box for rank in range(tp) for box in self.boxes(shape, tp, rank)]
 
 
-REPLICATED, COLUMN, ROW, GATED_COLUMN = Shard(), Shard(0), Shard(1), Shard(0, parts=2)
+REPLICATED, COLUMN, ROW, GATED_COLUMN = Shard(), Shard(0), Shard(1), Shard(0, parts=(1, 1))

@@ -9,6 +9,7 @@ from typing import Any
 from mcore_convert.spec.config.mapping import Field
 from mcore_convert.spec.family import Weight, copy_of
 from mcore_convert.spec.gpt import EMBEDDING, MTP, OUTPUT, predicting
+from mcore_convert.spec.layers import LINEAR
 from mcore_convert.spec.shard import COLUMN, REPLICATED
 
 
@@ -99,6 +100,38 @@ def with_predicting(base: Iterable[Weight], layer: str) -> tuple[Weight, ...]:
         copy_of(own[EMBEDDING], f"{layer}embed_tokens.weight"),
         copy_of(own[OUTPUT], f"{layer}shared_head.head.weight"),
     )
+
+
+def with_predicted_token(base: Iterable[Weight], layer: str) -> tuple[Weight, ...]:
+    """The rows with those of one layer that predicts a token further, before that of the output layer.
+
+    Hugging Face calls it `mtp`: it has all that a layer of plain attention has, two more norms, a projection and a last
+    norm.
+
+    Args:
+        layer: what stands before the names of a layer of the decoder in Hugging Face's files.
+    """
+    rows = list(base)
+    hidden = ("hidden",)
+    outer = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+    return (
+        *(row for row in rows if row.mcore != OUTPUT),
+        *(Weight(f"{MTP}{ours}.weight", hidden, (f"mtp.{theirs}.weight",)) for ours, theirs in outer.items()),
+        Weight(f"{MTP}eh_proj.weight", ("hidden", "twice_hidden"), ("mtp.fc.weight",), COLUMN),
+        *(
+            _renamed(predicting(row), layer, "mtp.layers.{mtp}.")
+            for row in rows
+            if row.per_layer and row.part != LINEAR
+        ),
+        Weight(f"{MTP}final_layernorm.weight", hidden, ("mtp.norm.weight",)),
+        *(row for row in rows if row.mcore == OUTPUT),
+    )
+
+
+def _renamed(row: Weight, old: str, new: str) -> Weight:
+    """The row with other names in Hugging Face's files."""
+    also = tuple(replace(each, hf=tuple(name.replace(old, new) for name in each.hf)) for each in row.also)
+    return replace(row, hf=tuple(name.replace(old, new) for name in row.hf), also=also)
 
 
 def _bias_of(weight: str) -> str:

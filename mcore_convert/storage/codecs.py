@@ -125,18 +125,17 @@ class Blocks(Coded):
                 part = run[done : done + box.numel].reshape(box.sizes)
                 self._fill(files, matrix, box, values, dtype, part)
             return run.reshape(view.shape)
-        steps = contiguous_strides(self.shape, view.itemsize)
-        axis_of = {step: axis for axis, (step, size) in enumerate(zip(steps, self.shape, strict=True)) if size > 1}
-        sizes, order = [1] * len(self.shape), list[int]()
+        strides = contiguous_strides(self.shape, view.itemsize)
+        sizes, steps, order = [1] * len(self.shape), [1] * len(self.shape), list[int]()
         for size, stride in zip(view.shape, view.strides, strict=True):
-            if size != 1:
-                order.append(axis_of[stride])
-                sizes[order[-1]] = size
+            if size != 1:  # a dimension, or every so many of its indices: the one before has a wider stride than these
+                order.append(next(axis for axis, one in enumerate(strides) if one <= stride and self.shape[axis] > 1))
+                sizes[order[-1]], steps[order[-1]] = size, stride // strides[order[-1]]
         whole: Bytes = np.empty(sizes, _unsigned(dtype))
         starts = [int(start) for start in np.unravel_index(first, self.shape)]
         for at in np.ndindex(*sizes[:-2]) if whole.size else ():
-            matrix = tuple(start + step for start, step in zip(starts, at, strict=False))
-            self._fill(files, matrix, Box(tuple(starts[-2:]), tuple(sizes[-2:])), values, dtype, whole[at])
+            matrix = tuple(start + number * step for start, number, step in zip(starts, at, steps, strict=False))
+            self._fill_every(files, matrix, (starts[-2], starts[-1]), (steps[-2], steps[-1]), values, dtype, whole[at])
         kept = sorted(order)
         turned = whole.reshape([sizes[axis] for axis in kept]).transpose([kept.index(axis) for axis in order])
         return turned.reshape(view.shape)
@@ -155,20 +154,36 @@ class Blocks(Coded):
             yield done, matrix, box
             done += box.numel
 
-    def _fill(self, files: Access, matrix: Shape, box: Box, values: Floats, dtype: str, into: Bytes) -> None:
-        """Compute a box of one of the matrices."""
+    def _fill_every(
+        self, files: Access, matrix: Shape, start: Shape, steps: Shape, values: Floats, dtype: str, into: Bytes
+    ) -> None:
+        """Compute every so many rows and columns of one of the matrices."""
+        sizes = tuple((size - 1) * step + 1 for size, step in zip(into.shape, steps, strict=True))
+        box = Box(start, sizes)
+        if steps[1] == 1 and (steps[0] == 1 or self.block[0] == 1):  # no block has rows that are left out
+            self._fill(files, matrix, box, values, dtype, into, steps[0])
+            return
+        whole: Bytes = np.empty(sizes, into.dtype)
+        self._fill(files, matrix, box, values, dtype, whole)
+        into[...] = whole[:: steps[0], :: steps[1]]
+
+    def _fill(
+        self, files: Access, matrix: Shape, box: Box, values: Floats, dtype: str, into: Bytes, step: int = 1
+    ) -> None:
+        """Compute a box of one of the matrices, or every so many of its rows, which then have scales of their own."""
         (row, column), (count, width) = box
         high, wide = self.block
-        codes = self._codes(files, matrix, box)
+        codes = self._codes(files, matrix, box, step)
         first = column // wide
         at = Box(
             (row // high, first),
             ((row + count - 1) // high - row // high + 1, (column + width - 1) // wide - first + 1),
         )
         scales, zeros = self._scales(files, matrix, at)
+        scales, zeros = scales[::step], None if zeros is None else zeros[::step]
         columns = np.arange(column, column + width) // wide - first
         at_once = max(1, LOOKED_UP // width)
-        for rows in self._of_one_table(row, count, at_once):
+        for rows in self._of_one_table(row, len(into), at_once):
             top = (rows.start + row) // high - at.offsets[0]
             end = (rows.stop - 1 + row) // high - at.offsets[0] + 1
             tables = _tables(values, scales[top:end], None if zeros is None else zeros[top:end], dtype)
@@ -195,14 +210,14 @@ class Blocks(Coded):
             yield range(start, stop)
             start = stop
 
-    def _codes(self, files: Access, matrix: Shape, box: Box) -> NDArray[np.uint8]:
-        """The codes of a box, a byte each."""
+    def _codes(self, files: Access, matrix: Shape, box: Box, step: int) -> NDArray[np.uint8]:
+        """The codes of every so many rows of a box, a byte each."""
         (row, column), (count, width) = box
         view = _matrix(self.parts[0], matrix)
         if self.bits == 8:
-            return files.read(view.narrow(box))
+            return files.read(view.narrow(box))[::step]
         first, last = column // 2, (column + width - 1) // 2
-        pairs = files.read(view.narrow(Box((row, first), (count, last - first + 1))))
+        pairs = files.read(view.narrow(Box((row, first), (count, last - first + 1))))[::step]
         apart = pairs.astype("<u2")  # a byte becomes two, the lower one first
         apart |= apart << 4
         apart &= 0x0F0F

@@ -24,6 +24,12 @@ def moved(path: Path, root: Path, other: Path) -> Path:
     return other / path.relative_to(root)
 
 
+@lru_cache(maxsize=4096)
+def name_below(path: Path, root: Path) -> str:
+    """The name of a file from a folder."""
+    return str(path.relative_to(root))
+
+
 def near_miss(path: Path) -> Path | None:
     """The path that exists and was meant by one that does not; None where none is like it.
 

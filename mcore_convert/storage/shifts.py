@@ -1,4 +1,7 @@
-"""Shifted tensors: norms that one side stores less one. A shift is exact, or it is refused."""
+"""Shifted tensors: norms that one side stores less one. A shift is exact, or it is refused.
+
+Where numbers are cast to another dtype, which rounds every weight, the sum is rounded once.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,12 @@ class Shifted(Coded):
         with np.errstate(over="ignore"):
             narrow = exact.astype(np.float32).view(np.uint32)
         rounded = narrow if dtype == "float32" else round_to(narrow, dtype)
-        lost = int(np.count_nonzero(as_float(rounded, dtype) != exact))
+        is_cast = dtype not in (view.dtype, "float32")
+        lost = 0 if is_cast else int(np.count_nonzero(as_float(rounded, dtype) != exact))
         if lost:
             raise ConvertError(
                 f"`{self.names[0]}` cannot be stored with {by:+g} added: {lost} of {exact.size} numbers need more bits "
                 f"than {dtype} has",
-                hint="convert it in float32, or keep the norms as the model has them",
+                hint="convert it in float32; a run's master copies are rounded once: --from-master --dtype bfloat16",
             )
         return rounded

@@ -1,7 +1,6 @@
 """Views: the file, the first byte, the shape and the strides of a tensor. No bytes are read here.
 
-Everything that moves is in the end a pair of views of equal shape; `elements` copies or compares such pairs and knows
-nothing else.
+Everything that moves is in the end a pair of views of equal shape: `elements` copies or compares such pairs alone.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
@@ -46,7 +46,7 @@ class TensorMeta:
 
     @property
     def numel(self) -> int:
-        return Box.whole(self.shape).numel
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +146,7 @@ class View(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return Box.whole(self.shape).numel * self.itemsize
+        return prod(self.shape) * self.itemsize
 
     @property
     def end(self) -> int:

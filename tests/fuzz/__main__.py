@@ -20,10 +20,12 @@ from collections import Counter
 from pathlib import Path
 
 from tests.fuzz.checkpoints import COMMANDS, GOOD, Subject, alarm
+from tests.fuzz.interruptions import Interruptions
 from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import TARGETS, attempt, scratch, seeds_of
 
 MEMORY = 2**30  # bytes, beyond which a fuzzer has found something
+NAMES = [*TARGETS, *COMMANDS, *Interruptions.names]
 TURN = 500  # executions of a target, or a tenth of that in cases of a checkpoint, in one process
 
 
@@ -32,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**40, help="of the first case")
-    parser.add_argument("--only", nargs="*", choices=[*TARGETS, *COMMANDS], help="these alone")
+    parser.add_argument("--only", nargs="*", choices=NAMES, help="these alone")
     parser.add_argument("--finds", type=Path, default=Path(tempfile.gettempdir()) / "mcore-convert-finds")
     parser.add_argument("--guided", choices=TARGETS, help="hand this target to atheris, with the arguments that follow")
     chosen, rest = parser.parse_known_args()
@@ -41,8 +43,10 @@ def main() -> int:
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     chosen.finds.mkdir(parents=True, exist_ok=True)
-    names = chosen.only or [*TARGETS, *COMMANDS]
-    subjects = {name: Subject(name) for name in names if name in COMMANDS}
+    names = chosen.only or NAMES
+    subjects: dict[str, Subject | Interruptions] = {
+        name: Subject(name) if name in COMMANDS else Interruptions(name) for name in names if name not in TARGETS
+    }
     counts: dict[str, Counter[str]] = collections.defaultdict(Counter)
     end, seed = time.monotonic() + 60 * chosen.minutes, chosen.seed
     try:
@@ -63,7 +67,7 @@ def main() -> int:
     return min(bad, 1)
 
 
-def in_process(name: str, subject: Subject | None, seeds: range, finds: Path) -> Counter[str]:
+def in_process(name: str, subject: Subject | Interruptions | None, seeds: range, finds: Path) -> Counter[str]:
     """What became of these cases, in a process that may crash."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -86,7 +90,7 @@ def in_process(name: str, subject: Subject | None, seeds: range, finds: Path) ->
     return kinds
 
 
-def one(name: str, subject: Subject | None, seed: int, finds: Path) -> str:
+def one(name: str, subject: Subject | Interruptions | None, seed: int, finds: Path) -> str:
     """The class of one case; what is no good one is written down."""
     if subject is not None:
         case = subject.case(seed)

@@ -62,20 +62,21 @@ class Subject:
             self.files: Files = {entry: archive.read(entry) for entry in archive.namelist()}
         self.home = scratch().path / f"case-{name}"
         self.kept: Ranges = {}
-        with self._laid(self.files) as source:
+        with self.laid(self.files) as source:
             for tensor in contents_of(open_any(source), optimizer=True).tensors:
                 for slot in tensor.slots:
                     at = (slot.view.offset, slot.view.end)
                     self.kept.setdefault(str(slot.view.path.relative_to(source)), []).append(at)
             self.made = []
             for command in COMMANDS[name]:
-                code, said = self._run(command)
+                code, said = self.run(command)
                 assert code == 0, (name, command, said)
                 self.made.append(content_of(self.home / "DST"))
                 shutil.rmtree(self.home / "DST")
 
     @contextlib.contextmanager
-    def _laid(self, files: Files) -> Iterator[Path]:
+    def laid(self, files: Files) -> Iterator[Path]:
+        """The source, with these files, alone in a directory."""
         shutil.rmtree(self.home, ignore_errors=True)
         source = self.home / "SRC"
         source.mkdir(parents=True)
@@ -85,12 +86,17 @@ class Subject:
             path.write_bytes(content)
         yield source
 
-    def _run(self, command: tuple[str, ...]) -> tuple[int, str]:
-        places = {"SRC": str(self.home / "SRC"), "DST": str(self.home / "DST")}
+    @staticmethod
+    def placed(home: Path, command: tuple[str, ...]) -> list[str]:
+        """The words of a command, with the paths that they stand for."""
+        return [str(home / word) if word in ("SRC", "DST") else word for word in command]
+
+    def run(self, command: tuple[str, ...]) -> tuple[int, str]:
+        """The exit code and the messages of a command."""
         out, err = io.StringIO(), io.StringIO()
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                main([places.get(word, word) for word in command])
+                main(self.placed(self.home, command))
         except SystemExit as end:
             return int(end.code or 0), err.getvalue()
         raise AssertionError("a command ends with its exit code")
@@ -100,10 +106,10 @@ class Subject:
         rng = random.Random(f"{self.name} {seed}")
         files, what = mutated_files(self.files, self.kept, rng)
         number = rng.randrange(len(self.made))
-        with self._laid(files) as source, alarm():
+        with self.laid(files) as source, alarm():
             start = time.monotonic()
             try:
-                code, said = self._run(COMMANDS[self.name][number])
+                code, said = self.run(COMMANDS[self.name][number])
             except Hung:
                 return Case("hang", what)
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import tempfile
@@ -14,6 +15,7 @@ from mcore_convert.checkpoints.families import families
 from mcore_convert.checkpoints.identify import identify
 from mcore_convert.errors import ConvertError
 from mcore_convert.formats.files import dcp, pickles, safetensors
+from mcore_convert.formats.files.chunk_archives import ChunkArchives
 from mcore_convert.formats.files.pickle_budget import check_tree
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.hf.checkpoint import open_hf
@@ -82,9 +84,38 @@ def archive(file: Path) -> None:
 
 
 def item(data: bytes) -> None:
-    """An archive within a `.distcp` file."""
+    """An archive within a `.distcp` file, among the seeds: parsed on its own and like others, always the same."""
     file = scratch().file("item/__0_0.distcp", b"before!" + data + b"behind")
+    archives = copy.deepcopy(_read_seeds())
+    for _ in range(2):  # what is read first may give its form to what is read next
+        assert parsed_alike(archives, file, 7, len(data)) == parsed_alone(file, 7, len(data))
     TorchFile(file, 7, len(data))
+
+
+def parsed_alone(file: Path, offset: int, length: int) -> tuple[str, object]:
+    """What an archive holds, or why it is refused."""
+    try:
+        archive = TorchFile(file, offset, length)
+    except ConvertError as error:
+        return "", (type(error), str(error))
+    return repr(archive.tree), archive.sums
+
+
+def parsed_alike(archives: ChunkArchives, file: Path, offset: int, length: int) -> tuple[str, object]:
+    """The same by a reader that knows others."""
+    try:
+        ((_, tree, sums),) = archives.read(file.parent, [(file.name, offset, length)])
+    except ConvertError as error:
+        return "", (type(error), str(error))
+    return repr(tree), sums
+
+
+@cache
+def _read_seeds() -> ChunkArchives:
+    archives = ChunkArchives()
+    for seed in seeds_of("item"):
+        parsed_alike(archives, scratch().file("seed/__0_0.distcp", seed), 0, len(seed))
+    return archives
 
 
 def config(data: bytes) -> None:

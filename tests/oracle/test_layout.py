@@ -184,7 +184,7 @@ def boxes_by_megatron(shard: Shard, shape: tuple[int, ...], tp: int, rank: int) 
         local[shard.dim] //= tp
     offsets = [] if shard.dim is None else [(shard.dim, rank, tp)]
     whole = ShardedTensor.from_rank_offsets("key", torch.zeros(local), *offsets)
-    parts = apply_swiglu_sharded_factory(whole, ()).build() if shard.parts == 2 else [whole]
+    parts = apply_swiglu_sharded_factory(whole, ()).build() if shard.is_gated else [whole]
     assert all(part.global_shape == shape for part in parts)
     return [Box(tuple(part.global_offset), tuple(part.local_shape)) for part in parts]
 

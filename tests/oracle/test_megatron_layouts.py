@@ -60,8 +60,8 @@ def test_a_tied_output_layer_must_equal_the_embedding(alone: None) -> None:
     ("change", "said"),
     [
         ({"rotary_scaling_factor": 4.0}, "rotary_scaling_factor = 4.0"),
-        ({"window_attn_skip_freq": 2}, "window_attn_skip_freq = 2"),
-        ({"position_embedding_type": "yarn"}, "`position_embedding_type` = 'yarn'"),
+        ({"qk_l2_norm": True}, "qk_l2_norm = True"),
+        ({"position_embedding_type": "mrope"}, "`position_embedding_type` = 'mrope'"),
         ({"hidden_size": None}, "hidden_size"),
         ({"padded_vocab_size": None}, "padded_vocab_size or vocab_size"),
     ],

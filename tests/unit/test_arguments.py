@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from converters import gpt2, llama
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config.arguments import TorchDtype, complete, normalise, padded_vocab_size, true_vocab_size
-from mcore_convert.spec.config.bridge import run_config
+from mcore_convert.spec.config.arguments import TorchDtype, normalise, padded_vocab_size, true_vocab_size
+from mcore_convert.spec.config.bridge import MIXED_LAYERS, run_config
 from mcore_convert.spec.config.command_line import caveats, command_line
+from mcore_convert.spec.config.completion import complete
 from mcore_convert.spec.dims import Dims
 
 LLAMA31 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -189,6 +190,17 @@ def test_the_run_config_says_what_the_model_computes() -> None:
     assert {name: model[name] for name in ("qk_layernorm", "window_size", "no_rope_freq")} == {
         name: other[name] for name in ("qk_layernorm", "window_size", "no_rope_freq")
     }
+
+
+def test_the_run_config_of_linear_attention_names_what_makes_its_layers() -> None:
+    plain = complete(LLAMA, dtype="float32", tp=1, pp=1, vocab_size=300)
+    mixed = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 0]}
+    model = yaml.safe_load(run_config({**plain, **mixed, "attention_output_gate": True}, "qwen3_next"))["model"]
+    assert model["linear_attention_freq"] == [1, 0]
+    assert model["linear_num_value_heads"] == 32
+    assert model["attention_output_gate"] is True
+    assert model["transformer_layer_spec"] == {"_target_": MIXED_LAYERS, "_call_": False}
+    assert "transformer_layer_spec" not in yaml.safe_load(run_config(plain, "llama"))["model"]
 
 
 def test_the_run_config_of_a_model_with_experts_is_not_that_of_a_dense_one() -> None:

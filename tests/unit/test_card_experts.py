@@ -26,3 +26,9 @@ def test_experts_in_every_layer(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     text = card_of("qwen3_moe", hf_checkpoint, tmp_path)
     assert "| experts | 8 in each layer, of which a token takes 2 |" in text
     assert "| feed-forward size |" not in text  # of no layer
+
+
+def test_linear_attention_in_some_layers(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    text = card_of("qwen3_5_moe", hf_checkpoint, tmp_path)
+    assert "| linear attention | in 3 of 4 layers, by the gated delta rule |" in text
+    assert "| experts | 4 in each layer, of which a token takes 2 |" in text

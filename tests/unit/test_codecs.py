@@ -14,7 +14,9 @@ from torch import Tensor
 from fixtures.quantised import FORMS, Tensors, mxfp4
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files import safetensors
+from mcore_convert.formats.hf.names import part_of_every
 from mcore_convert.formats.hf.quantised import Reading, read_quantised
+from mcore_convert.spec.pack import Every
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.spans import spans_of
@@ -81,6 +83,19 @@ def test_mxfp4_has_the_values_and_the_orientation_of_gpt_oss(shape: tuple[int, i
     assert torch.equal(values(item[1]), wanted)
     assert torch.equal(values(item[1].select(1).transposed), wanted[1].T)
     assert torch.equal(values(item[1].select(2).narrow(Box((5, 7), (9, 20)))), wanted[2, 5:14, 7:27])
+
+
+@pytest.mark.parametrize("form", ["fp8 small blocks", "fp8 rows", "int4"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_every_so_many_rows_or_columns(form: str, axis: int, tmp_path: Path) -> None:
+    """Rows in blocks of their own are decoded alone, and others with those between them."""
+    view, whole = made(form, tmp_path)
+    box = Box.whole(view.shape)
+    for step, first in ((2, 0), (2, 1), (3, 1), (view.shape[axis] - 1, 0)):
+        part = part_of_every(Slot(view, box), Every(axis, first, step)).view
+        index = (slice(first, None, step), slice(None))
+        assert torch.equal(values(part), whole[index if axis == 0 else index[::-1]])
+        assert torch.equal(values(part.transposed), whole[index if axis == 0 else index[::-1]].T)
 
 
 def test_pieces_of_a_coded_tensor_are_one_span_and_those_of_two_are_not(tmp_path: Path) -> None:

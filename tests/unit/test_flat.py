@@ -41,13 +41,13 @@ def test_starts_are_reversed_and_aligned() -> None:
     rows=st.integers(1, 5),
     columns=st.integers(1, 5),
     tp=st.sampled_from([1, 2]),
-    shard=st.sampled_from([Shard(), Shard(0), Shard(1), Shard(0, parts=2)]),
+    shard=st.sampled_from([Shard(), Shard(0), Shard(1), Shard(0, (1, 1))]),
     cuts=st.lists(st.integers(1, 200), max_size=4),
 )
 def test_a_tensor_is_found_in_any_pieces_of_its_buffer(
     rows: int, columns: int, tp: int, shard: Shard, cuts: list[int]
 ) -> None:
-    shape = (rows * tp * shard.parts, columns * tp)
+    shape = (rows * tp * len(shard.parts), columns * tp)
     whole = torch.arange(shape[0] * shape[1]).reshape(shape)
     found = torch.full(shape, -1)
     boxes = []

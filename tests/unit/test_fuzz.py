@@ -16,6 +16,7 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.publishing.tokenizer import read_tokenizer
 from tests.fuzz.__main__ import case_of
 from tests.fuzz.checkpoints import COMMANDS, GOOD, Subject
+from tests.fuzz.interruptions import Interruptions
 from tests.fuzz.targets import TARGETS, attempt, scratch, seeds_of
 
 CASES, CHECKPOINT_CASES = 30, 3
@@ -32,6 +33,14 @@ def test_a_parser_ends_well_or_with_a_refusal(target: str) -> None:
 def test_a_damaged_checkpoint_is_refused_or_unchanged(name: str) -> None:
     subject = Subject(name)
     cases = [subject.case(seed) for seed in range(CHECKPOINT_CASES)]
+    assert [case for case in cases if case.kind not in GOOD] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", Interruptions.names)
+def test_what_ends_early_is_whole_or_absent(name: str) -> None:
+    interruptions = Interruptions(name)
+    cases = [interruptions.case(seed) for seed in range(2 * CHECKPOINT_CASES)]
     assert [case for case in cases if case.kind not in GOOD] == []
 
 

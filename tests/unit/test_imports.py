@@ -44,7 +44,7 @@ __main__
 
 # Who may name a format: the formats themselves. The training entry saves and loads with Megatron Core's own functions,
 # which write `torch_dist` and nothing else. Megatron's command line has a flag of its own for formats.
-NAMES_FORMATS = ("mcore_convert.formats", "train_entry.checkpoints", "mcore_convert.spec.config.command_line")
+NAMES_FORMATS = ("mcore_convert.formats", "train_entry.checkpoints", "mcore_convert.spec.config.flags")
 # What all formats share, in `mcore_convert.formats`.
 SHARED = ("base", "format", "random_states", "registry", "request", "traits", "files", "megatron")
 

@@ -10,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_convert.errors import LayoutError
-from mcore_convert.spec import QKV, Box, Concat, Dims, Fused, Pack, Same, Shard, Transposed
+from mcore_convert.spec import QKV, Box, Concat, Dims, Every, Fused, Interleaved, Pack, Same, Shard, Transposed
 from mcore_convert.storage.views import untiled
 
-PACKS = [Same(), Concat(), Concat(3), QKV(), Fused(QKV()), Fused(Concat()), Transposed(), Transposed(Fused(QKV()))]
+PACKS = [
+    *(Same(), Concat(), Concat(3), QKV(), Fused(QKV()), Fused(Concat()), Interleaved(Concat()), Interleaved(Concat(3))),
+    *(Transposed(), Transposed(Fused(QKV())), Transposed(Interleaved(Concat()))),
+]
 
 
 def dims_of(groups: int, per_group: int, head: int, hidden: int) -> Dims:
@@ -44,9 +47,16 @@ def packed(pack: Pack, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], 
     """What the pieces say, done with torch."""
     whole = torch.zeros(shape, dtype=torch.int64)
     for piece in pack.pieces(shape, dims):
-        part = tensors[piece.tensor][slices(piece.hf)]
+        part = lane(tensors[piece.tensor], piece.every)[slices(piece.hf)]
         whole[slices(piece.mcore)] = part.T if piece.transposed else part
     return whole
+
+
+def lane(tensor: torch.Tensor, every: Every | None) -> torch.Tensor:
+    """The indices of a tensor that a piece is of."""
+    if every is None:
+        return tensor
+    return tensor[(slice(None),) * every.axis + (slice(every.first, None, every.step),)]
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -63,7 +73,10 @@ def test_a_pack_moves_every_element_once(pack: Pack, dims: Dims, bias: bool) -> 
     pieces = pack.pieces(shape, dims)
     assert untiled([piece.mcore for piece in pieces], shape) is None
     for number, part in enumerate(shapes):
-        assert untiled([piece.hf for piece in pieces if piece.tensor == number], part) is None
+        of_tensor = [piece for piece in pieces if piece.tensor == number]
+        for every in {piece.every for piece in of_tensor}:
+            tensor = lane(torch.empty(part, device="meta"), every)
+            assert untiled([piece.hf for piece in of_tensor if piece.every == every], tuple(tensor.shape)) is None
     tensors, start = [], 0
     for part in shapes:
         count = torch.Size(part).numel()
@@ -74,7 +87,7 @@ def test_a_pack_moves_every_element_once(pack: Pack, dims: Dims, bias: bool) -> 
     back = [torch.empty(part, dtype=torch.int64) for part in shapes]
     for piece in pieces:
         moved = whole[slices(piece.mcore)]
-        back[piece.tensor][slices(piece.hf)] = moved.T if piece.transposed else moved
+        lane(back[piece.tensor], piece.every)[slices(piece.hf)] = moved.T if piece.transposed else moved
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(back, tensors, strict=True))
 
 
@@ -91,25 +104,48 @@ def test_gpt2_attention_is_fused_and_transposed() -> None:
     assert whole.tolist() == [[0, 10], [2, 12], [4, 14], [1, 11], [3, 13], [5, 15]]
 
 
+def test_columns_of_gate_and_up_take_turns() -> None:
+    dims = dims_of(groups=1, per_group=1, head=1, hidden=2)
+    both = torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13]])  # [in, g0 u0 g1 u1]
+    whole = packed(Transposed(Interleaved(Concat())), [both], (4, 2), dims)
+    assert whole.tolist() == [[0, 10], [2, 12], [1, 11], [3, 13]]
+
+
+@given(box=st.tuples(st.integers(0, 9), st.integers(0, 9)), first=st.integers(0, 2), step=st.integers(1, 4))
+def test_a_box_of_every_so_many_indices(box: tuple[int, int], first: int, step: int) -> None:
+    offset, size = box
+    every = Every(1, first, step)
+    part = every.box(Box((7, offset), (3, size)))
+    assert (part.offsets[0], part.sizes[0]) == (7, 3)
+    numbers = range(part.offsets[1], part.offsets[1] + part.sizes[1])
+    inside = [index for index in range(offset, offset + size) if index >= first and (index - first) % step == 0]
+    assert [every.index_of(number) for number in numbers] == inside
+
+
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     tp=st.sampled_from([1, 2, 3, 4]),
-    shard=st.sampled_from([Shard(), Shard(0), Shard(1), Shard(0, parts=2)]),
+    shard=st.sampled_from([Shard(), Shard(0), Shard(1), Shard(0, (1, 1)), Shard(0, (3, 1, 2), ("a", "b", "c"))]),
 )
 def test_the_boxes_of_all_ranks_tile_the_tensor(shape: tuple[int, int], tp: int, shard: Shard) -> None:
-    whole = tuple(size * tp * shard.parts for size in shape)
+    count = sum(map(int, shard.parts))
+    whole = tuple(size * tp * count for size in shape)
     assert untiled(shard.grid(whole, tp), whole) is None
     if shard.dim is not None:
         tensor = torch.arange(torch.Size(whole).numel()).reshape(whole)
         for rank in range(tp):  # rank r holds piece r of every part
             local = torch.cat([tensor[slices(box)] for box in shard.boxes(whole, tp, rank)], shard.dim)
-            parts = tensor.chunk(shard.parts, shard.dim)
+            parts = tensor.split(shard.lengths(whole[shard.dim]), shard.dim)
             assert torch.equal(local, torch.cat([part.chunk(tp, shard.dim)[rank] for part in parts], shard.dim))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"dimension 0 of \[6, 4\] cannot be cut into 1 x tp = 4 parts"):
+    with pytest.raises(LayoutError, match=r"dimension 0 of \[6, 4\] cannot be cut into tp = 4 parts"):
         Shard(0).boxes((6, 4), 4, 0)
+    with pytest.raises(LayoutError, match=r"dimension 0 of \[12, 4\], 10 of them, cannot be cut into tp = 4 parts"):
+        Shard(0, (5, 1), ("a", "b")).boxes((12, 4), 4, 0)
+    with pytest.raises(LayoutError, match=r"a dimension of 7 cannot be cut into 1 \+ 1 parts"):
+        Shard(0, (1, 1)).boxes((7,), 1, 0)
 
 
 @pytest.mark.parametrize(

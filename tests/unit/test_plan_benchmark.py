@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoints import write_headers
 from benchmarks.deepseek import DEEPSEEK_V3, deepseek_nbytes, deepseek_shapes, make_deepseek
 from benchmarks.experts import QWEN3_235B, make_qwen3_moe, qwen3_moe_nbytes
-from benchmarks.plan import DEEPSEEK_LAYOUT, LAYOUT, write_headers
+from benchmarks.plan import DEEPSEEK_LAYOUT, LAYOUT
 from mcore_convert import convert, inspect
 from mcore_convert.options import LayoutOptions
 

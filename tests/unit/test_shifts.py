@@ -57,6 +57,16 @@ def test_a_norm_is_stored_less_one_and_comes_back(source: Path, tmp_path: Path) 
     assert not any(change.num_changed for change in diff(tmp_path / "dist", source).changes)
 
 
+def test_a_cast_rounds_the_sum_once(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    """As what a run has learned around zero, and holds in float32."""
+    source = hf_checkpoint("llama-gqa", fill="normal")
+    convert(source, tmp_path / "dist")
+    export(tmp_path / "dist", tmp_path / "back", with_tokenizer=False, dtype="bfloat16")
+    written = load_file(tmp_path / "back/model.safetensors")["model.norm.weight"]
+    stored = dcp_tensors(tmp_path / "dist/release")[NORM]
+    assert torch.equal(written, (stored.double() + 1).float().bfloat16())
+
+
 @pytest.mark.parametrize(("value", "lost"), [(0.0123, 64), (-0.30078125, 64)])
 def test_a_norm_that_needs_more_bits_is_refused(value: float, lost: int, source: Path, tmp_path: Path) -> None:
     source = with_norm(source, tmp_path / "source", torch.tensor([value]))

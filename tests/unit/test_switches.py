@@ -10,10 +10,8 @@ from tests.unit.test_totality import without_effect
 # The first words of such arguments, and the argument without which they say nothing.
 BESIDE = {
     "dsa_": "experimental_attention_variant",
-    "linear_": "experimental_attention_variant",
     "kitchen_attention": "use_kitchen_attention",
     "mla_": "multi_latent_attention",
-    "yarn_": "position_embedding_type",
     "relative_attention": "position_embedding_type",
     "mamba_": "is_hybrid_model",
     "mtp_": "mtp_num_layers",

@@ -9,6 +9,7 @@ import pytest
 from fixtures import megatron_flags
 from mcore_convert.checkpoints.families import families
 from mcore_convert.spec import gpt
+from mcore_convert.spec.config.arguments import YARN_DEFAULTS
 from mcore_convert.spec.config.latent import WITHOUT_FLAG
 from mcore_convert.spec.config.neutral import NEUTRAL, NEUTRAL_OF_EXPERTS
 
@@ -39,12 +40,20 @@ def test_what_is_mapped_by_some_families_is_neutral_for_the_others() -> None:
     everywhere = set.intersection(
         *({name for field in family.config.fields for name in field.megatron} for family in families().values())
     )
-    values = {"fp16", "bf16", "attention_dropout", "hidden_dropout"}  # how a model is computed and trained
+    values = {
+        "fp16",
+        "bf16",
+        "attention_dropout",
+        "hidden_dropout",
+        "bias_dropout_fusion",
+    }  # how a model is computed and trained
     beside = {  # what another argument switches on, which is checked
         "rotary_base", "rope_scaling_factor", "bias_gelu_fusion", "num_experts", "ffn_hidden_size", "window_size",
         "num_query_groups", "group_query_attention", "kv_channels",
         "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-        "rotary_scaling_factor", "mscale", "mscale_all_dim", *WITHOUT_FLAG,
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+        "linear_num_key_heads", "linear_num_value_heads",
+        "rotary_scaling_factor", "mscale", "mscale_all_dim", *WITHOUT_FLAG, *YARN_DEFAULTS,
     }  # fmt: skip
     unchecked = mapped() - everywhere - values - beside - NEUTRAL.keys() - NEUTRAL_OF_EXPERTS.keys()
     assert unchecked == set()

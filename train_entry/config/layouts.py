@@ -14,6 +14,7 @@ from mcore_convert.errors import LayoutError
 from mcore_convert.spec.layout import Layout
 from train_entry.config.schema import Config, Parallel
 
+OF_LINEAR_ATTENTION = ("experimental_attention_variant", "attention_output_gate")
 GPUS = 8  # of a node, where one has to be supposed
 
 
@@ -115,7 +116,7 @@ def problems_of_model(config: Config, args: Mapping[str, Any]) -> Iterator[str]:
         args: arguments of the model under Megatron-LM's names. What is missing or None is not looked at.
     """
     parallel, length = config.parallel, config.training.seq_length
-    for name in ("multi_latent_attention", "mtp_num_layers", "moe_router_enable_expert_bias"):
+    for name in ("multi_latent_attention", "mtp_num_layers", "moe_router_enable_expert_bias", *OF_LINEAR_ATTENTION):
         if args.get(name):
             yield f"`{name}` = {args[name]}: such a model is converted and resharded, and not trained here"
     hidden, heads, groups = args.get("hidden_size"), args.get("num_attention_heads"), args.get("num_query_groups")

@@ -15,9 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats.files import pickles
+from mcore_convert.formats.files.chunk_archives import ChunkArchives, opened_chunks
 from mcore_convert.formats.files.pickle_writer import Global
 from mcore_convert.formats.files.pickles import are_counts
-from mcore_convert.formats.files.torch_archive import TorchFile, scalar
+from mcore_convert.formats.files.torch_archive import scalar
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.collection import without_collection
@@ -64,6 +65,7 @@ class Directory:
     _values: dict[bytes, Any] = field(default_factory=dict, compare=False)  # of small archives
     _sums: dict[Place, tuple[Sum, ...]] = field(default_factory=dict, compare=False)  # of the archives that were read
     _slots: dict[str, list[Slot]] = field(default_factory=dict, compare=False)
+    _archives: ChunkArchives = field(default_factory=ChunkArchives, compare=False)
 
     def check(self, keys: Iterable[str]) -> None:
         """Prove that the chunks of these keys tile their tensors, and that every file is there and long enough.
@@ -125,14 +127,17 @@ class Directory:
             places = (chunk.place for chunks in self.chunks.values() for chunk in chunks)
             expect_archives((self.path / place.file, place.offset, place.length) for place in places)
         if key not in self._slots:
-            self._slots[key] = [Slot(self.view(key, chunk), chunk.box) for chunk in self.chunks[key]]
+            chunks = self.chunks[key]
+            trees = self._trees(chunk.place for chunk in chunks)
+            self._slots[key] = [Slot(self._view(key, chunk, trees[chunk.place]), chunk.box) for chunk in chunks]
         return self._slots[key]
 
     def view(self, key: str, chunk: Chunk) -> View:
         """The tensor of one chunk; reads its header."""
-        place = chunk.place
-        view = self._tree(place)
-        meta = self.tensors[key]
+        return self._view(key, chunk, self._tree(chunk.place))
+
+    def _view(self, key: str, chunk: Chunk, view: Any) -> View:
+        meta, place = self.tensors[key], chunk.place
         if not isinstance(view, View) or view.shape != chunk.box.sizes or view.dtype != meta.dtype:
             raise UnreadableCheckpoint(
                 f"`{self.path / place.file}` does not hold what `{METADATA}` says",
@@ -160,17 +165,17 @@ class Directory:
 
     def _content(self, place: Place) -> bytes:
         """The bytes of an archive; fewer where its file is too short, which parsing it tells."""
-        file = self.path / place.file
-        try:
-            with open_file(file) as opened:
-                return bytes_at(handle_of(opened), place.length, place.offset)
-        except OSError as error:
-            raise open_error(file, error) from error
+        with opened_chunks(self.path / place.file) as opened:
+            return bytes_at(handle_of(opened), place.length, place.offset)
 
     def _tree(self, place: Place) -> Any:
-        archive = TorchFile(self.path / place.file, place.offset, place.length)
-        self._sums[place] = archive.sums
-        return archive.tree
+        return self._trees([place])[place]
+
+    def _trees(self, places: Iterable[Place]) -> dict[Place, Any]:
+        trees = {}
+        for place, tree, sums in self._archives.read(self.path, places):
+            trees[place], self._sums[place] = tree, sums
+        return trees
 
 
 def read(path: Path) -> Directory:

@@ -14,16 +14,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+from mcore_convert.formats.files.pickle_records import INTEGERS
 from mcore_convert.formats.files.pickles import DTYPE_STORAGES, TensorRef
 from mcore_convert.spec.config.arguments import TorchDtype
 
 BATCH = 1000  # entries of a list or dict that a reader holds before it adds them, as in Python's own pickles
 
 
-@dataclass(frozen=True)
-class Global:
+class Global(NamedTuple):
     """A class or function by name."""
 
     module: str
@@ -62,6 +62,7 @@ class _Writer:
     def __init__(self) -> None:
         self.content = bytearray(pickle.PROTO + b"\x02")
         self._memo: dict[str | Global, bytes] = {}
+        self._frames: dict[tuple[str, ...], list[bytes]] = {}  # of instances: what stands between the parts of a state
 
     def write(self, item: Any) -> None:
         """Append an object."""
@@ -101,7 +102,7 @@ class _Writer:
         self.content += pickle.BINFLOAT + struct.pack(">d", item)
 
     def _tuple(self, item: tuple[Any, ...]) -> None:
-        if all(type(part) is int for part in item):
+        if {*map(type, item)} <= INTEGERS:
             self.content += _integers(item)
             return
         if len(item) > 3:
@@ -133,15 +134,39 @@ class _Writer:
 
     def _call(self, item: Call) -> None:
         self._global(item.function)
-        self._tuple(item.args)
-        self.content += pickle.REDUCE
+        if len(item.args) == 1 and type(item.args[0]) is tuple:  # a shape: most calls in metadata
+            self._tuple(item.args[0])
+            self.content += pickle.TUPLE1 + pickle.REDUCE
+        else:
+            self._tuple(item.args)
+            self.content += pickle.REDUCE
 
     def _instance(self, item: Instance) -> None:
-        self._global(item.kind)
+        kind, state = item.kind, item.state
+        names = (kind.module, kind.name, *state) if type(state) is dict and 0 < len(state) <= BATCH else None
+        frame = None if names is None else self._frames.get(names)
+        if frame is not None:
+            for before, part in zip(frame, state.values(), strict=False):
+                self.content += before
+                self.write(part)
+            self.content += frame[-1]
+            return
+        self._global(kind)
         self.content += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-        if item.state is not None:
-            self.write(item.state)
+        if state is not None:
+            self.write(state)
             self.content += pickle.BUILD
+        if names is not None and {*map(type, state)} == {str}:
+            self._frames[names] = self._frame(kind, list(state))
+
+    def _frame(self, kind: Global, names: list[str]) -> list[bytes]:
+        """The bytes before each part of a state and behind the last, when all names have numbers."""
+        one = len(names) == 1
+        begin = (
+            self._memo[kind] + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + (b"" if one else pickle.MARK)
+        )
+        first, *others = [self._memo[name] for name in names]
+        return [begin + first, *others, (pickle.SETITEM if one else pickle.SETITEMS) + pickle.BUILD]
 
     def _dtype(self, item: TorchDtype) -> None:
         self._global(Global("torch", item.name))

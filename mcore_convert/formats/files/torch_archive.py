@@ -7,11 +7,12 @@ storages; those are read only. A chunk in a `.distcp` file is such an archive to
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,24 +35,31 @@ ALIGNMENT = 64  # torch aligns every record to this, so that it can be mapped
 class TorchFile:
     """An archive, read once: `tree` is the saved object with a `View` in place of every tensor.
 
-    `sums` are the checksums that the writer has stored of these tensors.
+    `sums` are the checksums that the writer has stored of these tensors, `records` those of the archive, and `starts`
+    the places of the storages that tensors lie in.
+
+    Args:
+        opened: the file at `path`, if it is open; it stays so.
 
     Raises:
         UnreadableCheckpoint: the file is missing, damaged, compressed, or not a torch file.
         UnsafePickle: it names a class that no checkpoint needs.
     """
 
-    def __init__(self, path: Path, offset: int = 0, length: int | None = None) -> None:
+    def __init__(
+        self, path: Path, offset: int = 0, length: int | None = None, opened: io.BufferedReader | None = None
+    ) -> None:
         self.path, self.start = path, offset
-        self._records: dict[str, Record] = {}
+        self.records: dict[str, Record] = {}
+        self.starts: dict[str, int] = {}
         self.sums: tuple[Sum, ...] = ()
         logger.debug("opened %s for its header at byte %d", path, offset)
         try:
-            with open_file(path) as file:
+            with open_file(path) if opened is None else contextlib.nullcontext(opened) as file:
                 self._fd = handle_of(file)
                 self._length = size_of(self._fd) - offset if length is None else length
                 if self._bytes(0, 4) == b"PK\x03\x04":
-                    self._records = read_records(self._bytes, self._length)
+                    self.records = read_records(self._bytes, self._length)
                     self.tree = self._read_zip()
                 else:
                     file.seek(offset)
@@ -72,12 +80,12 @@ class TorchFile:
         return found
 
     def _read_zip(self) -> Any:
-        if self._records.get("byteorder") and self._content("byteorder") != b"little":
+        if self.records.get("byteorder") and self._content("byteorder") != b"little":
             raise ValueError("it is not little-endian")
         tree = pickles.load(io.BytesIO(self._content("data.pkl")), f"`{self.path}`")
         check_tree(tree)
-        expect(self._fd, (self.start + record.header for record in self._records.values()))
-        starts: dict[str, int] = {}
+        expect(self._fd, (self.start + record.header for record in self.records.values()))
+        starts = self.starts
 
         def place_of(storage: StorageRef) -> int:
             if storage.key not in starts:
@@ -88,19 +96,19 @@ class TorchFile:
             return starts[storage.key]
 
         with_tensors = with_views(tree, lambda ref: _view(self.path, place_of(ref.storage), ref))
-        self.sums = tuple(self._sums(starts))
+        self.sums = tuple(self._sums())
         return with_tensors
 
-    def _sums(self, starts: Mapping[str, int]) -> Iterator[Sum]:
-        for key, start in starts.items():
+    def _sums(self) -> Iterator[Sum]:
+        for key, start in self.starts.items():
             record = self._record(f"data/{key}")
             if record.checksum and record.size:
                 yield Sum(self.path, f"data/{key}", start, record.size, record.checksum)
 
     def _record(self, name: str) -> Record:
-        if name not in self._records:
+        if name not in self.records:
             raise ValueError(f"it has no record `{name}`")
-        return self._records[name]
+        return self.records[name]
 
     def _content(self, name: str) -> bytes:
         record = self._record(name)

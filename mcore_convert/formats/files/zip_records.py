@@ -19,7 +19,7 @@ MAX_DIRECTORY = 64 * 2**20  # bytes; those of a million tensors
 class Record:
     """One entry of an archive; a `checksum` of 0 is none, as writers leave it that spare themselves the reading.
 
-    `until` is where the next entry begins, or the directory.
+    `until` is where the next entry begins, or the directory; `entry` is its place in the directory.
     """
 
     header: int
@@ -27,6 +27,7 @@ class Record:
     checksum: int = 0
     name: bytes = b""
     until: int = 0
+    entry: int = 0
 
 
 def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str, Record]:
@@ -68,7 +69,7 @@ def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str
         short = name.partition("/")[2]
         if short in records:
             raise ValueError(f"it has `{name}` twice")
-        records[short] = Record(header, full, checksum, name.encode())
+        records[short] = Record(header, full, checksum, name.encode(), entry=start + at)
         at += 46 + name_size + extra_size + note_size
     _refuse_shared(records)
     following = start

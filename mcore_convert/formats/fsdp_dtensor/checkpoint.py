@@ -41,8 +41,9 @@ from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.traits import LayerSpec, Storage
 from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Item
+from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING
+from mcore_convert.spec.holding import is_of_expert
 from mcore_convert.spec.names import MASTER, PARAM, spell
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
@@ -115,15 +116,15 @@ class FsdpCheckpoint(Checkpoint):
         template = name_in_module(weight.mcore, self.spec.implementation, self.spec.experts)
         name, shape = spell(template, at).replace(MTP_LAYER, self._mtp_layer), dims.shape(weight.shape)
         names = [name]
-        if weight.shard.parts == 2 and f"{self.prefix}{name}{GATE}" in self.directory.tensors:
+        if weight.shard.is_gated and f"{self.prefix}{name}{GATE}" in self.directory.tensors:
             names, shape = [f"{name}{GATE}", f"{name}{UP}"], (shape[0] // 2, *shape[1:])
         slots: list[Slot] = []
         for number, part in enumerate(names):
             key = self._key_of(part, state)
             if not findings.expect(key, self.directory.tensors.get(key), shape, rows_at_least=weight.vocab):
                 continue
-            if weight.shard.parts == 2 and len(names) == 1:
-                self._refuse_interleaved(key)
+            if len(weight.shard.parts) > 1 and len(names) == 1 and self.reserved is None:
+                self._refuse_interleaved(key, weight)
             slots += [slot.moved(number * shape[0]) for slot in self._slots_of(key)]
         return slots
 
@@ -152,9 +153,21 @@ class FsdpCheckpoint(Checkpoint):
         """The chunks of a key."""
         return self.directory.slots(key) if self.reserved is None else self.reserved[key]
 
-    def _refuse_interleaved(self, key: str) -> None:
-        """Refuse a gated tensor that was not split, of several ranks: each had rows of the gate, then rows of up."""
-        tp = (self.common.args or {}).get("tensor_model_parallel_size") or 1
+    def _refuse_interleaved(self, key: str, weight: Weight) -> None:
+        """Refuse a tensor of parts that was not split, of several ranks: each had rows of one part, then of the next.
+
+        No release splits the segments of linear attention (0.19: nothing calls `handle_gdn_in_state_dict`).
+        """
+        args, segments = self.common.args or {}, weight.shard.names
+        tp = args.get("tensor_model_parallel_size") or 1
+        if is_of_expert(weight):
+            tp = args.get("expert_tensor_parallel_size") or tp
+        if tp > 1 and segments:
+            raise UnreadableCheckpoint(
+                f"`{key}` in `{self.path}` is not split into {', '.join(f'`{name}`' for name in segments)}, and was "
+                f"saved by {tp} tensor ranks",
+                hint="its segments lie rank by rank: save it with TP 1, or as `torch_dist`",
+            )
         if tp > 1:
             raise UnreadableCheckpoint(
                 f"`{key}` in `{self.path}` is not split into `{GATE}` and `{UP}`, and was saved by {tp} tensor ranks",

@@ -34,6 +34,7 @@ from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.holding import is_of_expert
+from mcore_convert.spec.layout import Rank
 from mcore_convert.spec.names import ADAM, MASTER, PARAM, spell
 from mcore_convert.spec.releases import MTP_MODEL_LAYER as MTP_NAMES
 from mcore_convert.spec.releases import Release
@@ -116,7 +117,27 @@ class _Writer:
         name = spell(name_in_module(weight.mcore or "", self.spec.implementation, self.spec.experts), at)
         if self.request.release >= MTP_NAMES:
             name = name.replace(MTP_LAYER, MTP_MODEL_LAYER)
-        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.parts == 2 else [name]
+        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.is_gated and self.splits else [name]
+
+    @property
+    def splits(self) -> bool:
+        """Whether gate and up are tensors of their own, which a run without `--swiglu` leaves in one."""
+        return bool(self.request.common["args"].get("swiglu"))
+
+    def refuse_interleaved(self) -> None:
+        """Refuse gates that would be left in one tensor with what they gate, rank by rank.
+
+        Raises:
+            LayoutError: ranks cut them.
+        """
+        gated = {item.weight for item in self.request.dtype_of if item.weight.shard.is_gated}
+        cuts = [self.request.layout.cut_at(Rank(), is_expert=is_of_expert(weight))[0] for weight in gated]
+        if not self.splits and max(cuts, default=1) > 1:
+            raise LayoutError(
+                f"`{FSDP_DTENSOR}` has gate and up rank by rank where the activation is not SwiGLU "
+                "(`handle_swiglu_in_state_dict`)",
+                hint="leave out --tp, or cut no expert: --etp 1",
+            )
 
     def add(self, item: Item, dtype: str, content: _Content) -> None:
         """Lay out one state of a weight; the weight itself lies where its master copy does."""
@@ -174,7 +195,7 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
 
     Raises:
         LayoutError: there are several pipeline stages, whose layers have the same names.
-        MappingError: the optimizer has no group for a parameter, or is another than Adam.
+        MappingError: the optimizer has no group for a parameter, or is another than Adam; or there are segments.
     """
     path, training = request.path, request.training
     if request.layout.pp > 1:
@@ -188,11 +209,19 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
             f"`{FSDP_DTENSOR}` holds Adam's state alone: Megatron-FSDP splits no other (`handle_swiglu_in_state_dict`)",
             hint=WITHOUT,
         )
+    segmented = {item.weight.name: None for item in request.dtype_of if item.weight.shard.names}
+    if segmented:
+        raise MappingError(
+            f"`{FSDP_DTENSOR}` does not hold linear attention: Megatron-LM up to 0.19 does not split its segments",
+            items=list(segmented),
+            hint="--to torch_dist or --to torch",
+        )
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
     content = _Content(DcpFiles(folder, reservation, request.options.max_shard_size))
     spec = request.layer_spec or LayerSpec(TRANSFORMER_ENGINE, SEQUENTIAL)
     writer = _Writer(request, spec)
+    writer.refuse_interleaved()
     for item, dtype in request.dtype_of.items():
         if item.weight.mcore is not None:
             writer.add(item, dtype, content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mcore_convert.formats.hf.names import HfNames
 from mcore_convert.formats.hf.quantised import KEY, read_quantised
 from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.formats.traits import Storage
-from mcore_convert.spec.family import Family
+from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import spell
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.codecs import Quantised
@@ -83,11 +84,11 @@ class HfCheckpoint(HfNames):
     format: str = "hf"
     side: Side = Side.HUGGING_FACE
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, TensorMeta]:
         return {name: TensorMeta(view.shape, view.dtype) for name, view in self.views.items()}
 
-    @property
+    @cached_property
     def headers(self) -> Mapping[str, TensorMeta]:
         return {name: TensorMeta(view.shape, view.dtype) for name, view in self.whole_views.items()}
 
@@ -120,8 +121,7 @@ class HfCheckpoint(HfNames):
 
     def meta_of(self, name: str) -> TensorMeta | None:
         """The shape and the dtype of a tensor; None where there is none of this name."""
-        view = self.views.get(name)
-        return None if view is None else TensorMeta(view.shape, view.dtype)
+        return self.tensors.get(name)
 
     def parts_of(self, name: str) -> list[Slot]:
         """The parts of a tensor, as they lie in files."""
@@ -204,11 +204,17 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
     groups: list[dict[str, TensorMeta]] = []  # of tensors that one file must hold
     names: set[str] = set()
     coded: dict[str, TensorMeta] = {}
-    for (weight, at, _), dtype in request.dtype_of.items():
+    for (weight, at, state), dtype in request.dtype_of.items():
         pack, whole = weight.pack, family.shape(weight, dims)
         turned = {piece.tensor for piece in pack.pieces(whole, dims) if piece.transposed} if chosen else set()
         for number, (template, shape) in enumerate(zip(weight.hf, pack.shapes(whole, dims), strict=True)):
             name = spell(template, at)
+            if weight.is_joined(template):
+                shape = (dims.num_experts or 0, *shape)
+                if at.expert:  # its tensor is that of the first one
+                    if dtype != request.dtype_of[Item(weight, replace(at, expert=0), state)]:
+                        raise MappingError(f"`{name}` would have experts in {dtype} and in another dtype")
+                    continue
             if name in names:
                 raise MappingError(f"two weights of family `{family.name}` are called `{name}`")
             if chosen is not None and chosen.takes(weight, name, shape, turned=number in turned):

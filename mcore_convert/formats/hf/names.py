@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from mcore_convert.formats.base import Checkpoint, Findings
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Spelling
-from mcore_convert.spec.names import placeholders_of, spell
-from mcore_convert.spec.pack import Piece
+from mcore_convert.spec.names import spell
+from mcore_convert.spec.pack import Every, Piece
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.shifts import Shifted
 from mcore_convert.storage.views import Slot, TensorMeta, cut
@@ -35,7 +35,7 @@ class HfNames(Checkpoint):
         found = []
         for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
             name = self.name_of(spell(template, at))
-            joined = at.expert if "expert" not in placeholders_of(template) else None
+            joined = at.expert if weight.is_joined(template) else None
             expected = one if joined is None else (dims.num_experts or 0, *one)
             if findings.expect(self.key_of(name), self.meta_of(name), expected):
                 parts = self.parts_of(name)
@@ -62,6 +62,8 @@ class HfNames(Checkpoint):
 
     def name_of(self, name: str) -> str:
         """The name under which the directory has a tensor: without the optional prefix where it is stored so."""
+        if not self.prefix:
+            return name
         short = name.removeprefix(self.prefix)
         return short if self.meta_of(name) is None and self.meta_of(short) is not None else name
 
@@ -71,8 +73,18 @@ def rows_of(slot: Slot) -> range:
     return range(slot.box.offsets[0], slot.box.offsets[0] + slot.box.sizes[0])
 
 
+def part_of_every(slot: Slot, every: Every) -> Slot:
+    """The slot of every so many indices of a dimension, in a tensor of these alone."""
+    view, axis, box = slot.view, every.axis, every.box(slot.box)
+    first = every.index_of(box.offsets[axis]) - slot.box.offsets[axis]
+    strides = tuple(step * every.step if number == axis else step for number, step in enumerate(view.strides))
+    return Slot(view._replace(offset=view.offset + first * view.strides[axis], shape=box.sizes, strides=strides), box)
+
+
 def _slots(piece: Piece, parts: list[Slot]) -> Iterator[Slot]:
     """The boxes of the global tensor that the parts of a Hugging Face tensor hold of a piece."""
+    if piece.every is not None:
+        parts = [part_of_every(part, piece.every) for part in parts]
     for view, box in cut(parts, piece.hf):
         inside = box.relative_to(piece.hf.offsets)
         there = inside.transposed if piece.transposed else inside

@@ -212,5 +212,6 @@ def _parameters(run: Run, order: Order, stage: Stage, rank: Rank, is_expert: boo
         if run.has_expert_optimizer and is_expert != is_of_expert(weight):
             continue
         tp = run.etp if is_of_expert(weight) else run.layout.tp
-        local = local_of(shard_of(weight, order.implementation), run.dims.shape(weight.shape), tp, rank.tp)
+        shard = run.dims.sized(shard_of(weight, order.implementation))
+        local = local_of(shard, run.dims.shape(weight.shape), tp, rank.tp)
         yield Parameter(weight, at, local, shares and weight.mcore == EMBEDDING)

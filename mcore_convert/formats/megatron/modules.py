@@ -33,6 +33,7 @@ DENSE_NORM, EXPERT_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 EXPERT = "mlp.experts.experts.{expert}."
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.in_proj.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -50,6 +51,13 @@ DOWN_PROJECTIONS = ("self_attention.linear_q_down_proj.weight", "self_attention.
 # The order of the parts of a layer in `module.parameters()`; within a part that of the rows: weight, then bias.
 LOCAL_ORDER = (
     "input_layernorm.",
+    "self_attention.dt_bias",
+    "self_attention.A_log",
+    "self_attention.in_proj.",
+    "self_attention.conv1d.",
+    "self_attention.out_norm.",
+    "self_attention.out_proj.",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_qkv.",
     "self_attention.linear_q_proj.",
@@ -65,6 +73,7 @@ LOCAL_ORDER = (
     "mlp.linear_fc1.",
     "mlp.experts.",
     "mlp.linear_fc2.",
+    "mlp.shared_experts.gate_weight",  # a parameter of the module itself, before those of modules within
     "mlp.shared_experts.",
 )
 MTP_ORDER = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")
@@ -124,8 +133,9 @@ def _place_of(name: str, order: tuple[str, ...]) -> int:
 
 def has_extra_state(module: str, *, norms: bool) -> bool:
     """Whether a module of this name saves a state of its own: a linear layer, or a norm of Transformer Engine's."""
-    is_norm = module.endswith("layernorm") or module in ("enorm", "hnorm")
-    return module.startswith("linear_") or module == "eh_proj" or (norms and is_norm)
+    is_norm = module.endswith("layernorm") or module in ("enorm", "hnorm", "out_norm")
+    is_linear = module.startswith("linear_") or module in ("eh_proj", "in_proj", "out_proj")
+    return is_linear or (norms and is_norm)
 
 
 def is_down_projection(weight: Weight) -> bool:

@@ -276,9 +276,8 @@ class MpRankCheckpoint(Checkpoint):
         shape: Shape = dims.shape(weight.shape)
         if rows is not None and rows >= shape[0]:
             shape = (rows, *shape[1:])
-        local = local_of(
-            self._shard(weight), shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None)
-        )
+        shard = dims.sized(self._shard(weight))
+        local = local_of(shard, shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None))
         if not findings.expect(key, found.meta, local.shape):
             return []
         view = found.view

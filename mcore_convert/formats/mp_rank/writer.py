@@ -81,7 +81,8 @@ class _Model:
                 state[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = extra
             cut = self.layout.cut_at(rank, is_expert=at.expert is not None)
             whole = self.dims.padded_shape(weight.shape, vocab=weight.vocab)
-            shape = local_of(shard_of(weight, self.implementation, self.release), whole, *cut).shape
+            shard = self.dims.sized(shard_of(weight, self.implementation, self.release))
+            shape = local_of(shard, whole, *cut).shape
             state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):

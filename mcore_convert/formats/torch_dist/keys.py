@@ -23,7 +23,7 @@ from mcore_convert.formats.megatron.modules import DENSE_NORM, EXPERT_NORM, FUSE
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.names import Index, drop, placeholders_of, spell
-from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.spec.shard import Box, Shape, Shard
 from mcore_convert.storage.views import Slot, TensorMeta
 
 ROUTER = "mlp.router.weight"
@@ -68,13 +68,17 @@ class StateKeys:
         return self._slots[key]
 
     def _slots_at(self, key: str, axes: int) -> Mapping[tuple[int, ...], list[Slot]]:
-        """The chunks of a key by the indices of its leading axes: a key may have a chunk for each layer and expert."""
+        """The chunks of a key by the indices of its leading axes, and without these: a key may have one for each layer
+        and expert."""
         if key not in self._by_place:
             by_place: dict[tuple[int, ...], list[Slot]] = {}
             for slot in self.slots(key):
+                if not axes:
+                    by_place.setdefault((), []).append(slot)
+                    continue
                 spans = zip(slot.box.offsets[:axes], slot.box.sizes[:axes], strict=True)
                 for place in itertools.product(*(range(start, start + size) for start, size in spans)):
-                    by_place.setdefault(place, []).append(slot)
+                    by_place.setdefault(place, []).append(_select(slot, place))
             self._by_place[key] = by_place
         return self._by_place[key]
 
@@ -94,44 +98,56 @@ class StateKeys:
         """The boxes of one global tensor. What is missing or misshapen is noted in `findings`."""
         if weight.mcore is None:
             return []
-        shape = dims.shape(weight.shape)
         axes = self._axes(weight.mcore)
-        name = spell(drop(weight.mcore, *axes), at)
-        parts = [name]
-        if name not in self.keys and weight.shard.parts == 2 and f"{name}_w" in self.keys:
-            parts = [f"{name}_w", f"{name}_v"]  # gate and up under keys of their own
-            shape = (shape[0] // 2, *shape[1:])
+        shard, name = weight.shard, spell(drop(weight.mcore, *axes), at)
+        if name not in self.keys and shard.is_gated and f"{name}_w" in self.keys:
+            shard = GATED_APART  # gate and up under keys of their own
+        parts = keyed_parts(name, dims.shape(weight.shape), dims.sized(shard))
         leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
         lead = tuple(leading[axis] for axis in axes)
         place = tuple(getattr(at, axis) for axis in axes)
         slots: list[Slot] = []
-        for number, part in enumerate(parts):
+        for part, start, shape in parts:
             meta = self.tensors.get(part)
             wanted = (*lead, *shape)
             if not findings.expect(f"{self.label}{part}", meta, wanted, rows_at_least=weight.vocab):
                 continue
-            for slot in self._slots_at(part, len(place)).get(place, ()):
-                slots.append(_select(slot, place).moved(number * shape[0]))
+            here = self._slots_at(part, len(place)).get(place, ())
+            slots += [slot.moved(start) for slot in here] if start else here
         return slots
 
     def dtype_of(self, weight: Weight, at: Index) -> str | None:
         """The dtype of a weight; None where it is not there."""
-        name = self._name(weight, at)
-        meta = self.tensors.get(name) or self.tensors.get(f"{name}_w")
-        return None if meta is None else meta.dtype
+        metas = (self.tensors.get(name) for name in self._names(weight, at))
+        return next((meta.dtype for meta in metas if meta is not None), None)
 
     def holds(self, weight: Weight, at: Index) -> bool:
         """Whether there is a key for a weight, or for the first of its parts."""
-        name = self._name(weight, at)
-        return name in self.keys or f"{name}_w" in self.keys
+        return any(name in self.keys for name in self._names(weight, at))
 
-    def _name(self, weight: Weight, at: Index) -> str:
+    def _names(self, weight: Weight, at: Index) -> tuple[str, str]:
+        """What a weight is called, or the first of its parts."""
         assert weight.mcore is not None
-        return spell(drop(weight.mcore, *self._axes(weight.mcore)), at)
+        name = spell(drop(weight.mcore, *self._axes(weight.mcore)), at)
+        return (f"{name}.{weight.shard.names[0]}" if weight.shard.names else name, f"{name}_w")
 
     def _axes(self, template: str) -> tuple[str, ...]:
         """Which placeholders are leading axes here."""
         return axes_of(template, self.dialect)
+
+
+# A gate and what is gated, as parts with keys of their own.
+GATED_APART = Shard(0, (1, 1), ("_w", "_v"))
+
+
+def keyed_parts(name: str, shape: Shape, shard: Shard) -> list[tuple[str, int, Shape]]:
+    """The keys of a weight, each with the row at which its tensor begins and with its shape: mostly one."""
+    if not shard.names or shard.dim != 0:
+        return [(name, 0, shape)]
+    keys = [f"{name}{part}" if shard == GATED_APART else f"{name}.{part}" for part in shard.names]
+    lengths = shard.lengths(shape[0])
+    starts = itertools.accumulate(lengths, initial=0)
+    return [(key, start, (rows, *shape[1:])) for key, start, rows in zip(keys, starts, lengths, strict=False)]
 
 
 @lru_cache

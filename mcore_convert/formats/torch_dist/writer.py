@@ -35,11 +35,12 @@ from mcore_convert.formats.torch_dist.checkpoint import NO_WEIGHT, TorchDistChec
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, random_archives
 from mcore_convert.formats.torch_dist.extra_states import axes_written, extra_state_keys, sizes_of
 from mcore_convert.formats.torch_dist.form import Form
+from mcore_convert.formats.torch_dist.keys import keyed_parts
 from mcore_convert.formats.torch_dist.training import common_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import drop, spell
-from mcore_convert.spec.shard import Box, Shape, Shard
+from mcore_convert.spec.shard import COLUMN, Box, Shape, Shard
 from mcore_convert.storage.views import Slot, TensorMeta, View
 
 METADATA_JSON = {
@@ -167,20 +168,21 @@ def _reserve_weight(
     lead = sizes_of(axes, dims)
     place = tuple(getattr(at, axis) for axis in axes)
     key = form.prefix(item) + spell(drop(weight.mcore, *axes), at)
-    shape = dims.padded_shape(weight.shape, vocab=weight.vocab)
-    content.tensors.setdefault(key, TensorMeta((*lead, *shape), dtype))
-    chunks = content.chunks.setdefault(key, [])
-    slots = content.slots.setdefault(key, [])
-    cells, boxes = _cells(shard, shape, tp, dtype)
-    content.cells[key] = (*(1 for _ in axes), *cells[0].sizes)
-    for box in boxes:
-        chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
-        meta = TensorMeta(chunk.sizes, dtype)
-        stored = (*(1 for _ in meta.shape), meta.numel) if form.flattens(key) else meta.shape
-        archive = archive_of(TensorMeta(stored, dtype))
-        where = files.place(archive)
-        chunks.append(dcp.Chunk(chunk, where))
-        slots.append(Slot(View.of(files.path, where.offset + archive.holes[0], meta), chunk))
+    whole, shard = dims.padded_shape(weight.shape, vocab=weight.vocab), dims.sized(shard)
+    for part, _, shape in keyed_parts(key, whole, shard):
+        content.tensors.setdefault(part, TensorMeta((*lead, *shape), dtype))
+        chunks = content.chunks.setdefault(part, [])
+        slots = content.slots.setdefault(part, [])
+        cells, boxes = _cells(COLUMN if shard.names else shard, shape, tp, dtype)
+        content.cells[part] = (*(1 for _ in axes), *cells[0].sizes)
+        for box in boxes:
+            chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
+            meta = TensorMeta(chunk.sizes, dtype)
+            stored = (*(1 for _ in meta.shape), meta.numel) if form.flattens(part) else meta.shape
+            archive = archive_of(TensorMeta(stored, dtype))
+            where = files.place(archive)
+            chunks.append(dcp.Chunk(chunk, where))
+            slots.append(Slot(View.of(files.path, where.offset + archive.holes[0], meta), chunk))
 
 
 @lru_cache(maxsize=4096)

@@ -91,7 +91,7 @@ def _weight(weight: Weight, model: Model) -> Data:
         "expert": "expert" in held,
         "layers": model.dims.layers_with(weight.part) if "layer" in held else [],
         "dim": weight.shard.dim,
-        "parts": weight.shard.parts,
+        "parts": len(weight.shard.parts),
         "shape": model.dims.shape(weight.shape),
         "vocab": weight.vocab,
         "copied": (weight.vocab and model.dims.tied) or (name == EMBEDDING and model.dims.mtp_num_layers > 0),
@@ -117,7 +117,8 @@ def _cuts(weights: Iterable[Weight], dims: Dims, tp: int) -> Data:
         shape = dims.shape(weight.shape)
         if weight.vocab:
             shape = (dims.padded_vocab_size, *shape[1:])
-        cuts.append({"shape": shape, "boxes": [weight.shard.boxes(shape, tp, rank) for rank in range(tp)]})
+        shard = dims.sized(weight.shard)
+        cuts.append({"shape": shape, "boxes": [shard.boxes(shape, tp, rank) for rank in range(tp)]})
     return {"tp": tp, "weights": cuts}
 
 

@@ -10,7 +10,8 @@ import json
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config.arguments import LATENT_DEFAULTS, Values, normalise
+from mcore_convert.spec.config.arguments import LATENT_DEFAULTS, YARN_FIELDS, Values, normalise
+from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
 # In every version under this name, for all families; the providers of single families came and went.
 PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
@@ -19,17 +20,22 @@ BRIDGED = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe",
+    "gpt_oss",
     "llama",
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_moe",
+    "qwen3_next",
 )  # the families that Megatron-Bridge has a bridge for, so that it can export them
 
 # A function is written as what to import and not to call.
 ACTIVATIONS = {
     "silu": "torch.nn.functional.silu",
     "gelu": "torch.nn.functional.gelu",
+    "quick_gelu": "megatron.core.fusions.fused_bias_geglu.quick_gelu",
     "squared_relu": "megatron.core.activations.squared_relu",
 }
 
@@ -96,8 +102,26 @@ LATENT_FIELDS = (
 )
 
 
+# What makes the layers of a model with linear attention, in place of the provider's own function.
+MIXED_LAYERS = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec"
+)
+
+# What older providers do not know, and is written only where it says something.
+YOUNG_FIELDS = (
+    "no_rope_freq",
+    "window_size",
+    "window_attn_skip_freq",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "mtp_num_layers",
+    "attention_output_gate",
+)
+
+
 def run_config(args: Values, family_name: str) -> str:
-    """The text of `run_config.yaml` for the arguments that `arguments.complete` made.
+    """The text of `run_config.yaml` for the arguments that `completion.complete` made.
 
     `vocab_size` is the true one, which the provider pads for the parallel size of the moment. Versions before 0.3 do
     not know `rope_scaling`; they drop it with a warning, which changes what the model computes but not an export.
@@ -108,22 +132,29 @@ def run_config(args: Values, family_name: str) -> str:
     args = normalise(args)
     if args.get("vocab_size") is None:
         raise ConfigError("Megatron-Bridge needs `vocab_size`, and the arguments do not tell it")
-    activation = "silu" if args["swiglu"] else "squared_relu" if args.get("squared_relu") else "gelu"
+    others = {"squared_relu": "squared_relu", "quick_geglu": "quick_gelu"}
+    activation = "silu" if args["swiglu"] else next((own for name, own in others.items() if args.get(name)), "gelu")
     dtype = _symbol(f"torch.{'bfloat16' if args.get('bf16') else 'float16' if args.get('fp16') else 'float32'}")
     is_latent = bool(args.get("multi_latent_attention"))
     model: dict[str, Any] = {"_target_": LATENT_PROVIDER if is_latent else PROVIDER}
     model |= {name: args[name] for name in FIELDS if name in args}
-    # older providers do not know these: they are written only where they say something
-    model |= {name: args[name] for name in ("no_rope_freq", "window_size", "mtp_num_layers") if args.get(name)}
+    model |= {name: args[name] for name in YOUNG_FIELDS if args.get(name)}
+    model |= {"softmax_type": args["softmax_type"]} if args.get("softmax_type") not in (None, "vanilla") else {}
+    model |= {"bias_dropout_fusion": False} if args.get("bias_dropout_fusion") is False else {}
+    if args["position_embedding_type"] == "yarn" and not is_latent:
+        model |= {attribute: args[name] for attribute, name in YARN_FIELDS.items()}
+    if args.get("experimental_attention_variant"):
+        model |= {name: args[name] for name in NO_LINEAR_ATTENTION}
+        model["transformer_layer_spec"] = _symbol(MIXED_LAYERS)
     model |= {name: args.get(name) for name in LATENT_FIELDS} if is_latent else {}
     if args.get("num_experts"):
         model["num_moe_experts"] = args["num_experts"]
         model |= {name: args[name] for name in EXPERT_FIELDS if args.get(name) is not None}
     model |= {
-        "gated_linear_unit": args["swiglu"],
+        "gated_linear_unit": args["swiglu"] or bool(args.get("quick_geglu")),
         "activation_func": _symbol(ACTIVATIONS[activation]),
         # a gelu fused with its bias is another function than the plain one
-        "bias_activation_fusion": {"silu": True, "gelu": args["bias_gelu_fusion"]}.get(activation, False),
+        "bias_activation_fusion": activation == "silu" or ("gelu" in activation and args["bias_gelu_fusion"]),
         "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
         "rope_scaling": args["use_rope_scaling"],
         "rope_scaling_factor": args["rope_scaling_factor"],

@@ -103,34 +103,42 @@ class _LatentRope(Rope):
         args["original_max_position_embeddings"] = int(positions)
         for key in ("beta_fast", "beta_slow"):
             args[key] = float(scaling.pop(key, None) or WITHOUT_FLAG[key])
-        own, all_dim = (float(scaling.pop(key, None) or 0.0) for key in ("mscale", "mscale_all_dim"))
-        if not all_dim and own in (0.0, 1.0):
-            return {**args, "mscale": 1.0, "mscale_all_dim": 0.0}
-        if not all_dim or not own:
-            raise Refused(f"`{name}.mscale` = {own} beside `{name}.mscale_all_dim` = {all_dim}: only both, or neither")
-        return {**args, "mscale": own, "mscale_all_dim": all_dim}
+        return {**args, **mscales(name, scaling)}
 
     def kind_of(self, args: Values) -> tuple[str, dict[str, Any] | None]:
         if args.get("use_rope_scaling"):
             raise Refused("`use_rope_scaling`, which latent attention does not heed")
         if args.get("rotary_percent") not in (None, 1.0):
             raise Refused(f"`rotary_percent` = {args['rotary_percent']}, all of the rotary part of a head is rotated")
-        factor, own, all_dim = (
-            float(stated(args, name)) for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")
-        )
+        factor = float(stated(args, "rotary_scaling_factor"))
         if factor < 1:
             raise Refused(f"`rotary_scaling_factor` = {factor} is below 1")
         if factor == 1:  # no scaling, of either kind
             return "default", None
         if stated(args, "rope_type") == "rope":
-            if all_dim:
+            if stated(args, "mscale_all_dim"):
                 raise Refused(f"`rotary_scaling_factor` = {factor} beside `rope_type` = 'rope' scales attention alone")
             return "default", None
-        if (all_dim and not own) or (not all_dim and own != 1):
-            raise Refused(f"`mscale` = {own} beside `mscale_all_dim` = {all_dim}: only both, or the first of 1")
-        scales = {"mscale": own, "mscale_all_dim": all_dim} if all_dim else {}
-        scaling = {"factor": factor, **{name: stated(args, name) for name in WITHOUT_FLAG}, **scales}
+        scaling = {"factor": factor, **{name: stated(args, name) for name in WITHOUT_FLAG}, **written_mscales(args)}
         return "yarn", {"rope_type": "yarn", "type": "yarn", **scaling}
+
+
+def mscales(name: str, scaling: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the factors of YaRN, taken out of the dictionary called `name`."""
+    own, all_dim = (float(scaling.pop(key, None) or 0.0) for key in ("mscale", "mscale_all_dim"))
+    if not all_dim and own in (0.0, 1.0):
+        return {"mscale": 1.0, "mscale_all_dim": 0.0}
+    if not all_dim or not own:
+        raise Refused(f"`{name}.mscale` = {own} beside `{name}.mscale_all_dim` = {all_dim}: only both, or neither")
+    return {"mscale": own, "mscale_all_dim": all_dim}
+
+
+def written_mscales(args: Values) -> dict[str, float]:
+    """What `config.json` says of these factors; nothing where they are the usual ones."""
+    own, all_dim = (float(stated(args, name)) for name in ("mscale", "mscale_all_dim"))
+    if (all_dim and not own) or (not all_dim and own != 1):
+        raise Refused(f"`mscale` = {own} beside `mscale_all_dim` = {all_dim}: only both, or the first of 1")
+    return {"mscale": own, "mscale_all_dim": all_dim} if all_dim else {}
 
 
 def predicted_tokens() -> Field:

@@ -85,7 +85,7 @@ class ConfigMapping:
     dialects: tuple[ConfigMapping, ...] = ()
 
     def to_megatron(self, config: Values) -> dict[str, Any]:
-        """`config.json` -> the Megatron arguments of the architecture (`arguments.complete` adds the rest).
+        """`config.json` -> the Megatron arguments of the architecture (`completion.complete` adds the rest).
 
         Raises:
             ConfigError: keys or values that Megatron cannot represent, all of them at once.

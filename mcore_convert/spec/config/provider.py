@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec.config.arguments import YARN_FIELDS
 from mcore_convert.spec.config.rope import LLAMA3
 from mcore_convert.spec.config.symbols import name_of, plain_fields
 
@@ -95,6 +96,8 @@ def arguments_of(model: Values, where: str, *, tied: bool = True) -> dict[str, A
         args["no_persist_layer_norm"] = not args.pop("persist_layer_norm")
     if any(name in str(name_of(model.get("transformer_layer_spec"))) for name in LOCAL_SPECS):
         args["transformer_impl"] = "local"
+    if args.get("position_embedding_type") == "yarn" and not args.get("multi_latent_attention"):
+        args |= {name: args.pop(attribute, None) for attribute, name in YARN_FIELDS.items()}
     return {**args, **_activation(model, where), **_llama3(model, where)}
 
 
@@ -120,7 +123,7 @@ def _activation(model: Values, where: str) -> dict[str, Any]:
     if known == "squared_relu" and not gated:
         return {**plain, "squared_relu": True}
     if known == "quick_gelu" and gated:
-        return {**plain, "quick_geglu": True}
+        return {**plain, "bias_gelu_fusion": fused, "quick_geglu": True}
     raise ConfigError(
         f"no argument of Megatron-LM says the activation in {where}",
         items=[f"`activation_func` = {said}", f"`gated_linear_unit` = {gated}"],

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.config.arguments import PLAIN
+from mcore_convert.spec.config.completion import PLAIN
 from mcore_convert.spec.config.provider import arguments_of, names_activation
 from mcore_convert.spec.config.symbols import TARGET, name_of, plain_fields, refuse_unknown
 

@@ -7,7 +7,7 @@ transformers up to 4 writes `rope_theta` beside `rope_scaling`, transformers 5 o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_convert.spec.config.fields import stated
@@ -24,6 +24,7 @@ def rope(
     percent: float | None = None,
     keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
     kinds: tuple[str, ...] = ("default", "linear", "llama3"),
+    inert: tuple[str, ...] = (),
 ) -> Field:
     """The field of all keys that say how positions rotate. Written in the flat spelling, which all versions read.
 
@@ -32,8 +33,9 @@ def rope(
         percent: the share of a head that the class rotates by default; None where it always rotates all of it.
         keys: the flat names of the base and of that share.
         kinds: the `rope_type`s that the class knows, among those that Megatron has.
+        inert: keys of the dictionaries that change nothing.
     """
-    return Rope(theta, percent, keys, kinds).field()
+    return Rope(theta, percent, keys, kinds, inert=inert).field()
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Rope:
     percent: float | None
     keys: tuple[str, str]
     kinds: tuple[str, ...]
+    inert: tuple[str, ...] = field(default=(), kw_only=True)
 
     def field(self) -> Field:
         flat = self.keys if self.percent is not None else self.keys[:1]
@@ -86,6 +89,8 @@ class Rope:
                 raise Refused(f"`{name}.rope_type` = {kind}")
             if scaling.pop("partial_rotary_factor", 1.0) not in (1.0, None):
                 raise Refused(f"`{name}.partial_rotary_factor` = {shown(config[name]['partial_rotary_factor'])}")
+            for key in self.inert:
+                scaling.pop(key, None)
             meanings.append(self.read(kind, name, scaling, config))
             if scaling:
                 raise Refused(*(f"`{name}.{key}` = {shown(value)} is not known" for key, value in scaling.items()))

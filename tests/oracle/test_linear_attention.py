@@ -1,0 +1,176 @@
+"""Layers of two kinds, plain attention with a gate and the gated delta rule, as Megatron Core itself saves and loads
+them: in every dialect, at every tensor parallelism, with optimizer state."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fixtures.megatron import Dialect, random_weights, save_torch_dist
+from fixtures.mp_rank import load_mp_rank, save_mp_rank
+from fixtures.optimizer import STEP, random_state, save_with_optimizer
+from mcore_convert import convert, reshard, verify
+from mcore_convert.checkpoints.identify import identify
+from mcore_convert.comparison.logits import tensors_of
+from mcore_convert.errors import ConfigError, LayoutError, MappingError
+from mcore_convert.formats.torch_dist.keys import keyed_parts
+from mcore_convert.spec import Dims, Layout, gpt
+from mcore_convert.spec.config.bridge import MIXED_LAYERS
+from tests.conftest import HfMaker
+from tests.oracle.test_megatron_fixtures import ARGS
+from tests.ranks import run_ranks
+from tests.tensors import assert_same_tensors
+
+MIXED: dict[str, Any] = {
+    **ARGS,
+    "num_layers": 2,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "attention_output_gate": True,
+    "qk_layernorm": True,
+    "layernorm_zero_centered_gamma": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "num_experts": 4,
+    "moe_layer_freq": [0, 1],
+    "moe_ffn_hidden_size": 8,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_shared_expert_gate": True,
+    "moe_router_topk": 2,
+    "mtp_num_layers": 1,
+    "vocab_size": 31,
+    "make_vocab_size_divisible_by": 16,
+    "bf16": True,
+}
+SEGMENTS = {"in_proj.weight": tuple(gpt.IN_PROJ), "conv1d.weight": tuple(gpt.CONVOLUTION)}
+
+
+def joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with the segments that Megatron Core names as one tensor each."""
+    whole = {name: tensor for name, tensor in weights.items() if name.rpartition(".")[2] not in gpt.IN_PROJ}
+    for suffix, names in SEGMENTS.items():
+        for stem in {name.rpartition(".")[0] for name in weights if name.endswith(f"{suffix}.{names[0]}")}:
+            whole[stem] = torch.cat([weights[f"{stem}.{name}"] for name in names])
+    return whole
+
+
+@pytest.mark.parametrize("dialect", ["per_layer", "singleton"])
+def test_what_megatron_saves_is_read(dialect: Dialect, tmp_path: Path) -> None:
+    weights = random_weights(MIXED)
+    assert sum("linear_qkv.weight" in name for name in weights) == 2  # one of the decoder, and that which predicts
+    assert {name.rpartition(".")[2] for name in weights if "layers.0.self_attention.in_proj.weight" in name} == set(
+        gpt.IN_PROJ
+    )
+    save_torch_dist(MIXED, weights, tmp_path, dialect=dialect, moe_norm="transformer_engine")
+    found = identify(tmp_path)
+    assert getattr(found.checkpoint, "dialect", None) == dialect
+    rows = found.dims.vocab_size
+    cut = {name: each[:rows] if each.shape[0] == 32 and "embed" in name else each for name, each in weights.items()}
+    cut["output_layer.weight"] = weights["output_layer.weight"][:rows]
+    assert_same_tensors(dict(tensors_of(found)), joined(cut))
+
+
+LOCAL: dict[str, Any] = {"implementation": "local", "for_megatron": "0.16"}
+
+
+def test_segments_go_through_every_tensor_parallelism(tmp_path: Path) -> None:
+    """1 -> 2 -> 4 -> 1, in both formats, with optimizer state, which Megatron Core saves and loads itself."""
+    state = random_state(MIXED)
+    run_ranks(1, partial(save_mp_rank, MIXED, state, tmp_path / "1", optimizer="distributed", dtype=torch.bfloat16))
+    reshard(tmp_path / "1", tmp_path / "2", to="torch", tp=2, **LOCAL)
+    reshard(tmp_path / "2", tmp_path / "4", to="torch_dist", tp=4, **LOCAL)
+    reshard(tmp_path / "4", tmp_path / "back", to="torch", tp=1, **LOCAL)
+    args = {**MIXED, "transformer_impl": "local"}
+    load = partial(load_mp_rank, args, state, tmp_path / "2/iter_0000010", distributed=True, tp=2)
+    for found in run_ranks(2, load):
+        assert not found.differing
+        assert set(found.steps) == {STEP}
+    first, last = (content(tmp_path / name / "iter_0000010/mp_rank_00") for name in ("1", "back"))
+    assert_same_tensors(first, last)
+
+
+def content(folder: Path) -> dict[str, Tensor]:
+    """The tensors of one rank's model and of its flat buffers."""
+    model = torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]
+    buffers = torch.load(folder / "distrib_optim.pt", weights_only=False)
+    found = {name: each for name, each in model.items() if isinstance(each, Tensor) and "_extra_state" not in name}
+    (of_dtype,) = buffers[0].values()
+    return found | {name: each for name, each in of_dtype.items() if isinstance(each, Tensor)}
+
+
+def test_flat_buckets_are_resharded(tmp_path: Path) -> None:
+    """Their order is that of the modules, which master copies prove."""
+    state = random_state(MIXED)
+    saved = partial(save_with_optimizer, MIXED, state, tmp_path / "saved", "dp_reshardable", dialect="per_layer", tp=2)
+    run_ranks(2, saved)
+    reshard(tmp_path / "saved", tmp_path / "moved", to="torch", pp=2, **LOCAL)
+    assert verify(tmp_path / "saved", tmp_path / "moved").equal
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_segments_are_cut_as_megatron_core_does(tp: int) -> None:
+    """The keys, the boxes and the global shapes of each rank."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+
+    dims = Dims.of(MIXED, vocab_size=31, padded_vocab_size=32)
+    rows = {row.name.rpartition("attention.")[2]: row for row in gpt.weights(MIXED) if row.shard.names}
+    assert set(rows) == set(SEGMENTS)
+    for name, row in rows.items():
+        shape, shard = dims.shape(row.shape), dims.sized(row.shard)
+        lengths = [dims.size(word) // tp for word in row.shard.parts if isinstance(word, str)]
+        for rank in range(tp):
+            local = torch.zeros(shape[0] // tp, *shape[1:])
+            whole = ShardedTensor.from_rank_offsets(name, local, (0, rank, tp))
+            theirs = _split_tensor_factory(whole, lengths, list(row.shard.names), 0).build()
+            boxes = shard.boxes(shape, tp, rank)
+            for part, box, (key, start, of_key) in zip(theirs, boxes, keyed_parts(name, shape, shard), strict=True):
+                assert (part.key, part.global_shape) == (key, of_key)
+                inside = box.relative_to((start, *(0 for _ in shape[1:])))
+                assert (part.global_offset, part.local_shape) == (inside.offsets, inside.sizes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"linear_attention_freq": [0, 1]}, "gated_delta_net' in the last layer, with `mtp_num_layers` = 1"),
+        ({"multi_latent_attention": True}, "gated_delta_net', with `multi_latent_attention` = True"),
+        ({"experimental_attention_variant": "dsa"}, "`experimental_attention_variant` = 'dsa'"),
+    ],
+    ids=str,
+)
+def test_what_is_built_in_several_ways_is_refused(changed: dict[str, Any], reason: str) -> None:
+    assert any(reason in line for line in gpt.refusals({**MIXED, **changed}))
+
+
+def test_megatron_fsdp_holds_no_segments(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    with pytest.raises(MappingError, match="`fsdp_dtensor` does not hold linear attention") as error:
+        convert(hf_checkpoint("qwen3_5"), tmp_path / "fsdp", to="fsdp_dtensor")
+    assert "decoder.layers.{layer}.self_attention.in_proj.weight" in error.value.items
+    assert not (tmp_path / "fsdp").exists()
+
+
+def test_megatron_core_has_the_function_that_makes_mixed_layers() -> None:
+    module, _, name = MIXED_LAYERS.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_heads_that_cannot_be_shared_by_ranks_are_refused() -> None:
+    dims = Dims.of({**MIXED, "linear_num_key_heads": 2}, vocab_size=31, padded_vocab_size=32)
+    with pytest.raises(LayoutError, match="`linear_num_key_heads` = 2 cannot be split over tp = 4"):
+        Layout(tp=4).check(dims)
+    with pytest.raises(ConfigError, match="= 8 cannot be shared by `linear_num_key_heads` = 3"):
+        Dims.of({**MIXED, "linear_num_key_heads": 3}, vocab_size=31, padded_vocab_size=32)
+    with pytest.raises(ConfigError, match=r"`linear_attention_freq` = \[1\] does not say which of 2 layers"):
+        Dims.of({**MIXED, "linear_attention_freq": [1]}, vocab_size=31, padded_vocab_size=32)

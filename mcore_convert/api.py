@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from mcore_convert.checkpoints.download import local_path
+from mcore_convert.checkpoints.download import local_path, streamed
 from mcore_convert.checkpoints.identify import Model, identify, in_one_family, model_of, open_checkpoint
 from mcore_convert.comparison.equality import Verification, compare
 from mcore_convert.comparison.integrity import Integrity, check_integrity
@@ -35,6 +35,8 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.destination import check_free
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
+from mcore_convert.storage.remote import RemotePath, located
+from mcore_convert.storage.sending import source_at
 from mcore_convert.storage.sources import Stamp, watched
 from mcore_convert.storage.views import file_errors
 
@@ -104,13 +106,15 @@ def convert(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
         TypeError: there is no such option.
     """
     check_names("convert", ConvertOptions, options)
-    _check_free(destination, options)
-    if Path(source).exists():
-        _refuse_idle("a directory", {"revision": options.get("revision")})
-    path = local_path(str(source), options.get("revision"))
+    final = located(destination)
+    _check_free(final, options)
+    stream, revision = options.get("stream", False), options.get("revision")
+    if located(source).exists():
+        _refuse_idle("a directory", {"revision": revision, "stream": stream or None})
+    path = streamed(str(source), revision) if stream else local_path(str(source), revision)
     with phase(options.get("progress"), "opening"), watched() as opened:
         model = model_of(open_checkpoint(path, options.get("given")), **part_of(FamilyOptions, options))
-    return _convert(model, Path(destination), options, opened)
+    return _convert(model, final, options, opened)
 
 
 @file_errors()
@@ -127,21 +131,21 @@ def reshard(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
         TypeError: there is no such option.
     """
     check_names("reshard", ConvertOptions, options)
-    _refuse_idle("a directory", {"revision": options.get("revision")})
-    to = options.get("to")
+    _refuse_idle("a directory", {"revision": options.get("revision"), "stream": options.get("stream") or None})
+    to, final = options.get("to"), located(destination)
     with phase(options.get("progress"), "opening"), watched() as opened:
-        checkpoint = open_checkpoint(Path(source), options.get("given"))
+        checkpoint = open_checkpoint(source_at(source), options.get("given"))
         if checkpoint.side is Side.HUGGING_FACE or to in targets(Side.HUGGING_FACE):
             raise ConvertError("only Megatron checkpoints have a layout", hint="to or from Hugging Face: `convert`")
-        _check_free(destination, options)
+        _check_free(final, options)
         model = model_of(checkpoint, **part_of(FamilyOptions, options))
     if to is None:
         options["to"] = checkpoint.format if checkpoint.format in targets() else default_target(Side.MEGATRON)
-    return _convert(model, Path(destination), options, opened)
+    return _convert(model, final, options, opened)
 
 
-def _check_free(destination: PathLike, options: ConvertOptions) -> None:
-    check_free(Path(destination), overwrite=options.get("overwrite", False) or options.get("dry_run", False))
+def _check_free(final: Path, options: ConvertOptions) -> None:
+    check_free(final, overwrite=options.get("overwrite", False) or options.get("dry_run", False))
 
 
 def _convert(model: Model, final: Path, options: ConvertOptions, opened: Mapping[Path, Stamp]) -> Conversion:
@@ -216,6 +220,10 @@ def verify(
     """
     check_names("verify", ModelOptions, options)
     paths = [local_path(str(source)) for source in (a, b)]
+    remote = [path for path in paths if isinstance(path, RemotePath)]
+    if logits and remote:
+        hint = "leave out --logits, or copy it to a directory on this machine"
+        raise ConvertError(f"`{remote[0]}` is in a remote store, where no model is run from", hint=hint)
     with phase(progress, "opening"):
         first, second = in_one_family(*(identify(path, **options) for path in paths))
     result = compare(first, second, progress=progress)
@@ -237,7 +245,7 @@ def verify_files(path: PathLike, *, progress: Progress | None = None) -> Integri
     Raises:
         UnreadableCheckpoint: there is no manifest, or it or a file cannot be read.
     """
-    return check_integrity(Path(path), progress)
+    return check_integrity(source_at(path), progress)
 
 
 def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:

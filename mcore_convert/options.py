@@ -105,6 +105,7 @@ class ConvertOptions(LayoutOptions, SourceOptions, RunOptions, total=False):
     tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
     max_shard_size: largest safetensors or `.distcp` file, in bytes; 5 GB and 2 GiB unless given.
     revision: branch, tag or commit of a Hub id.
+    stream: read a Hub id by ranges while it is converted, and keep no download of it.
     checksums: put them into the manifest; true unless given. Without them values are not looked at, and `strict` cannot
         be asked for.
     """
@@ -117,6 +118,7 @@ class ConvertOptions(LayoutOptions, SourceOptions, RunOptions, total=False):
     tokenizer: str | None
     max_shard_size: int | None
     revision: str | None
+    stream: bool
     checksums: bool
 
 

@@ -1,4 +1,4 @@
-"""A file system that fails: the n-th call of a function of `os` is refused, or does less than it was asked for."""
+"""A file system that fails: the n-th call of a function is refused, or does less than it was asked for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
+from mcore_convert.storage import mapping
+
 # What each function that changes or reads files may answer. A short one does half of its work.
 FAULTS: dict[str, tuple[str, ...]] = {
     "pwrite": ("EIO", "ENOSPC", "EINTR", "short", "zero"),
@@ -18,12 +20,17 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "copy_file_range": ("EIO", "ENOSPC", "EXDEV", "ENOSYS", "EINVAL", "short", "zero"),
     "open": ("EIO", "ENOSPC", "EACCES"),
     "ftruncate": ("EIO", "EFBIG", "nothing"),
-    "posix_fallocate": ("EIO", "ENOSPC"),
+    "fallocate": ("EIO", "ENOSPC"),
     "fsync": ("EIO", "ENOSPC"),
     "mkdir": ("EIO", "ENOSPC"),
     "rename": ("EIO", "EXDEV"),
     "replace": ("EIO",),
 }
+
+
+def owner(function: str) -> Any:
+    """The module whose function is replaced."""
+    return mapping if function == "fallocate" else os
 
 
 class Fault(NamedTuple):
@@ -58,7 +65,7 @@ def counted(fault: Fault | None = None) -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
 
     def wrapped(name: str) -> Callable[..., Any]:
-        real = getattr(os, name)
+        real = getattr(owner(name), name)
 
         def call(*arguments: Any, **options: Any) -> Any:
             number = calls[name]
@@ -70,8 +77,8 @@ def counted(fault: Fault | None = None) -> Iterator[Counter[str]]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for name in FAULTS:
-            stack.enter_context(mock.patch.object(os, name, wrapped(name)))
+        for name in (name for name in FAULTS if hasattr(owner(name), name)):
+            stack.enter_context(mock.patch.object(owner(name), name, wrapped(name)))
         yield calls
 
 

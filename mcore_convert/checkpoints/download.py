@@ -6,13 +6,15 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 from mcore_convert.errors import UnreadableCheckpoint, UnwritableTarget
 from mcore_convert.formats.files.model_folder import CARRIED_FILES, CONFIG, INDEX, TOKENIZER_FILES
 from mcore_convert.storage.paths import absent, near_miss
+from mcore_convert.storage.remote import RemotePath, located
+from mcore_convert.storage.sending import source_at
 
 TIMEOUT = 10.0  # seconds for an answer of a Hub that is there
 PATIENCE = 4.0  # seconds for its first sign, unless HF_HUB_ETAG_TIMEOUT says otherwise
@@ -73,11 +75,12 @@ def _no_sign_of(endpoint: str) -> str | None:
 
 
 def _path_of(source: str, revision: str | None, patterns: Callable[[list[str]], list[str]]) -> Path:
-    path = Path(source)
+    path = source_at(source)
     if path.exists():
         return path
-    if not REPO_ID.fullmatch(source) or source.startswith(".") or (revision is None and near_miss(path)):
-        raise absent(source)
+    if isinstance(path, RemotePath):
+        raise absent(path)
+    _check_name(source, revision)
     return _download(source, revision, patterns)
 
 
@@ -87,16 +90,43 @@ def _files_of_model(files: list[str]) -> list[str]:
     return [CONFIG, *CARRIED_FILES, *weights]
 
 
+def streamed(source: str, revision: str | None = None) -> Path:
+    """The Hub's model of a name as a remote path, of the commit that is there now: nothing is downloaded yet.
+
+    Raises:
+        UnreadableCheckpoint: as `local_path`.
+    """
+    from huggingface_hub import HfApi
+
+    _check_name(source, revision)
+    reason = unreachable()
+    if reason is not None:
+        raise UnreadableCheckpoint(f"`{source}` cannot be streamed, as the Hub cannot be reached: {reason}")
+    with _hub_errors(source):
+        model = HfApi().model_info(source, revision=revision, timeout=TIMEOUT)
+    return located(f"hf://{model.id}@{model.sha}")
+
+
+def _check_name(source: str, revision: str | None) -> None:
+    """Prove that a name that is no path may be one of the Hub."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    is_slip = not REPO_ID.fullmatch(source) or source.startswith(".") or (revision is None and near_miss(Path(source)))
+    try:
+        if not is_slip:
+            validate_repo_id(source)
+            return
+    except HFValidationError as error:
+        raise absent(source) from error
+    raise absent(source)
+
+
 def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], list[str]]) -> Path:
     """Download the files that match the patterns that are made of all their names."""
     from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise absent(repo) from error
     reason = unreachable()
     if reason is not None:
         if constants.HF_HUB_OFFLINE:  # as the client itself does then: what was downloaded before
@@ -104,11 +134,20 @@ def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], l
                 return Path(snapshot_download(repo, revision=revision, local_files_only=True))
         hint = f"download it where there is a network: `hf download {repo}`, then set HF_HUB_OFFLINE=1"
         raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {reason}", hint=hint)
-    try:
+    with _hub_errors(repo):
         # One request with a limit: the call that lists files repeats it for half a minute where there is no network.
         found = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
         files = [file.rfilename for file in found.siblings or ()]
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns(files)))
+
+
+@contextlib.contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """A scope in which what the Hub's client raises becomes an error of ours."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        yield
     except RepositoryNotFoundError as error:
         raise UnreadableCheckpoint(
             f"`{repo}` is neither a directory nor a model on the Hub",

@@ -28,6 +28,7 @@ from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import spell
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.paths import absent
+from mcore_convert.storage.remote import located
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def model_of(checkpoint: Checkpoint, **options: Unpack[FamilyOptions]) -> Model:
     """
     family, ignore_keys = options.get("family"), options.get("ignore_keys", ())
     given_config = options.get("hf_config")
-    hf_config = None if given_config is None else Path(given_config)
+    hf_config = None if given_config is None else located(given_config)
     if checkpoint.undecoded:
         raise ConfigError(
             f"the weights in `{checkpoint.path}` are quantised in a way that is not known",

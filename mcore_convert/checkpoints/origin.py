@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from mcore_convert.checkpoints.manifest import MANIFEST, read_manifest
 from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.megatron.run_directory import RELEASE, iteration_of
 from mcore_convert.storage.digests import checksum_of_runs
-from mcore_convert.storage.sources import open_fd
+from mcore_convert.storage.remote import RemotePath
+from mcore_convert.storage.sources import close_fd, open_fd, size_of
 
 ENDS = 64 * 2**10  # bytes at either end of a file that tell it from another of its size
 
@@ -33,6 +33,8 @@ def source_facts(checkpoint: Checkpoint, files: Iterable[Path]) -> dict[str, Any
 
 def name_of(path: Path) -> str:
     """The name of a checkpoint without the path to it: of an iteration with its run, of the Hub's with its commit."""
+    if isinstance(path, RemotePath) and path.parent is path:  # a repository of the Hub, whose path has the commit
+        return "/".join(path.parts[1:])
     full = path.absolute()
     name, above = full.name, full.parent.name
     if above == "snapshots" and full.parent.parent.name.startswith("models--"):
@@ -43,8 +45,8 @@ def name_of(path: Path) -> str:
 def _ends_of(path: Path) -> dict[str, Any]:
     fd = open_fd(path)
     try:
-        size = os.fstat(fd).st_size
+        size = size_of(fd)
         runs = [(0, size)] if size <= 2 * ENDS else [(0, ENDS), (size - ENDS, size)]
         return {"size": size, "ends": checksum_of_runs(fd, path, runs)}
     finally:
-        os.close(fd)
+        close_fd(fd)

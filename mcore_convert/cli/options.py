@@ -89,6 +89,12 @@ AllowDrift = Annotated[
 Revision = Annotated[
     str | None, typer.Option(metavar="NAME", rich_help_panel=SOURCE, help="Branch, tag or commit of a Hub id")
 ]
+Stream = Annotated[
+    bool,
+    typer.Option(
+        "--stream", rich_help_panel=SOURCE, help="Convert a Hub id while it comes, and keep no download of it"
+    ),
+]
 
 Tp = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Tensor-parallel size")]
 Pp = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=LAYOUT, help="Pipeline-parallel size")]

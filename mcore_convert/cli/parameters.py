@@ -35,6 +35,7 @@ PARAMETERS: dict[str, Parameter] = {
     "given": Parameter("arg", options.Given, None, arguments),
     "allow_drift": Parameter("allow_drift", options.AllowDrift, False),
     "revision": Parameter("revision", options.Revision),
+    "stream": Parameter("stream", options.Stream, False),
     "tp": Parameter("tp", options.Tp, 1),
     "pp": Parameter("pp", options.Pp, 1),
     "vpp": Parameter("vpp", options.Vpp),

@@ -17,7 +17,7 @@ from mcore_convert.options import ConvertOptions
 
 @taking(
     ConvertOptions,
-    without=("family", "hf_config", "tokenizer", "revision"),
+    without=("family", "hf_config", "tokenizer", "revision", "stream"),
     to=Parameter("to", options.ToMegatron),
 )
 def command(

@@ -70,7 +70,6 @@ def copy_together(files: Files, group: Sequence[Copy], feed: Feed | None = None)
         yield from copy_view(files, group[0].source, group[0].target, feed)
         return
     first = group[0].source
-    targets = [files.target(copy.target) for copy in group]
     span = max(copy.source.block((slice(0, 1),)).end for copy in group) - first.offset
     step = first.strides[0]
     at_once = max(1, LIMIT // step)
@@ -79,10 +78,12 @@ def copy_together(files: Files, group: Sequence[Copy], feed: Feed | None = None)
         rows = scratch((count - 1) * step + span)
         files.read_run(first.path, first.offset + start * step, rows.data)
         done = 0
-        for (source, target), array in zip(group, targets, strict=True):
+        for source, target in group:
             shape = (count, *source.shape[1:])
             part = np.ndarray(shape, f"u{source.itemsize}", rows.data, source.offset - first.offset, source.strides)
-            array[start : start + count] = cast(part, source.dtype, target.dtype)
-            hand_on(feed, target.block((slice(start, start + count),)), array[start : start + count])
+            here = target.block((slice(start, start + count),))
+            with files.target(here) as written:
+                written[...] = cast(part, source.dtype, target.dtype)
+                hand_on(feed, here, written)
             done += part.nbytes
         yield done

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Protocol
 
 from mcore_convert.conversion.beside import copy_together
-from mcore_convert.conversion.journal import Journal
-from mcore_convert.conversion.plan import Plan
+from mcore_convert.conversion.plan import Copy, Plan
 from mcore_convert.conversion.recording import Recording
 from mcore_convert.errors import ConvertError
+from mcore_convert.spec.family import Item
+from mcore_convert.storage.disk import sync_data
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.progress import Meter
 
@@ -21,10 +22,22 @@ BEYOND_HINT = "--dtype bfloat16 has the range of float32"
 WRITE_BACK = 2**28  # bytes of a file after which the disk begins to take them, while the next are copied
 
 
+class Record(Protocol):
+    """Where a file goes that is complete, and what is copied in which order: `Journal`, or `SentFiles`."""
+
+    stays: bool
+
+    def work(self, plan: Plan, mine: Set[Path], stop: threading.Event) -> Iterator[tuple[Item, Sequence[Copy]]]:
+        """Yield the copies of each weight into the files `mine`."""
+
+    def add(self, path: Path, regions: Sequence[Sequence[Any]]) -> None:
+        """Take a file that is complete."""
+
+
 class Disk:
     """A thread that brings files to the disk while others copy: what waits until the end waits for the disk alone."""
 
-    def __init__(self, files: Files, journal: Journal, recording: Recording) -> None:
+    def __init__(self, files: Files, journal: Record, recording: Recording) -> None:
         self._files, self._journal, self._recording = files, journal, recording
         self._pool = ThreadPoolExecutor(1)
         self._waiting: list[Future[None]] = []
@@ -35,7 +48,7 @@ class Disk:
         self._written[path] += nbytes
         if self._written[path] >= WRITE_BACK:
             self._written[path] = 0
-            self._waiting.append(self._pool.submit(os.fdatasync, self._files.fd(path, write=True)))
+            self._waiting.append(self._pool.submit(sync_data, self._files.writing(path)))
 
     def complete(self, path: Path) -> None:
         """All of a file was written."""
@@ -52,15 +65,13 @@ class Disk:
 
 
 def fill(
-    plan: Plan, mine: Set[Path], files: Files, meter: Meter, recording: Recording, journal: Journal, workers: int
+    plan: Plan, mine: Set[Path], files: Files, meter: Meter, recording: Recording, journal: Record, workers: int
 ) -> None:
     """Run every copy into the files `mine`. The threads draw from one queue, so that its length costs no memory."""
-    copies = (
-        (move.item, groups)
-        for move in plan.moves
-        for groups in recording.in_order([copy for copy in move.copies if copy.target.path in mine])
-    )
     drawing, stop = threading.Lock(), meter.stop
+    copies = (
+        (item, groups) for item, copies in journal.work(plan, mine, stop) for groups in recording.in_order(copies)
+    )
     feed = recording.feed if recording.checksums else None
     disk = Disk(files, journal, recording)
 

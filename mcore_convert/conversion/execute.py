@@ -18,26 +18,32 @@ from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.ranks import Ranks, current
 from mcore_convert.conversion.recording import Recording
 from mcore_convert.conversion.reopening import check_reopened
+from mcore_convert.conversion.sent_files import ON_DISK, SentFiles
 from mcore_convert.errors import MAX_ITEMS, ConvertError, UnreadableCheckpoint, UnwritableTarget, counted
+from mcore_convert.storage.asking import StoreError
 from mcore_convert.storage.destination import check_free, claimed, partial_path
-from mcore_convert.storage.disk import copy_file, reserve, stamped, sync, write_new
+from mcore_convert.storage.disk import copy_file, remove_tree, reserve, stamped, sync, write_new
 from mcore_convert.storage.elements import WORKERS, Files
 from mcore_convert.storage.paths import moved
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
+from mcore_convert.storage.remote import RemotePath
+from mcore_convert.storage.sending import sending, staged, staging
 from mcore_convert.storage.sources import Stamp
 from mcore_convert.storage.views import open_error
 
 # Two threads and their blocks need next to nothing: what is anonymous is the interpreter and the plan itself.
 BASE_MEMORY = 64 * 2**20
+REMOTE_MEMORY = 768 * 2**20  # what was fetched, what is on its way, and what is sent
 
 CLEARED = "an earlier run had completed files here, which were cleared: --resume would have gone on with them"
 OTHER_WORK = "what an earlier run had completed here was of another source, other options or another version: cleared"
 
 
 def expected_memory(plan: Plan) -> int:
-    """Upper estimate of anonymous memory in bytes: the interpreter, and about 1 kB for each copy that is planned."""
-    return BASE_MEMORY + 1024 * sum(len(move.copies) for move in plan.moves)
+    """Upper estimate of anonymous memory in bytes: the interpreter, about 1 kB for each copy, and what is fetched."""
+    remote = any(isinstance(path, RemotePath) for path in (plan.source.path, plan.reservation.path))
+    return BASE_MEMORY + remote * REMOTE_MEMORY + 1024 * sum(len(move.copies) for move in plan.moves)
 
 
 def execute(
@@ -73,6 +79,7 @@ def execute(
     """
     final, ranks = plan.reservation.path, current()
     check_free(final, overwrite=overwrite)
+    _check_sharing(final, resume=resume, ranks=ranks)
     sources = plan.source_files | {*plan.reservation.carried.values()}
     for place in (final, partial_path(final)):
         _refuse_overlap(place, plan.source.path, sources)
@@ -81,7 +88,7 @@ def execute(
         prove(plan.checks[ranks.rank :: ranks.size])
         _check_unchanged(stamps)
     ranks.meet("proven")
-    partial, resume = partial_path(final), resume or ranks.size > 1
+    partial, resume = partial_path(staged(final)), resume or ranks.size > 1
     journal = Journal(partial, fingerprint(plan, checksums=checksums), stays=resume, rank=ranks.rank)
     run = _Run(plan, ranks, progress, journal, checksums, workers or WORKERS)
     if not ranks.is_first:
@@ -90,17 +97,30 @@ def execute(
         return ()
     with (
         _as_errors(final, sources),
-        claimed(final, plan.reservation.nbytes, overwrite=overwrite, resume=resume) as claim,
+        staging(final) as place,
+        claimed(place, _room(plan), overwrite=overwrite and place == final, resume=resume) as claim,
+        sending(final, overwrite=overwrite) if isinstance(final, RemotePath) else contextlib.nullcontext() as remote,
     ):
-        recording, notes = run.lead()
+        sent = SentFiles(partial, remote) if remote is not None else None
+        recording, notes = run.lead(sent)
         notes += [CLEARED] if claim.cleared else []
         notes += _not_finite(recording, strict=strict)
-        further = conclude(partial) if conclude else {}
+        further = conclude(partial if remote is None else remote.complete()) if conclude else {}
         with phase(progress, "finishing"):
-            _finish(plan, partial, further, recording)
-            check_reopened(plan, partial)
-            _check_unchanged(stamps)
-            claim.publish()
+            small = _finish(plan, partial, further, recording)
+            if remote is None or sent is None:
+                for file in (*sorted(partial.rglob("*")), partial):
+                    sync(file)
+                check_reopened(plan, partial)
+                _check_unchanged(stamps)
+                claim.publish()
+            else:
+                for file in small:
+                    sent.send(file)
+                check_reopened(plan, remote.complete())
+                _check_unchanged(stamps)
+                remote.publish()
+                remove_tree(partial)
     ranks.send("end", None)
     return tuple(notes)
 
@@ -112,17 +132,21 @@ class _Run:
         self, plan: Plan, ranks: Ranks, progress: Progress | None, journal: Journal, checksums: bool, workers: int
     ) -> None:
         self._plan, self._ranks, self._progress, self._journal = plan, ranks, progress, journal
-        self._partial = partial_path(plan.reservation.path)
+        self._partial = partial_path(staged(plan.reservation.path))
         self._checksums, self._workers = checksums, workers
 
-    def lead(self) -> tuple[Recording, list[str]]:
-        """Reserve the files, fill those of this process, and wait for the others; returns what all have recorded."""
+    def lead(self, sent: SentFiles | None) -> tuple[Recording, list[str]]:
+        """Reserve the files, fill those of this process, and wait for the others; returns what all have recorded.
+
+        Args:
+            sent: where complete files go, if not to the journal.
+        """
         root, sizes = self._plan.reservation.path, self._plan.reservation.sizes
         kept = self._journal.kept()
         found = clear_except(self._partial, kept)
         _reserve(self._plan, self._partial, {*kept})
         self._ranks.send("kept", sorted(str(path.relative_to(self._partial)) for path in kept))
-        recording = self._copy({moved(path, self._partial, root) for path in kept})
+        recording = self._copy({moved(path, self._partial, root) for path in kept}, sent)
         self._ranks.meet("copied")
         done = self._journal.kept() if self._ranks.size > 1 else kept
         for path, each in done.items():
@@ -139,7 +163,7 @@ class _Run:
         self._ranks.meet("copied")
         self._ranks.receive("end")
 
-    def _copy(self, kept: Set[Path]) -> Recording:
+    def _copy(self, kept: Set[Path], sent: SentFiles | None = None) -> Recording:
         """Fill the files of this process, but for those that are complete."""
         plan, ranks = self._plan, self._ranks
         sizes = {path: size for path, size in plan.reservation.sizes.items() if path not in kept}
@@ -148,7 +172,9 @@ class _Run:
         meter = Meter(plan.nbytes, self._progress, there)
         with phase(self._progress, "copying", plan.nbytes), Files() as files, ranks.counting(meter):
             recording = Recording(plan, self._partial, mine, checksums=self._checksums)
-            fill(plan, mine, files, meter, recording, self._journal, self._workers)
+            if sent is not None:
+                sent.note = recording.note
+            fill(plan, mine, files, meter, recording, sent or self._journal, self._workers)
         return recording
 
 
@@ -173,11 +199,13 @@ def _as_errors(final: Path, sources: Set[Path]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        hint = getattr(error, "hint", None)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UnwritableTarget(f"no room left in `{final.parent}`: {error.strerror}") from error
-        if error.filename is not None and Path(error.filename) in sources:
-            raise open_error(Path(error.filename), error) from error
-        raise UnwritableTarget(f"cannot write `{error.filename or final}`: {error.strerror}") from error
+            place = final if isinstance(error, StoreError) else staged(final).parent
+            raise UnwritableTarget(f"no room left in `{place}`: {error.strerror}", hint=hint) from error
+        if error.filename is not None and str(error.filename) in map(str, sources):
+            raise open_error(str(error.filename), error) from error
+        raise UnwritableTarget(f"cannot write `{error.filename or final}`: {error.strerror}", hint=hint) from error
 
 
 def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
@@ -216,19 +244,38 @@ def _reserve(plan: Plan, partial: Path, kept: Set[Path]) -> None:
             reserve(here, size, literals[path])
 
 
-def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes], recording: Recording) -> None:
-    """The small files, in their order, and the manifest of all, then everything to the disk."""
+def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes], recording: Recording) -> list[Path]:
+    """Write the small files, and the manifest of all; returns them in the order in which they make a checkpoint."""
     reservation = plan.reservation
     texts = {**reservation.texts, **further}
+    written = []
     for target, source in reservation.carried.items():
         if target not in texts:
             here = moved(target, reservation.path, partial)
             here.parent.mkdir(parents=True, exist_ok=True)
             copy_file(source, here)
+            written.append(here)
     for path, content in texts.items():
         here = moved(path, reservation.path, partial)
         here.parent.mkdir(parents=True, exist_ok=True)
         write_new(here, content)
-    recording.write_manifest()
-    for file in (*sorted(partial.rglob("*")), partial):
-        sync(file)
+        written.append(here)
+    return [*sorted(written, key=lambda path: -len(path.parts)), recording.write_manifest()]
+
+
+def _room(plan: Plan) -> int:
+    """The bytes that must be free on this machine."""
+    reservation = plan.reservation
+    if not isinstance(reservation.path, RemotePath):
+        return reservation.nbytes
+    return sum(sorted(reservation.sizes.values())[-ON_DISK:]) + sum(map(len, reservation.texts.values()))
+
+
+def _check_sharing(final: Path, *, resume: bool, ranks: Ranks) -> None:
+    """Refuse what needs a file system: a journal, and a directory that several processes write."""
+    if isinstance(final, RemotePath) and (resume or ranks.size > 1):
+        what = "is written by one process" if ranks.size > 1 else "cannot be gone on with"
+        raise UnwritableTarget(
+            f"`{final}` is in a remote store, and {what}",
+            hint="convert to a directory that all processes see, and copy it to the store",
+        )

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
-from mcore_convert.conversion.plan import Plan
+from mcore_convert.conversion.plan import Copy, Plan
+from mcore_convert.spec.family import Item
 from mcore_convert.storage.disk import append, remove_tree, sync
 from mcore_convert.storage.marker import JOURNAL, is_bookkeeping, journals
 from mcore_convert.storage.paths import name_below
@@ -45,6 +46,11 @@ class Journal:
         self._partial, self._identity, self.stays = partial, identity, stays
         self._file = partial / f"{JOURNAL}-{rank}"
         self._lock = threading.Lock()
+
+    def work(self, plan: Plan, mine: Set[Path], stop: threading.Event) -> Iterator[tuple[Item, Sequence[Copy]]]:
+        """The copies of each weight into the files `mine`, in the order of the plan."""
+        for move in plan.moves:
+            yield move.item, [copy for copy in move.copies if copy.target.path in mine]
 
     def add(self, path: Path, regions: Sequence[Sequence[Any]]) -> None:
         """Note that a file is complete, when it is on the disk."""

@@ -24,7 +24,7 @@ from mcore_convert.storage.digests import Region, checksum_of_runs, gaps_between
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.marker import is_bookkeeping
 from mcore_convert.storage.paths import files_in, moved, name_below
-from mcore_convert.storage.sources import open_file
+from mcore_convert.storage.sources import handle_of, open_file
 from mcore_convert.storage.views import View
 
 MAX_NAME = chr(0x10FFFF)  # behind any name
@@ -111,6 +111,7 @@ class Recording:
                 region = self._at(self.here(view.path), view.offset)
                 if region is not None:
                     region.pending += 1
+        self._noted: dict[Path, dict[str, Any]] = {}
         self._untouched = [path for path, copies in self._left.items() if not copies]
 
     @without_collection()
@@ -188,7 +189,7 @@ class Recording:
                         if not region.pending:
                             full.append(region)
         for region in full:
-            region.finish(files.fd(region.path, write=True))
+            region.finish(files.writing(region.path))
         complete = []
         with self._lock:  # again: a file is complete when all of its regions are finished
             for copy in copies:
@@ -213,7 +214,7 @@ class Recording:
     def _finish(self, path: Path, files: Files) -> None:
         """Finish what no copy has filled of a file, as rows that are padding alone."""
         for region in self._regions.get(path, ()):
-            region.finish(files.fd(path, write=True))
+            region.finish(files.writing(path))
 
     def facts_of(self, path: Path) -> list[list[Any]]:
         """What is known of the regions of a file that is complete, for `adopt`."""
@@ -246,13 +247,14 @@ class Recording:
         return lines
 
     @without_collection()
-    def write_manifest(self) -> None:
-        """Write the manifest of all that is in the checkpoint's directory, when the rest is there."""
+    def write_manifest(self) -> Path:
+        """Write the manifest of all that is in the checkpoint's directory, when the rest is there; returns its path."""
         plan = self._plan
         folder = self.here(plan.target.path)
+        paths = sorted({*files_in(folder).values(), *self._noted})
         listed = {
-            name: self._file(path)
-            for name, path in files_in(folder).items()
+            name: self._noted.get(path) or self._file(path)
+            for name, path in ((str(path.relative_to(folder)), path) for path in paths if path.is_relative_to(folder))
             if name not in UNCOVERED and not is_bookkeeping(name)
         }
         facts = {
@@ -266,6 +268,11 @@ class Recording:
                 facts[name] = {field: value for field, value in asdict(quantised).items() if value is not None}
         headers = {} if plan.target.whole_views else plan.target.tensors  # which go by the names of tensors
         write_manifest(folder / MANIFEST, manifest_lines(facts, listed, headers, self._tensors(folder)))
+        return folder / MANIFEST
+
+    def note(self, path: Path) -> None:
+        """Take what the manifest says of a file that is complete, and will not be there when it is written."""
+        self._noted[path] = self._file(path)
 
     def _file(self, path: Path) -> dict[str, Any]:
         """The size of a file, and the checksum of what is in none of its regions."""
@@ -274,7 +281,7 @@ class Recording:
             return {"size": size}
         with open_file(path) as file:
             gaps = gaps_between(((region.start, region.end) for region in self._regions.get(path, ())), size)
-            return {"size": size, "rest": checksum_of_runs(file.fileno(), path, gaps)}
+            return {"size": size, "rest": checksum_of_runs(handle_of(file), path, gaps)}
 
     def _tensors(self, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         """The entry of each tensor; parts of one name follow one another."""

@@ -21,6 +21,7 @@ from mcore_convert.options import ModelOptions, PathLike, check_names
 from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
+from mcore_convert.storage.sending import source_at
 from mcore_convert.storage.views import file_errors
 
 
@@ -54,7 +55,7 @@ def inspect(
     if html is not None:
         check_place(Path(html))
     with phase(progress, "opening"):
-        opened = open_any(Path(path), ignore_keys=ignore_keys)
+        opened = open_any(source_at(path), ignore_keys=ignore_keys)
         result = inspection_of(opened)
         if planned is not None:
             result = replace(result, planned=planned_ranks(opened, planned))

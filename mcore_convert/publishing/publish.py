@@ -30,6 +30,8 @@ from mcore_convert.storage.destination import check_free
 from mcore_convert.storage.paths import absent, files_in
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
+from mcore_convert.storage.remote import RemotePath, located
+from mcore_convert.storage.sending import source_at
 from mcore_convert.storage.views import file_errors
 
 
@@ -97,9 +99,9 @@ def export(source: PathLike, destination: PathLike | None = None, **options: Unp
         target = checked(_destination(repo, on_hub), writable=not options.get("dry_run", False))
     elif _destination("", on_hub) != Destination(""):
         raise ConvertError("--private, --branch, --tag and --commit-message are for the Hub", hint="pass --push-to-hub")
-    place = None if destination is None else Path(destination)
+    place = None if destination is None else located(destination)
     run, bars = part_of(RunOptions, options), options.get("bars", False)
-    return hand_over(Path(source), place, part_of(ModelFolderOptions, options), target, bars=bars, **run)
+    return hand_over(source_at(source), place, part_of(ModelFolderOptions, options), target, bars=bars, **run)
 
 
 def _destination(repo: str, options: HubOptions) -> Destination:
@@ -202,8 +204,11 @@ def push(
         TypeError: there is no such option.
     """
     check_names("push", HubOptions, options)
-    path, target = directory_of(Path(source)), _destination(repo, options)
+    path, target = directory_of(source_at(source)), _destination(repo, options)
     if path.is_dir() and _is_hugging_face(path):
+        if isinstance(path, RemotePath):
+            hint = "copy it to a directory on this machine, and push that"
+            raise ConvertError(f"`{path}` cannot be sent from one store to another", hint=hint)
         open_checkpoint(path)  # whole, as far as headers and the index tell
         return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
     if not path.exists():

@@ -21,6 +21,7 @@ from mcore_convert.publishing.upload import Destination, Upload, checked, has_mo
 from mcore_convert.storage.paths import absent
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
+from mcore_convert.storage.remote import RemotePath, located
 from mcore_convert.storage.views import file_errors
 
 POLL_SECONDS = 30.0
@@ -99,7 +100,10 @@ def export_all(
             answer from the Hub.
     """
     check_names("export_all", ModelFolderOptions, options)
-    path = Path(run)
+    path = located(run)
+    if isinstance(path, RemotePath):
+        hint = "export its iterations one by one"
+        raise UnreadableCheckpoint(f"`{path}` is in a remote store, and runs are watched on this machine", hint=hint)
     if not path.exists():
         raise absent(path)
     if not path.is_dir():

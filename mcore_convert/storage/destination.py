@@ -20,6 +20,8 @@ from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.disk import mark, remark, remove_tree, sync
 from mcore_convert.storage.locking import Lock, locked
 from mcore_convert.storage.marker import MARKER, in_the_way, journals, mark_of, unmark
+from mcore_convert.storage.remote import RemotePath
+from mcore_convert.storage.sending import check_free_remote
 
 # What this process has given its name, or is about to: the path, and the directory's own numbers.
 _published: list[tuple[Path, tuple[int, int]]] = []
@@ -58,7 +60,9 @@ def check_free(final: Path, *, overwrite: bool) -> None:
     """
     if final.name in ("", ".."):
         raise UnwritableTarget(f"`{final}` cannot be made or replaced", hint="name the directory to make")
-    if os.path.lexists(final) and not overwrite:
+    if isinstance(final, RemotePath):
+        check_free_remote(final, overwrite=overwrite)
+    elif os.path.lexists(final) and not overwrite:
         raise UnwritableTarget(f"`{final}` exists", hint="choose another destination, or pass --overwrite")
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mcore_convert.storage.disk import read_at
 from mcore_convert.storage.gather import scratch
+from mcore_convert.storage.sources import Handle
 from mcore_convert.storage.views import DTYPE_SIZES, View
 
 ALGORITHM = "xxh3_64"
@@ -61,7 +62,7 @@ def sealed(parts: Iterable[bytes], last: Callable[[str], bytes]) -> Iterator[byt
     yield bytes(held) + last(digest.hexdigest())
 
 
-def checksum_of_runs(fd: int, path: Path, runs: Iterable[tuple[int, int]]) -> str:
+def checksum_of_runs(fd: Handle, path: Path, runs: Iterable[tuple[int, int]]) -> str:
     """The checksum of runs of bytes of a file, each from its start to its end, one behind the other.
 
     Raises:

@@ -16,10 +16,14 @@ from pathlib import Path
 
 from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.marker import MARKER, new_id, record_bytes, unfinished, unfinished_ones
-from mcore_convert.storage.sources import Stamp, open_fd, stamp_of
+from mcore_convert.storage.remote import RemotePath, fresh
+from mcore_convert.storage.sources import Handle, Stamp, close_fd, open_fd, size_of, stamp_of
 
 STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the cache
-NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
+AT_ONCE = 2**30  # bytes of one call: macOS refuses 2**31 and more
+# What a file system answers that cannot do a thing at all: it is then done by plain reads and writes.
+CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
+NO_KERNEL_COPY = (*CANNOT, errno.EXDEV, errno.EBADF)
 
 
 class Shrunk(OSError):
@@ -32,6 +36,9 @@ class Shrunk(OSError):
 def stamped(paths: Iterable[Path]) -> dict[Path, Stamp]:
     """The stamp of each file; an empty one for what is not there."""
     stamps: dict[Path, Stamp] = {}
+    paths = [*paths]
+    for store in {path.parts[0]: path for path in paths if isinstance(path, RemotePath)}.values():
+        fresh(store)
     for path in paths:
         stamps[path] = ()
         with contextlib.suppress(FileNotFoundError):
@@ -48,7 +55,7 @@ def write_at(fd: int, content: bytes | memoryview, at: int) -> None:
     with memoryview(content) as whole, whole.cast("B") as left:
         done = 0
         while done < len(left):
-            with left[done:] as rest:
+            with left[done : done + AT_ONCE] as rest:
                 count = os.pwrite(fd, rest, at + done)
             if count <= 0:
                 raise OSError(errno.EIO, "a write wrote nothing")
@@ -72,7 +79,7 @@ def reserve(path: Path, size: int, literals: Iterable[tuple[int, bytes]]) -> Non
         os.close(fd)
 
 
-def read_at(fd: int, into: memoryview, at: int, path: Path) -> None:
+def read_at(handle: Handle, into: memoryview, at: int, path: Path) -> None:
     """Fill `into` with the bytes at a place of a file.
 
     Raises:
@@ -81,31 +88,31 @@ def read_at(fd: int, into: memoryview, at: int, path: Path) -> None:
     """
     done = 0
     while done < len(into):
-        with into[done:] as rest:
-            count = os.preadv(fd, [rest], at + done)
+        with into[done : done + AT_ONCE] as rest:
+            count = os.preadv(handle, [rest], at + done) if isinstance(handle, int) else handle.read_at(rest, at + done)
         if count <= 0:
             raise Shrunk(path)
         done += count
 
 
-def copy_range(reading: int, source: Path, start: int, writing: int, at: int, count: int) -> None:
+def copy_range(reading: Handle, source: Path, start: int, writing: int, at: int, count: int) -> None:
     """Copy bytes from one file to another, inside the kernel where it can.
 
     Raises:
         Shrunk: the source ends before.
         OSError: not all of it can be copied.
     """
-    in_kernel = True
+    copy_file_range = getattr(os, "copy_file_range", None) if isinstance(reading, int) else None  # macOS has none
     while count:
         done = 0
-        if in_kernel:
+        if copy_file_range is not None:
             try:
-                done = os.copy_file_range(reading, writing, count, start, at)
+                done = copy_file_range(reading, writing, count, start, at)
             except OSError as error:  # another file system, or one that cannot
                 if error.errno not in NO_KERNEL_COPY:
                     raise
-            in_kernel = done > 0  # some file systems answer 0 for what they cannot copy: a read tells which it is
-        if not done:
+        if not done:  # some file systems answer 0 for what they cannot copy: a read tells which it is
+            copy_file_range = None
             done = min(count, STEP)
             buffer = memoryview(bytearray(done))
             read_at(reading, buffer, start, source)
@@ -114,7 +121,7 @@ def copy_range(reading: int, source: Path, start: int, writing: int, at: int, co
 
 
 def stream_range(
-    reading: int,
+    reading: Handle,
     source: Path,
     start: int,
     writing: int,
@@ -144,19 +151,19 @@ def copy_file(source: Path, target: Path) -> None:
     """
     reading = open_fd(source)
     try:
-        before = os.fstat(reading)
+        size = size_of(reading)
         writing = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            copy_range(reading, source, 0, writing, 0, before.st_size)
+            copy_range(reading, source, 0, writing, 0, size)
             os.fsync(writing)
-            if os.fstat(writing).st_size != before.st_size:
+            if os.fstat(writing).st_size != size:
                 raise OSError(errno.EIO, "it has another size than what was written", str(target))
         finally:
             os.close(writing)
-        if os.fstat(reading).st_size != before.st_size:
+        if size_of(reading) != size:
             raise Shrunk(source)
     finally:
-        os.close(reading)
+        close_fd(reading)
 
 
 def write_new(path: Path, content: bytes) -> None:
@@ -256,10 +263,18 @@ def remove_tree(folder: Path) -> None:
         folder.unlink()
 
 
+def sync_data(fd: int) -> None:
+    """Wait until what is in a file is on the disk, which need not know its times."""
+    getattr(os, "fdatasync", os.fsync)(fd)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in CANNOT or not path.is_dir():  # some network file systems keep names without being asked
+            raise
     finally:
         os.close(fd)

@@ -25,9 +25,11 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.digests import STEP, Feed, hand_on
 from mcore_convert.storage.disk import Shrunk, copy_range, read_at, stream_range
-from mcore_convert.storage.gather import gathered, scratch
+from mcore_convert.storage.gather import gathered, scattered, scratch
 from mcore_convert.storage.joining import joined
-from mcore_convert.storage.sources import open_fd
+from mcore_convert.storage.mapping import mapped
+from mcore_convert.storage.ranges import BLOCKS
+from mcore_convert.storage.sources import Handle, close_fd, open_fd
 from mcore_convert.storage.values import cast
 from mcore_convert.storage.views import Slot, View
 
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
 CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its two dtypes stays in the cache
+MOST_FILES = 10_240  # open at once, where the system names no limit
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
 
 
@@ -56,24 +59,33 @@ class Files:
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
-        self._fds: dict[tuple[Path, bool], int] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._fds: dict[tuple[Path, int], Handle] = {}
+        self._maps: dict[Path, mmap.mmap | None] = {}
 
     def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        BLOCKS.clear()
 
-    def fd(self, path: Path, *, write: bool = False) -> int:
-        """A file descriptor; the file stays open until all are closed."""
+    def fd(self, path: Path) -> Handle:
+        """A file that is open to be read; it stays open until all are closed."""
+        return self._opened(path, os.O_RDONLY)
+
+    def writing(self, path: Path) -> int:
+        """The descriptor of a file that is written, which can be read as well; it stays open until all are closed."""
+        fd = self._opened(path, os.O_RDWR)
+        assert isinstance(fd, int)
+        return fd
+
+    def _opened(self, path: Path, flags: int) -> Handle:
         with self._lock:
-            if (path, write) not in self._fds:
-                fd = _opened(path, os.O_RDWR if write else os.O_RDONLY)
-                self._stack.callback(os.close, fd)
-                self._fds[path, write] = fd
-                logger.debug("opened %s to %s", path, "write" if write else "read")
-            return self._fds[path, write]
+            if (path, flags) not in self._fds:
+                self._fds[path, flags] = handle = _opened(path, flags)
+                self._stack.callback(close_fd, handle)
+                logger.debug("opened %s to %s", path, "write" if flags == os.O_RDWR else "read")
+            return self._fds[path, flags]
 
     def read(self, view: View, into: Bytes | None = None, dtype: str | None = None) -> Bytes:
         """The elements of a view in memory, as unsigned integers of their size.
@@ -110,15 +122,23 @@ class Files:
         with _as_unreadable():
             read_at(self.fd(path), into, at, path)
 
-    def target(self, view: View) -> Bytes:
-        """The elements of a view of a file that is written, to be set."""
-        fd = self.fd(view.path, write=True)
+    @contextlib.contextmanager
+    def target(self, view: View) -> Iterator[Bytes]:
+        """A scope with the elements of a view of a file that is written, to be set: all of them.
+
+        They are those of a memory map, or where there can be none, memory that is written at the end of the scope.
+        """
+        fd = self.writing(view.path)
         with self._lock:
             if view.path not in self._maps:
-                size = os.fstat(fd).st_size
-                os.posix_fallocate(fd, 0, size)  # a full disk must be an error here, not a signal while writing
-                self._maps[view.path] = mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            return np.ndarray(view.shape, f"u{view.itemsize}", self._maps[view.path], view.offset, view.strides)
+                self._maps[view.path] = mapped(fd)
+            there = self._maps[view.path]
+        if there is not None:
+            yield np.ndarray(view.shape, f"u{view.itemsize}", there, view.offset, view.strides)
+            return
+        block = np.empty(view.shape, f"u{view.itemsize}")
+        yield block
+        scattered(fd, view, block)
 
 
 @contextlib.contextmanager
@@ -131,7 +151,7 @@ def _as_unreadable() -> Iterator[None]:
         ) from error
 
 
-def _opened(path: Path, flags: int) -> int:
+def _opened(path: Path, flags: int) -> Handle:
     """A descriptor. The usual limit of 1024 is too low for a checkpoint of a thousand files, so it is raised then."""
     try:
         return _open(path, flags)
@@ -139,11 +159,12 @@ def _opened(path: Path, flags: int) -> int:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if error.errno != errno.EMFILE or soft == hard:
             raise
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        most = hard if hard != resource.RLIM_INFINITY else MOST_FILES  # macOS has a limit that it does not tell
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         return _open(path, flags)
 
 
-def _open(path: Path, flags: int) -> int:
+def _open(path: Path, flags: int) -> Handle:
     return open_fd(path) if flags == os.O_RDONLY else os.open(path, flags)
 
 
@@ -169,21 +190,21 @@ def copy_view(files: Files, source: View, target: View, feed: Feed | None = None
             at = target.offset + lead * target_strides[0]
             yield from _copy_run(files, source.path, start, target.path, at, run, feed)
         return
-    to_array = files.target(target)
     # a block of columns has short runs, all the shorter the fewer they are
     limit = CAST_BLOCK if source.strides[-1] == source.itemsize else BLOCK
     for block in blocks_of(source.shape, source.itemsize, limit):
-        written = files.read(source.block(block), to_array[block])
-        hand_on(feed, target.block(block), written)
-        yield int(written.nbytes)
+        with files.target(target.block(block)) as into:
+            files.read(source.block(block), into)
+            hand_on(feed, target.block(block), into)
+        yield int(into.nbytes)
 
 
 def _cast_view(files: Files, source: View, target: View, feed: Feed | None) -> Iterator[int]:
-    to_array = files.target(target)
     for block in blocks_of(source.shape, source.itemsize, CAST_BLOCK):
         part = source.block(block)
-        written = files.read(part, to_array[block], target.dtype)
-        hand_on(feed, target.block(block), written)
+        with files.target(target.block(block)) as into:
+            files.read(part, into, target.dtype)
+            hand_on(feed, target.block(block), into)
         yield part.nbytes
 
 
@@ -191,7 +212,7 @@ def _copy_run(
     files: Files, source: Path, start: int, target: Path, at: int, count: int, feed: Feed | None
 ) -> Iterator[int]:
     """Copy bytes that lie together."""
-    reading, writing = files.fd(source), files.fd(target, write=True)
+    reading, writing = files.fd(source), files.writing(target)
     for done in range(0, count, BLOCK):
         step = min(count - done, BLOCK)
         with _as_unreadable():

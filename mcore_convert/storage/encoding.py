@@ -49,9 +49,9 @@ def encode(files: Access, coded: Blocks, slots: Sequence[Slot], feed: Feed | Non
         first = start // high
         for part_of, content, at in ((coded.parts[0], codes, start), (coded.parts[1], scales, first)):
             view = part_of.narrow(Box((at, 0), (content.shape[0], content.shape[1])))
-            written = files.target(view)
-            written[...] = content
-            hand_on(feed, view, written)
+            with files.target(view) as written:
+                written[...] = content
+                hand_on(feed, view, written)
         yield done
 
 

@@ -1,4 +1,4 @@
-"""Reading strided elements of a file into memory, with as few system calls as pay.
+"""Reading strided elements of a file into memory, and writing them, with as few system calls as pay.
 
 Sources are read and not mapped: a file that shrinks while it is mapped ends the process with a signal, and one that
 is read is an error with a name.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_convert.storage.disk import read_at
+from mcore_convert.storage.disk import read_at, write_at
+from mcore_convert.storage.ranges import Ranges
+from mcore_convert.storage.sources import Handle
 from mcore_convert.storage.views import View, contiguous_strides
 
 GAP = 6 * 2**10  # bytes that cost less to read in vain than another system call
@@ -24,7 +26,7 @@ LIMIT = 2**20  # bytes that are read at once
 _of_thread = threading.local()
 
 
-def gathered(fd: int, view: View, into: NDArray[Any] | None = None) -> NDArray[Any]:
+def gathered(fd: Handle, view: View, into: NDArray[Any] | None = None) -> NDArray[Any]:
     """The elements of a view in memory, as unsigned integers of their size.
 
     Args:
@@ -51,7 +53,7 @@ def gathered(fd: int, view: View, into: NDArray[Any] | None = None) -> NDArray[A
     return back
 
 
-def _fill(fd: int, whole: NDArray[Any], strides: Sequence[int], view: View) -> None:
+def _fill(fd: Handle, whole: NDArray[Any], strides: Sequence[int], view: View) -> None:
     """Read the runs of an array, those with small gaps between them at once."""
     span, axis = view.itemsize, len(strides) - 1  # an index of `axis` takes `span` bytes, from first to last
     while axis and _near(whole.shape[axis], strides[axis], span):
@@ -83,17 +85,39 @@ def _fill(fd: int, whole: NDArray[Any], strides: Sequence[int], view: View) -> N
                 part[...] = np.ndarray(part.shape, kind, buffer.data, 0, tuple(strides[axis:]))
 
 
-def _fill_runs(fd: int, whole: NDArray[Any], steps: Sequence[int], nbytes: int, view: View) -> None:
+def _fill_runs(fd: Handle, whole: NDArray[Any], steps: Sequence[int], nbytes: int, view: View) -> None:
     """Read runs of so many bytes, which lie far apart, one by one."""
     starts: NDArray[np.int64] = np.array([view.offset])
     for count, step in zip(whole.shape, steps, strict=False):
         starts = (starts[:, None] + np.arange(count) * step).reshape(-1)
-    preadv = os.preadv
+    preadv: Callable[..., int] = os.preadv if isinstance(fd, int) else _preadv
     into = whole.reshape(-1).view(np.uint8).data
     for low, start in zip(range(0, len(into), nbytes), starts.tolist(), strict=True):
         run = into[low : low + nbytes]
         if preadv(fd, [run], start) != nbytes:
             read_at(fd, run, start, view.path)  # goes on with the rest, or says what is wrong
+
+
+def _preadv(file: Ranges, into: Sequence[memoryview], at: int) -> int:
+    return file.read_at(into[0], at)
+
+
+def scattered(fd: int, view: View, array: NDArray[Any]) -> None:
+    """Write an array to the elements of a view, a run of bytes at a time.
+
+    Raises:
+        OSError: not all of it can be written.
+    """
+    order = sorted(range(len(view.shape)), key=lambda axis: -view.strides[axis])  # as the file has them
+    whole = array.transpose(order)
+    strides = [view.strides[axis] for axis in order]
+    span, axis = view.itemsize, len(order)  # the dimensions from `axis` on are one run of `span` bytes
+    while axis and (whole.shape[axis - 1] == 1 or strides[axis - 1] == span):
+        axis -= 1
+        span *= whole.shape[axis]
+    for index in itertools.product(*map(range, whole.shape[:axis])) if array.size else ():
+        start = view.offset + sum(number * stride for number, stride in zip(index, strides, strict=False))
+        write_at(fd, np.ascontiguousarray(whole[index]).reshape(-1).view(np.uint8).data, start)
 
 
 def scratch(nbytes: int) -> NDArray[np.uint8]:

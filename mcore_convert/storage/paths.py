@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.storage.remote import RemotePath
 
 LIKE = 0.8  # of difflib: names that share less are not a slip
 
@@ -49,7 +50,7 @@ def near_miss(path: Path) -> Path | None:
 
 def absent(source: str | Path) -> UnreadableCheckpoint:
     """The error for a path that does not exist, as the user writes it."""
-    meant = near_miss(Path(source))
+    meant = None if isinstance(source, RemotePath) else near_miss(Path(source))
     return UnreadableCheckpoint(f"`{source}` does not exist", hint=f"did you mean `{meant}`?" if meant else None)
 
 

@@ -38,9 +38,9 @@ class Shifted(Coded):
             ConvertError: a number less `by` is none of the dtype.
         """
         stored = self.under(target)
-        written = files.target(stored)
-        written[...] = self._added(files, source, -self.by, stored.dtype)
-        hand_on(feed, stored, written)
+        with files.target(stored) as written:
+            written[...] = self._added(files, source, -self.by, stored.dtype)
+            hand_on(feed, stored, written)
         yield source.nbytes
 
     def under(self, view: View) -> View:

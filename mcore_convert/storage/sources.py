@@ -10,14 +10,20 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from enum import Enum
 from io import BufferedReader
 from pathlib import Path
 
+from mcore_convert.storage.ranges import BLOCKS, PAGES, Ranges
+from mcore_convert.storage.remote import RemotePath
+
 MEMORY = 512 * 2**20  # bytes that the content of one small file may take once it is read
 
+HEAD = 64 * 2**10  # bytes at the beginning of a remote file that are fetched before they are asked for
+
+Handle = int | Ranges  # an open file: a descriptor, or one of a remote store
 Stamp = tuple[int, ...]  # what tells that a file was written: size, time, and which file it is
 
 _watched: ContextVar[dict[Path, Stamp] | None] = ContextVar("watched", default=None)
@@ -53,14 +59,16 @@ class Unfit(OSError):
         super().__init__(errno.EINVAL, why, str(path))
 
 
-def open_fd(path: Path) -> int:
-    """A descriptor of a regular file, to read. Nothing is waited for.
+def open_fd(path: Path) -> Handle:
+    """A regular file, open to read a lot of it: a descriptor, or the ranges of a remote one. Nothing is waited for.
 
     Raises:
         Unfit: it is something else.
         OSError: it cannot be opened.
     """
     _check_regular(path, path.stat().st_mode)  # to open a device may be to use it
+    if isinstance(path, RemotePath):
+        return Ranges(path, BLOCKS)
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         _check_regular(path, os.fstat(fd).st_mode)
@@ -76,11 +84,69 @@ def open_file(path: Path, *, grows: bool = False) -> BufferedReader:
     Args:
         grows: others may write it at any time, as a run in training does its metrics.
     """
-    file = open(open_fd(path), "rb")  # noqa: SIM115 -- the caller closes it
+    if isinstance(path, RemotePath):
+        state = path.stat()
+        _check_regular(path, state.st_mode)
+        file: BufferedReader = BufferedReader(Ranges(path, PAGES))
+    else:
+        fd = open_fd(path)
+        assert isinstance(fd, int)
+        file = open(fd, "rb")  # noqa: PTH123, SIM115 -- the caller closes it
+        state = os.fstat(fd)
     stamps = _watched.get()
     if stamps is not None and not grows:
-        stamps.setdefault(path, stamp_of(os.fstat(file.fileno())))
+        stamps.setdefault(path, stamp_of(state))
     return file
+
+
+def close_fd(handle: Handle) -> None:
+    """Close what `open_fd` has opened."""
+    if isinstance(handle, int):
+        os.close(handle)
+
+
+def handle_of(file: BufferedReader) -> Handle:
+    """What an open file is read by, at any place."""
+    return file.raw if isinstance(file.raw, Ranges) else file.fileno()
+
+
+def size_of(handle: Handle) -> int:
+    """The bytes of an open file."""
+    return os.fstat(handle).st_size if isinstance(handle, int) else handle.size
+
+
+def expect(handle: Handle, places: Iterable[int]) -> None:
+    """Let some bytes from each of these places be on their way, where each request would be waited for."""
+    if not isinstance(handle, int):
+        handle.expect(places)
+
+
+def expect_headers(paths: Iterable[Path]) -> None:
+    """Let the beginnings and the ends of remote files be on their way, all at once."""
+    for path in paths:
+        if isinstance(path, RemotePath) and path.is_file():
+            size = path.stat().st_size
+            Ranges(path, PAGES).expect([*range(0, min(size, HEAD), PAGES.block), max(0, size - 1)])
+
+
+def expect_archives(archives: Iterable[tuple[Path, int, int]]) -> None:
+    """The same of archives, each by its file, its place in it and its size, which are all remote or all not."""
+    ends: dict[RemotePath, list[int]] = {}
+    for path, at, size in archives:
+        if not isinstance(path, RemotePath):
+            return
+        ends.setdefault(path, []).extend((at, at + max(0, size - 1)))
+    for path, places in ends.items():
+        Ranges(path, PAGES).expect(places)
+
+
+def bytes_at(handle: Handle, count: int, at: int) -> bytes:
+    """Bytes at a place of an open file, as `os.pread`: fewer where the file ends."""
+    if isinstance(handle, int):
+        return os.pread(handle, count, at)
+    content = bytearray(max(0, min(count, handle.size - at)))
+    handle.read_at(memoryview(content), at)
+    return bytes(content)
 
 
 def stamp_of(state: os.stat_result) -> Stamp:
@@ -107,8 +173,8 @@ def content_of(path: Path, limit: Limit) -> bytes:
         OSError: it cannot be read.
     """
     with open_file(path, grows=limit is Limit.TRACKER) as file:
-        size = os.fstat(file.fileno()).st_size
-        content = file.read(limit.nbytes + 1) if size <= limit.nbytes else b""
+        size = size_of(handle_of(file))
+        content = file.read(min(size, limit.nbytes) + 1) if size <= limit.nbytes else b""
     if max(size, len(content)) > limit.nbytes:
         raise Unfit(path, f"it has {max(size, len(content)):,} bytes, and {limit.kind} at most {limit.nbytes:,}")
     return content

@@ -70,8 +70,8 @@ class Access(Protocol):
     def read(self, view: View, into: NDArray[Any] | None = None, dtype: str | None = None) -> NDArray[Any]:
         """Return the elements of a view in memory."""
 
-    def target(self, view: View) -> NDArray[Any]:
-        """Return the elements of a view of a file that is written, to be set."""
+    def target(self, view: View) -> contextlib.AbstractContextManager[NDArray[Any]]:
+        """Return a scope with the elements of a view of a file that is written, to be set."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -306,9 +306,9 @@ def is_inside(file: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
-def open_error(path: Path, error: OSError) -> UnreadableCheckpoint:
+def open_error(path: Path | str, error: OSError) -> UnreadableCheckpoint:
     """The refusal for a file that cannot be read."""
-    return UnreadableCheckpoint(f"cannot read `{path}`: {error.strerror or error}")
+    return UnreadableCheckpoint(f"cannot read `{path}`: {error.strerror or error}", hint=getattr(error, "hint", None))
 
 
 @contextlib.contextmanager
@@ -317,4 +317,4 @@ def file_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise open_error(Path(error.filename or "the checkpoint"), error) from error
+        raise open_error(str(error.filename or "the checkpoint"), error) from error

@@ -42,7 +42,7 @@ def test_the_layout_has_the_options_of_a_layout() -> None:
     ("command", "options"),
     [
         ("convert", {*names_of(ConvertOptions)}),
-        ("reshard", {*names_of(ConvertOptions)} - {"family", "hf_config", "tokenizer", "revision"}),
+        ("reshard", {*names_of(ConvertOptions)} - {"family", "hf_config", "tokenizer", "revision", "stream"}),
         ("export", {*names_of(ExportOptions)}),
         ("verify", {*names_of(ModelOptions)}),
         ("diff", {*names_of(ModelOptions)}),

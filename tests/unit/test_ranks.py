@@ -21,6 +21,7 @@ from mcore_convert.storage.destination import partial_path
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.marker import journals
 from mcore_convert.storage.progress import Meter
+from mcore_convert.storage.sources import Handle
 from tests.conftest import HfMaker
 from tests.unit.test_go_on import contents
 
@@ -112,15 +113,20 @@ def test_each_opens_the_files_of_its_part_alone(
 ) -> None:
     """A file is written by one rank, and only ranks that need something of a source file open it for its data."""
     opened: dict[tuple[Path, bool], set[int]] = {}
-    original = Files.fd
+    reading, writing = Files.fd, Files.writing
 
-    def counted(self: Files, path: Path, *, write: bool = False) -> int:
-        opened.setdefault((path, write), set()).add(id(self))
-        return original(self, path, write=write)
+    def read(self: Files, path: Path) -> Handle:
+        opened.setdefault((path, False), set()).add(id(self))
+        return reading(self, path)
+
+    def written(self: Files, path: Path) -> int:
+        opened.setdefault((path, True), set()).add(id(self))
+        return writing(self, path)
 
     source = tmp_path / "source"
     convert(hf_checkpoint("llama-gqa", fill="normal"), source, to="torch", tp=2, pp=2)
-    monkeypatch.setattr(Files, "fd", counted)
+    monkeypatch.setattr(Files, "fd", read)
+    monkeypatch.setattr(Files, "writing", written)
     monkeypatch.setattr("mcore_convert.conversion.execute.prove", lambda checks: None)
     done, _ = together(2, lambda _: reshard(source, tmp_path / "out", tp=2, pp=2, workers=1))
     writers = {path: who for (path, write), who in opened.items() if write}

@@ -34,7 +34,9 @@ MAY_OPEN = {
     "mcore_convert/storage/disk.py",  # makes files, and waits for what it made
     "mcore_convert/storage/locking.py",  # locks
     "mcore_convert/storage/marker.py",  # markers
-    "mcore_convert/storage/elements.py",  # maps what is written
+    "mcore_convert/storage/elements.py",  # opens what is written
+    "mcore_convert/storage/mapping.py",  # maps it
+    "mcore_convert/storage/ranges.py",  # opens files of remote stores
     "mcore_convert/publishing/card.py",  # a template of the package
     "mcore_convert/inspection/page/render.py",  # templates of the package
     "mcore_convert/__main__.py",  # /dev/null

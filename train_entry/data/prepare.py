@@ -13,6 +13,7 @@ from typing import Any
 from mcore_convert.errors import DataError, UnwritableTarget
 from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.disk import sync
+from mcore_convert.storage.elements import WORKERS
 from mcore_convert.storage.locking import locked
 from train_entry.data.bin_idx import SUFFIXES, PairWriter, dtype_for
 from train_entry.data.chunks import Chunk
@@ -84,7 +85,7 @@ def prepare(
     start = time.monotonic()
     encoding = Encoding(found, reading.keys, append_eod, special_tokens)
     with _written(prefixes, dtype_for(found.vocab_size), overwrite=overwrite) as writers:
-        counts = _write(sources, reading, encoding, workers or len(os.sched_getaffinity(0)), writers, progress)
+        counts = _write(sources, reading, encoding, workers or WORKERS, writers, progress)
         pairs = {
             writer.prefix: _sidecar(writer, found, append_eod, sources, *count)
             for writer, count in zip(writers, counts, strict=True)

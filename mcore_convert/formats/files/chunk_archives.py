@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from io import BufferedReader
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.files.zip_records import Record
-from mcore_convert.storage.sources import open_file
+from mcore_convert.storage.sources import bytes_at, handle_of, open_file
 from mcore_convert.storage.views import Sum, View, open_error
 
 logger = logging.getLogger(__name__)
@@ -115,9 +114,9 @@ def opened_chunks(path: Path) -> Iterator[BufferedReader]:
 
 
 def _around(opened: BufferedReader, offset: int, length: int, head: int, tail: int) -> bytes:
-    fd = opened.fileno()
+    fd = handle_of(opened)
     try:
-        return os.pread(fd, head, offset) + os.pread(fd, tail, offset + length - tail)
+        return bytes_at(fd, head, offset) + bytes_at(fd, tail, offset + length - tail)
     except OSError:
         return b""  # whatever it is, reading the archive meets it, too
 

@@ -7,7 +7,6 @@ the files (torch, `distributed/checkpoint/filesystem.py`).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,7 +22,7 @@ from mcore_convert.formats.files.torch_archive import scalar
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.collection import without_collection
-from mcore_convert.storage.sources import open_file
+from mcore_convert.storage.sources import bytes_at, expect_archives, handle_of, open_file
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, open_error, untiled
 
 logger = logging.getLogger(__name__)
@@ -124,6 +123,9 @@ class Directory:
 
     def slots(self, key: str) -> list[Slot]:
         """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers, once."""
+        if not self._slots:
+            places = (chunk.place for chunks in self.chunks.values() for chunk in chunks)
+            expect_archives((self.path / place.file, place.offset, place.length) for place in places)
         if key not in self._slots:
             chunks = self.chunks[key]
             trees = self._trees(chunk.place for chunk in chunks)
@@ -164,7 +166,7 @@ class Directory:
     def _content(self, place: Place) -> bytes:
         """The bytes of an archive; fewer where its file is too short, which parsing it tells."""
         with opened_chunks(self.path / place.file) as opened:
-            return os.pread(opened.fileno(), place.length, place.offset)
+            return bytes_at(handle_of(opened), place.length, place.offset)
 
     def _tree(self, place: Place) -> Any:
         return self._trees([place])[place]

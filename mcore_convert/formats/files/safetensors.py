@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files.json_file import parsed
 from mcore_convert.formats.files.pickle_records import are_counts
-from mcore_convert.storage.sources import open_file
+from mcore_convert.storage.sources import handle_of, open_file, size_of
 from mcore_convert.storage.views import TensorMeta, View, open_error
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def read(path: Path) -> dict[str, View]:
     try:
         logger.debug("opened %s for its header", path)
         with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = size_of(handle_of(file))
             head = file.read(8)
             if len(head) < 8:
                 raise ValueError(f"it ends at byte {len(head)}")

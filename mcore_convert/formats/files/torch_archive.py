@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from mcore_convert.formats.files import pickle_writer, pickles
 from mcore_convert.formats.files.pickle_budget import check_tree
 from mcore_convert.formats.files.pickles import StorageRef, TensorRef
 from mcore_convert.formats.files.zip_records import MAX_RECORDS, MAX_ZIP, Record, read_records, start_of
-from mcore_convert.storage.sources import open_file
+from mcore_convert.storage.sources import bytes_at, expect, handle_of, open_file, size_of
 from mcore_convert.storage.views import DTYPE_SIZES, Sum, TensorMeta, View, contiguous_strides, open_error
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,8 @@ class TorchFile:
         logger.debug("opened %s for its header at byte %d", path, offset)
         try:
             with open_file(path) if opened is None else contextlib.nullcontext(opened) as file:
-                self._fd = file.fileno()
-                self._length = os.fstat(self._fd).st_size - offset if length is None else length
+                self._fd = handle_of(file)
+                self._length = size_of(self._fd) - offset if length is None else length
                 if self._bytes(0, 4) == b"PK\x03\x04":
                     self.records = read_records(self._bytes, self._length)
                     self.tree = self._read_zip()
@@ -75,7 +74,7 @@ class TorchFile:
     def _bytes(self, start: int, count: int) -> bytes:
         if start + count > self._length:  # or `pread` would make room for whatever is asked for
             raise EOFError(f"it ends at byte {self.start + self._length}")
-        found = os.pread(self._fd, count, self.start + start)
+        found = bytes_at(self._fd, count, self.start + start)
         if len(found) != count:
             raise EOFError(f"it ends at byte {self.start + start + len(found)}")
         return found
@@ -85,6 +84,7 @@ class TorchFile:
             raise ValueError("it is not little-endian")
         tree = pickles.load(io.BytesIO(self._content("data.pkl")), f"`{self.path}`")
         check_tree(tree)
+        expect(self._fd, (self.start + record.header for record in self.records.values()))
         starts = self.starts
 
         def place_of(storage: StorageRef) -> int:
@@ -163,7 +163,7 @@ def scalar(view: View) -> int | float | bool:
     if code is None or view.nbytes != view.itemsize:
         raise UnreadableCheckpoint(f"`{view.path}` has a tensor of {view.dtype} {list(view.shape)} in a number's place")
     with open_file(view.path) as file:
-        content = os.pread(file.fileno(), view.itemsize, view.offset)
+        content = bytes_at(handle_of(file), view.itemsize, view.offset)
     if len(content) != view.itemsize:
         raise UnreadableCheckpoint(f"`{view.path}` is damaged: it ends at byte {view.offset + len(content)}")
     value: int | float | bool = struct.unpack(f"<{code}", content)[0]

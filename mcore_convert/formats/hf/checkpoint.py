@@ -24,6 +24,7 @@ from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import spell
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.codecs import Quantised
+from mcore_convert.storage.sources import expect_headers
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
@@ -165,6 +166,7 @@ def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, .
     absent = [file for file in files if not (path / file).is_file()]
     if absent:
         raise UnreadableCheckpoint(f"`{path / index}` names files that are not there", items=absent)
+    expect_headers(path / file for file in files)
     read = {file: _read_file(path / file) for file in files}
     by_file = {file: views for file, (views, _) in read.items()}
     absent = [name for name, file in weight_map.items() if name not in by_file[file]]

@@ -38,6 +38,7 @@ from mcore_convert.formats.mp_rank.rank_file import (
 )
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.releases import NEWEST, OLDEST, Release
+from mcore_convert.storage.sources import expect_headers
 
 NORM_STATE = f"{FINAL_NORM}._extra_state"
 
@@ -90,6 +91,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
     where = f"`{path}`"
     paths = _files_of(path)
     first = next(iter(paths))
+    expect_headers(paths.values())
     archives = {name: read_archive(file) for name, file in paths.items()}
     trees: dict[str, dict[str, Any]] = {name: archive.tree for name, archive in archives.items()}
     stored = {name: args_of(tree) for name, tree in trees.items()}

@@ -1,0 +1,48 @@
+"""Memory maps of files that are written, with the room that they need: where the file system has both."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+
+from mcore_convert.storage.disk import CANNOT
+
+NO_MAP = (*CANNOT, errno.ENODEV, errno.EACCES)
+
+
+def fallocate(fd: int, size: int) -> None:
+    """Let the disk keep room for a file of this size; what is in it stays.
+
+    Not `os.posix_fallocate`: where the file system cannot, the C library reads and writes a byte of each block, over
+    what other threads write there meanwhile (posix_fallocate(3), BUGS).
+
+    Raises:
+        OSError: there is no room, or the file system or the system cannot do it.
+    """
+    if not sys.platform.startswith("linux"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    library = ctypes.CDLL(None, use_errno=True)
+    while library.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        if ctypes.get_errno() != errno.EINTR:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def mapped(fd: int) -> mmap.mmap | None:
+    """A map of a file that is written, with room on the disk for all of it; None where there can be none.
+
+    A full disk must be an error here, not a signal while writing: without the room there is no map.
+
+    Raises:
+        OSError: there is no room.
+    """
+    size = os.fstat(fd).st_size
+    try:
+        fallocate(fd, size)
+        return mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        if error.errno not in NO_MAP:
+            raise
+        return None

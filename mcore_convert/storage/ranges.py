@@ -1,0 +1,184 @@
+"""Files of remote stores, read by ranges: what lies together in one request, several at once, nothing twice in a row.
+
+Headers are read in small pages, so that little more is fetched than they are; the bytes of tensors in large blocks,
+some ahead of who reads one after the other. Both take a bounded amount of memory, however large the files are.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from mcore_convert.storage.asking import asked
+from mcore_convert.storage.remote import RemotePath
+
+REQUEST = 8 * 2**20  # bytes of a request, at most
+CONNECTIONS = 16
+AT_ONCE = 4 * REQUEST  # bytes that one reader waits for
+
+
+class Cache:
+    """Blocks of files that were read, or are on their way.
+
+    Args:
+        block: bytes of each.
+        capacity: bytes that are kept; those that were used longest ago go first.
+        ahead: bytes that are fetched at most beyond what is asked for, for who reads one block after the other.
+    """
+
+    def __init__(self, block: int, capacity: int, ahead: int) -> None:
+        self.block, self._most, self._ahead = block, capacity // block, ahead // block
+        self._held: OrderedDict[tuple[Any, int], Future[bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read_into(self, file: Ranges, into: memoryview, at: int) -> int:
+        """Fill `into` with the bytes at a place; returns how many there are, fewer where the file ends."""
+        end = min(at + len(into), file.size)
+        for start in range(at, end, AT_ONCE):
+            stop = min(start + AT_ONCE, end)
+            first = start // self.block
+            for number, future in enumerate(self._wanted(file, first, (stop - 1) // self.block), first):
+                low = number * self.block
+                content = memoryview(future.result())
+                here, there = max(start, low), min(stop, low + len(content))
+                into[here - at : there - at] = content[here - low : there - low]
+        return max(0, end - at)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            self._held.clear()
+
+    def expect(self, file: Ranges, numbers: Iterable[int]) -> None:
+        """Let blocks be on their way, as many as are kept."""
+        with self._lock:
+            work = self._begin(file, sorted(numbers)[: self._most])
+        self._submit(file, work)
+
+    def _wanted(self, file: Ranges, first: int, last: int) -> list[Future[bytes]]:
+        """The blocks from `first` to `last`; those that are not here are on their way then, with some ahead."""
+        wanted = range(first, last + 1)
+        with self._lock:
+            further = self._further(file, first)
+            topped_up = (file.identity, last + further // 2 + 1) in self._held
+            end = min(last + (0 if topped_up else further), (file.size - 1) // self.block)
+            work = self._begin(file, range(first, end + 1))
+            for number in wanted:
+                self._held.move_to_end((file.identity, number))
+            futures = [self._held[file.identity, number] for number in wanted]
+            while len(self._held) > self._most:
+                self._held.popitem(last=False)
+        self._submit(file, work)
+        return futures
+
+    def _further(self, file: Ranges, first: int) -> int:
+        """How many blocks to fetch beyond what is asked for: as many as were read before it, one after the other."""
+        before = itertools.takewhile(lambda number: (file.identity, number) in self._held, range(first - 1, -1, -1))
+        return sum(1 for _ in itertools.islice(before, self._ahead))
+
+    def _begin(self, file: Ranges, numbers: Iterable[int]) -> list[tuple[list[int], list[Future[bytes]]]]:
+        """The requests for those of the blocks that are not here, in order."""
+        work: list[tuple[list[int], list[Future[bytes]]]] = []
+        for number in numbers:
+            if (file.identity, number) in self._held:
+                continue
+            future = self._held[file.identity, number] = Future()
+            if work and work[-1][0][-1] == number - 1 and len(work[-1][0]) * self.block < REQUEST:
+                work[-1][0].append(number)
+                work[-1][1].append(future)
+            else:
+                work.append(([number], [future]))
+        return work
+
+    def _submit(self, file: Ranges, work: Iterable[tuple[list[int], list[Future[bytes]]]]) -> None:
+        for run, futures in work:
+            _pool().submit(self._fetch, file, run, futures)
+
+    def _fetch(self, file: Ranges, run: Sequence[int], futures: Sequence[Future[bytes]]) -> None:
+        """Read neighbouring blocks with one request."""
+        start = run[0] * self.block
+        stop = min((run[-1] + 1) * self.block, file.size)
+        try:
+            content = file.fetch(start, stop)
+        except BaseException as error:
+            with self._lock:
+                for number in run:  # the next who asks may have more luck
+                    self._held.pop((file.identity, number), None)
+            for future in futures:
+                future.set_exception(error)
+            return
+        for number, future in enumerate(futures):
+            future.set_result(content[number * self.block : (number + 1) * self.block])
+
+
+PAGES = Cache(16 * 2**10, 64 * 2**20, ahead=REQUEST)
+BLOCKS = Cache(2**20, 512 * 2**20, ahead=4 * REQUEST)
+
+
+class Ranges(io.RawIOBase):
+    """A file of a remote store, open to be read."""
+
+    def __init__(self, path: RemotePath, pages: Cache) -> None:
+        state = path.stat()
+        self.path, self.size, self._cache, self._at = path, state.st_size, pages, 0
+        self._fs, self._key = path.store.fs, path.key
+        self.identity = (str(path), path.store.serial, state.st_size, state.st_mtime_ns, state.st_ino)
+
+    def read_at(self, into: memoryview, at: int) -> int:
+        """Fill `into` with the bytes at a place, as `os.preadv`; returns how many there are."""
+        return self._cache.read_into(self, into.cast("B"), at) if at < self.size else 0
+
+    def expect(self, places: Iterable[int]) -> None:
+        """Let the blocks at these places be on their way."""
+        self._cache.expect(self, {at // self._cache.block for at in places if at < self.size})
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Ask the store for a range, and get all of it.
+
+        Raises:
+            OSError: it cannot be read, or has become shorter.
+        """
+
+        def question() -> bytes:
+            content = self._read(start, stop)
+            if len(content) != stop - start:
+                raise ConnectionError(f"{len(content):,} of {stop - start:,} bytes came")
+            return content
+
+        return asked(self.path, question)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        if getattr(self._fs, "async_impl", False):
+            return bytes(self._fs.cat_file(self._key, start=start, end=stop))
+        with self._fs.open(self._key, "rb", cache_type="none") as file:  # no buffer of its own
+            file.seek(start)
+            return bytes(file.read(stop - start))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        count = self.read_at(memoryview(into), self._at)
+        self._at += count
+        return count
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ranges")

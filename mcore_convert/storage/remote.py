@@ -256,9 +256,7 @@ def _entry(row: dict[str, Any]) -> Entry:
     """An entry of a listing of fsspec, whose packages name times and versions in their own ways."""
     if row["type"] == "directory":
         return Entry(is_dir=True)
-    written = next(
-        (row[name] for name in ("LastModified", "mtime", "updated", "created", "last_modified") if row.get(name)), 0
-    )
+    written = next((row[name] for name in TIMES if row.get(name)), 0)
     if hasattr(written, "timestamp"):
         written = written.timestamp()
     version = next((row[name] for name in VERSIONS if row.get(name)), "")

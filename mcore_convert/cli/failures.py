@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import shlex
 import sys
@@ -88,8 +89,9 @@ class Failures:
             show(json.dumps({"error": {"kind": kind, "message": message, "items": list(items), "hint": hint}}))
 
     def _report(self, error: Exception) -> Path | None:
+        system, _, release, _, machine = os.uname()  # `platform.platform` starts a process for the processor's name
         lines = [
-            f"mcore-convert {VERSION}, Python {platform.python_version()}, {platform.platform()}",
+            f"mcore-convert {VERSION}, Python {platform.python_version()}, {system} {release} {machine}",
             f"$ mcore-convert {shlex.join(self._words)}",
             "",
             *"".join(traceback.format_exception(error)).splitlines(),

@@ -11,6 +11,7 @@ import fsspec.config
 import pytest
 
 from mcore_convert import convert, export, inspect, reshard, verify, verify_files
+from mcore_convert.conversion.ranks import Ranks
 from mcore_convert.conversion.sent_files import ON_DISK, SentFiles
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint, UnwritableTarget
 from mcore_convert.storage import asking
@@ -291,3 +292,11 @@ def test_a_source_that_changes(memory: str, hf_checkpoint: HfMaker, tmp_path: Pa
         )
     assert refused.value.items == (f"{memory}/hf/model.safetensors",)
     assert not (tmp_path / "DST").exists()
+
+
+def test_several_processes_do_not_write_to_a_store(
+    memory: str, hf_checkpoint: HfMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_convert.conversion.execute.current", lambda: Ranks(1, 2))
+    with pytest.raises(UnwritableTarget, match="is in a remote store, and is written by one process"):
+        convert(hf_checkpoint("gpt2", tokenizer=False), f"{memory}/dist")

@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mcore_convert.formats.files import pickle_writer, pickles
 from mcore_convert.formats.files.pickle_budget import check_tree
 from mcore_convert.formats.files.pickles import StorageRef, TensorRef
 from mcore_convert.formats.files.zip_records import MAX_RECORDS, MAX_ZIP, Record, read_records, start_of
+from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.sources import bytes_at, expect, handle_of, open_file, size_of
 from mcore_convert.storage.views import DTYPE_SIZES, Sum, TensorMeta, View, contiguous_strides, open_error
 
@@ -145,11 +147,16 @@ class TorchFile:
 
 def _view(path: Path, start: int, ref: TensorRef) -> View:
     size = DTYPE_SIZES[ref.storage.dtype]
-    last = ref.offset + sum((n - 1) * step for n, step in zip(ref.shape, ref.strides, strict=True))
-    if 0 not in ref.shape and not 0 <= last < ref.storage.numel:
+    span, strides = _reach(ref.shape, ref.strides, size)
+    if 0 not in ref.shape and not 0 <= ref.offset + span < ref.storage.numel:
         raise EOFError(f"a tensor of shape {list(ref.shape)} does not fit its storage")
-    strides = tuple(step * size for step in ref.strides)
     return View(path, start + ref.offset * size, ref.shape, strides, ref.storage.dtype)
+
+
+@lru_cache(maxsize=4096)  # the tensors of a model have few shapes
+def _reach(shape: Shape, steps: Shape, size: int) -> tuple[int, Shape]:
+    """How many elements the last one lies behind the first, and the strides in bytes."""
+    return sum((n - 1) * step for n, step in zip(shape, steps, strict=True)), tuple(step * size for step in steps)
 
 
 def scalar(view: View) -> int | float | bool:

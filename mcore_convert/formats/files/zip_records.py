@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 TAIL = 4096  # bytes read from the end at first: they hold the whole directory of a single tensor's archive
 MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # what is as large or larger has its place in fields of zip64
@@ -15,8 +15,7 @@ DESCRIPTORS = (16, 24)  # bytes that may follow a record: its checksum and sizes
 MAX_DIRECTORY = 64 * 2**20  # bytes; those of a million tensors
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One entry of an archive; a `checksum` of 0 is none, as writers leave it that spare themselves the reading.
 
     `until` is where the next entry begins, or the directory; `entry` is its place in the directory.
@@ -74,7 +73,7 @@ def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str
     _refuse_shared(records)
     following = start
     for short, record in sorted(records.items(), key=lambda item: -item[1].header):
-        records[short] = replace(record, until=following)
+        records[short] = record._replace(until=following)
         following = record.header
     return records
 

@@ -42,7 +42,11 @@ def same_weights(left: torch.nn.Module, right: torch.nn.Module) -> bool:
 def test_transformers_reads_every_variant(name: str, tmp_path: Path) -> None:
     stored = json.loads((CONFIGS / f"{name}.json").read_text())
     # layers that predict further tokens are read into a model of their own, and saved by none
-    path = make_hf(name, tmp_path, config={key: 0 for key in ("num_nextn_predict_layers",) if key in stored})
+    path = make_hf(
+        name,
+        tmp_path,
+        config={key: 0 for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if key in stored},
+    )
     model = load(path)
     saved = load_file(path / "model.safetensors")
     model.save_pretrained(tmp_path / "again")  # in the names of files, which are not those of modules in all families

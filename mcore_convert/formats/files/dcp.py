@@ -1,7 +1,7 @@
 """Directories of `torch.distributed.checkpoint`: `.metadata` and the `.distcp` files, without torch.
 
-A key is a tensor cut into chunks or an object. Each chunk is a `torch.save` archive of its own, somewhere in one of
-the files (torch, `distributed/checkpoint/filesystem.py`).
+A key is an object, or a tensor cut into chunks, each a `torch.save` archive somewhere in one of the files (torch,
+`distributed/checkpoint/filesystem.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, 
 
 logger = logging.getLogger(__name__)
 
-METADATA = ".metadata"
-SMALL = 2**12  # bytes of an archive of one number
-SIZE = Global("torch", "Size")
-STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+METADATA, SMALL = ".metadata", 2**12  # the latter in bytes: of an archive of one number
+SIZE, STORAGE_INFO = Global("torch", "Size"), Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
 class Place(NamedTuple):
@@ -306,8 +304,8 @@ def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> 
         shape = known.get("nd_reformulated_orig_global_shape")
         if shape is None or key not in tensors:
             continue
-        stored, whole = tensors[key], TensorMeta(tuple(shape), tensors[key].dtype)
-        grid = stored.shape[:-1]
+        stored = tensors[key]
+        whole, grid = TensorMeta(tuple(shape), stored.dtype), stored.shape[:-1]
         if len(grid) != len(shape) or not are_counts(*shape) or stored.numel != whole.numel:
             raise ValueError(f"{key} {list(stored.shape)} cannot have been {shape!r} before it was flattened")
         if any(count == 0 or size % count for size, count in zip(shape, grid, strict=True)):

@@ -29,8 +29,8 @@ from tests.unit.test_imports import MODULES, ROOMS, room_of
 from tests.warm import commands
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# In processes that have imported nothing, as a reader's: the first page, and the one whose Hub is in the environment.
-FRESH = ("README.md", "export.md")
+# In processes that have imported nothing, as a reader's.
+FRESH = ("README.md",)
 FOLDER = "/data"  # how a page writes the folder that its commands run in
 
 # A block of a page, with the HTML comment before it that says what it is:

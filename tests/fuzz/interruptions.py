@@ -70,9 +70,13 @@ def killed(rng: random.Random, home: Path, command: tuple[str, ...], seconds: fl
     number, moment = rng.choice(SIGNALS), rng.uniform(0, 1.2 * seconds)
     words = (*command, *rng.choice([(), ("--resume",)]))
     (home / "stderr").touch()
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, SIGNALS[2:]
+    )  # a child that is no command yet must not go on as this
     child = os.fork()
     if not child:
         _become(home, words)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[2:])
     time.sleep(moment)
     os.kill(child, number)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -99,6 +103,7 @@ def _become(home: Path, words: tuple[str, ...]) -> None:
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     for number in SIGNALS[2:]:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[2:])
     code = 70
     try:
         from mcore_convert.__main__ import main

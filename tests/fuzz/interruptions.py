@@ -70,9 +70,7 @@ def killed(rng: random.Random, home: Path, command: tuple[str, ...], seconds: fl
     number, moment = rng.choice(SIGNALS), rng.uniform(0, 1.2 * seconds)
     words = (*command, *rng.choice([(), ("--resume",)]))
     (home / "stderr").touch()
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, SIGNALS[2:]
-    )  # a child that is no command yet must not go on as this
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS[2:])  # a child that is no command yet must not go on as this
     child = os.fork()
     if not child:
         _become(home, words)

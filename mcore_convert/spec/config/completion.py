@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.arguments import DEFAULTS, DTYPES, Values, normalise, padded_vocab_size
+from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
 # What a plain run of Megatron-LM has where the architecture says nothing. `--use-checkpoint-args` keeps the default of
 # the command line without a word where an attribute is absent or None, and Megatron-Bridge fails on an absent one.
@@ -36,13 +37,7 @@ PLAIN: dict[str, Any] = {
     "window_attn_skip_freq": None,
     "no_rope_freq": None,
     "mrope_section": None,
-    "experimental_attention_variant": None,
-    "linear_attention_freq": None,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
+    **NO_LINEAR_ATTENTION,
     "init_method_std": 0.02,
     "init_method_xavier_uniform": False,
     "init_model_with_meta_device": False,

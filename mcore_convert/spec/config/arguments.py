@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.layers import plain_frequency
 
 Values = Mapping[str, Any]
@@ -145,6 +146,9 @@ def normalise(stored: Values) -> dict[str, Any]:
         args["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
     if args.get("linear_attention_freq") is not None:
         args["linear_attention_freq"] = plain_frequency(args["linear_attention_freq"], "linear_attention_freq")
+    if hybrid.is_hybrid(args):
+        args |= {name: value for name, value in hybrid.SIZES.items() if args.get(name) is None}
+        args[hybrid.PATTERN] = hybrid.stated_pattern(args)
     if (vocab := true_vocab_size(args)) is not None:
         if vocab != args["vocab_size"]:
             args["tokenizer_type"], args["null_tokenizer_eod_id"] = "NullTokenizer", args["vocab_size"]
@@ -152,6 +156,8 @@ def normalise(stored: Values) -> dict[str, Any]:
 
     _refuse_no_integers(args, "hidden_size", "num_attention_heads")
     hidden, heads = args.get("hidden_size"), args.get("num_attention_heads")
+    if hybrid.is_hybrid(args):
+        args["mamba_num_heads"] = hybrid.num_heads(args)
     if heads and (args.get("num_query_groups") is None or not args["group_query_attention"]):
         args["num_query_groups"] = heads
     if args.get("kv_channels") is None and hidden and heads:

@@ -93,18 +93,14 @@ MIXER = (
     column(A + "D", "mamba_heads", B + "D"),
     replicated(A + "in_proj.layer_norm_weight", "hidden", NORM),
     segmented(A + "in_proj.weight", "mamba_in hidden", B + "in_proj.weight", segments=MIXER_IN_PROJ),
-    segmented(
-        A + "conv1d.weight", "mamba_conv one mamba_kernel", B + "conv1d.weight", segments=MIXER_CONVOLUTION
-    ),
+    segmented(A + "conv1d.weight", "mamba_conv one mamba_kernel", B + "conv1d.weight", segments=MIXER_CONVOLUTION),
     segmented(A + "conv1d.bias", "mamba_conv", B + "conv1d.bias", segments=MIXER_CONVOLUTION),
     column(A + "norm.weight", "mamba_inner", B + "norm.weight"),
     row(A + "out_proj.weight", "hidden mamba_inner", B + "out_proj.weight"),
 )
 HEADS = (
     replicated(M + "self_attention.linear_qkv.layer_norm_weight", "hidden", NORM),
-    column(
-        M + "self_attention.linear_qkv.weight", "qkv hidden", *(B + f"{x}_proj.weight" for x in "qkv"), pack=QKV()
-    ),
+    column(M + "self_attention.linear_qkv.weight", "qkv hidden", *(B + f"{x}_proj.weight" for x in "qkv"), pack=QKV()),
     row(M + "self_attention.linear_proj.weight", "hidden heads", B + "o_proj.weight"),
 )
 DENSE = (
@@ -129,9 +125,7 @@ SPARSE = (
         B + "experts.{expert}.down_proj.weight",
         also=(Spelling((B + "experts.down_proj",)),),
     ),
-    column(
-        M + "mlp.shared_experts.linear_fc1.weight", "shared_ffn hidden", B + "shared_experts.up_proj.weight"
-    ),
+    column(M + "mlp.shared_experts.linear_fc1.weight", "shared_ffn hidden", B + "shared_experts.up_proj.weight"),
     row(M + "mlp.shared_experts.linear_fc2.weight", "hidden shared_ffn", B + "shared_experts.down_proj.weight"),
 )
 FAMILY = Family(

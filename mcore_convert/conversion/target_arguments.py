@@ -111,12 +111,14 @@ def pattern_arguments(layout: Layout, dims: Dims, release: Release) -> dict[str,
     if dims.layers_with(EXPERTS) and release < EXPERTS_IN_HYBRIDS:
         raise LayoutError(f"experts in a hybrid need Megatron-LM {spelled(EXPERTS_IN_HYBRIDS)} or later")
     since = spelled(PATTERN_WITH_STAGES)
-    fixed = {"is_hybrid_model": True, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0}  # which 0.17 refuses
+    fixed = {"is_hybrid_model": True, **dict.fromkeys(hybrid.RATIOS, 0.0)}  # beside a pattern 0.17 refuses the latter
     only_ends = layout.pipeline_layout is None and not (layout.account_for_embedding or layout.account_for_loss)
     if layout.num_virtual_stages == 1 and only_ends:
         newer = {} if release < PATTERN_WITH_STAGES else {hybrid.PATTERN: dims.pattern}
         return {**fixed, hybrid.PATTERN: None, hybrid.OLD_PATTERN: dims.pattern, **newer}
     if release < PATTERN_WITH_STAGES:
-        raise LayoutError(f"the stages of a hybrid are even, but for the first and the last, before Megatron-LM {since}")
+        raise LayoutError(
+            f"the stages of a hybrid are even, but for the first and the last, before Megatron-LM {since}"
+        )
     pattern = hybrid.with_stages(dims.pattern, map(len, layout.stages(dims.num_layers).values()))
     return {**fixed, **NO_STAGES, hybrid.PATTERN: pattern, hybrid.OLD_PATTERN: None}

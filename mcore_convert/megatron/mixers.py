@@ -85,7 +85,7 @@ def hybrid_stack(config: TransformerConfig, attention: ModuleSpec, experts: Modu
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """A scope in which modules that are not installed can be imported, with what Megatron Core's mixer takes of them."""
+    """A scope in which modules that are not installed can be imported, with what Megatron Core takes of them."""
     kernels = "mamba_ssm.ops.triton"
     in_serving = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")  # what no model here does
     wanted: dict[str, dict[str, dict[str, Any]]] = {
@@ -113,24 +113,22 @@ def _stand_ins() -> Iterator[None]:
             del sys.modules[name]
 
 
-def scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, _chunk: int, *, D: Tensor, dt_bias: Tensor, **_: Any
-) -> Tensor:
-    """The recurrence of a mixer, one position after the other.
+def scan(x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tensor, _chunk: int, **options: Any) -> Tensor:
+    """The recurrence of a mixer, one position after the other, with the arguments of `mamba_chunk_scan_combined`.
 
-    Shapes: x and the result `[batch, length, heads, size]`, dt `[batch, length, heads]`, A, D and dt_bias `[heads]`, B
-    and C `[batch, length, groups, states]`.
+    Shapes: x and the result `[batch, length, heads, size]`, dt `[batch, length, heads]`, what is written to and read
+    from the state (B and C) `[batch, length, groups, states]`, and `[heads]` the decay (A), `D` and `dt_bias`.
     """
     heads = x.shape[2]
-    step = functional.softplus(dt.float() + dt_bias)
-    of_head = [each.float().repeat_interleave(heads // each.shape[2], dim=2) for each in (B, C)]
-    state = torch.zeros(x.shape[0], heads, x.shape[3], B.shape[3], device=x.device)
+    step = functional.softplus(dt.float() + options["dt_bias"])
+    write, read = (each.float().repeat_interleave(heads // each.shape[2], dim=2) for each in (write, read))
+    state = torch.zeros(x.shape[0], heads, x.shape[3], write.shape[3], device=x.device)
     results = []
     for at in range(x.shape[1]):
-        now, write, read = step[:, at], *(each[:, at, :, None] for each in of_head)
-        value = x[:, at].float()
-        state = state * torch.exp(now * A)[..., None, None] + (now[..., None] * value)[..., None] * write
-        results.append((state * read).sum(-1) + D[:, None] * value)
+        now, value = step[:, at], x[:, at].float()
+        added = (now[..., None] * value)[..., None] * write[:, at, :, None]
+        state = state * torch.exp(now * decay)[..., None, None] + added
+        results.append((state * read[:, at, :, None]).sum(-1) + options["D"][:, None] * value)
     return torch.stack(results, dim=1).to(x.dtype)
 
 

@@ -58,7 +58,9 @@ def build_model(
     config = config_of(args, dtype=dtype, settings=choices.settings)
     positions = _position_embedding_of(args)
     if hybrid.is_hybrid(args):
-        return _build_hybrid(args, config, positions, pre_process=pre_process, post_process=post_process).to(dtype).eval()
+        return (
+            _build_hybrid(args, config, positions, pre_process=pre_process, post_process=post_process).to(dtype).eval()
+        )
     layers = (choices.block_spec or local_block_spec)(config, vp_stage)
     with without_cuda():
         model = (choices.model_class or GPTModel)(

@@ -24,8 +24,8 @@ class Dims:
     attention are None where attention is of another kind, `q_lora_rank` also where queries are made in one step.
     `output_gate`: queries have a gate beside them. The sizes of linear attention are None where no layer has it.
     `mtp_num_layers` layers after those of the decoder predict further tokens, each with the parts of the last of these.
-    `pattern` has a letter for each layer of a hybrid, and the sizes of Mamba mixers are None where no layer is one. With
-    `expert_bias` experts and their router have biases, and Megatron Core cuts no expert over ranks.
+    With `expert_bias` experts and their router have biases, and Megatron Core cuts no expert over ranks. `pattern` has
+    a letter for each layer of a hybrid, and the sizes of Mamba mixers are None where no layer is one.
     """
 
     num_layers: int
@@ -162,7 +162,10 @@ class Dims:
         key_heads, value_heads = self.linear_num_key_heads or 0, self.linear_num_value_heads or 0
         keys, values = key_heads * (self.linear_key_head_dim or 0), value_heads * (self.linear_value_head_dim or 0)
         mamba_heads = self.mamba_num_heads or 0
-        mamba, states = mamba_heads * (self.mamba_head_dim or 0), (self.mamba_num_groups or 0) * (self.mamba_state_dim or 0)
+        mamba, states = (
+            mamba_heads * (self.mamba_head_dim or 0),
+            (self.mamba_num_groups or 0) * (self.mamba_state_dim or 0),
+        )
         return {
             "vocab": self.vocab_size,
             "positions": self.max_position_embeddings,

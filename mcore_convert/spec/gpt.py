@@ -1,4 +1,4 @@
-"""Every weight of a Megatron Core `GPTModel`, or of a hybrid with Mamba mixers, from its arguments: what resharding needs, where no family is involved.
+"""Every weight of a Megatron Core `GPTModel` or of a hybrid, from its arguments, for resharding without a family.
 
 Names are those of `torch_dist` with the layer and the expert spelled, as Transformer Engine models have them. The order
 is that of the forward pass.
@@ -99,7 +99,11 @@ def _refusals_of_hybrids(args: Mapping[str, Any]) -> list[str]:
     """What no layer of a hybrid has, and layers that are not described here."""
     pattern = str(hybrid.stated_pattern(args))
     said = f"`{hybrid.PATTERN}` = {pattern!r}"
-    lines = [f"{said}, with `{name}` = {args[name]!r}" for name, plain in NOT_OF_HYBRIDS.items() if args.get(name) not in plain]
+    lines = [
+        f"{said}, with `{name}` = {args[name]!r}"
+        for name, plain in NOT_OF_HYBRIDS.items()
+        if args.get(name) not in plain
+    ]
     if hybrid.PREDICTING in pattern:
         lines.append(f"{said} has layers that predict further tokens")
     strange = sorted(set(pattern) - {*hybrid.LETTERS, hybrid.STAGE, hybrid.PREDICTING})

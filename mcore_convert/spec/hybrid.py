@@ -2,7 +2,7 @@
 
 Such a model is Megatron Core's `MambaModel`, and `HybridModel` since 0.18. Facts are from 0.12 to 0.19
 (`ssm/mamba_hybrid_layer_allocation.py`, `models/hybrid/hybrid_layer_allocation.py`, `megatron/training/arguments.py`).
-Up to 0.16 the pattern is `hybrid_override_pattern`, or follows from two ratios; since 0.17 it is `hybrid_layer_pattern`,
+Up to 0.16 the pattern is `hybrid_override_pattern`, or follows from two ratios, and `hybrid_layer_pattern` since 0.17,
 where `|` stands between pipeline stages and `/` before the layers that predict further tokens.
 """
 
@@ -17,6 +17,7 @@ MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 LETTERS = (MAMBA, ATTENTION, MLP, EXPERTS)
 STAGE, PREDICTING = "|", "/"
 PATTERN, OLD_PATTERN = "hybrid_layer_pattern", "hybrid_override_pattern"
+RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")  # the shares of layers that are attention, and MLPs
 
 # The value of `--spec` in both generations, each with that of a model for inference, whose layers are the same.
 SPECS = (
@@ -37,7 +38,7 @@ def is_hybrid(args: Mapping[str, Any]) -> bool:
     spec = args.get("spec")
     return (
         any(args.get(name) is not None for name in (PATTERN, OLD_PATTERN))
-        or any(args.get(name) for name in ("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"))
+        or any(args.get(name) for name in ("is_hybrid_model", *RATIOS))
         or (isinstance(spec, list | tuple) and list(spec) in SPECS)
     )
 
@@ -73,6 +74,21 @@ def letters_of(args: Mapping[str, Any], num_layers: int) -> str | None:
     return letters
 
 
+def normalised(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that make a model a hybrid, in one spelling: the pattern, apart from the stages of a layout."""
+    pattern, layout = stated_pattern(args), pipeline_layout_of(args)
+    sizes = {name: value for name, value in SIZES.items() if args.get(name) is None}
+    return {
+        **sizes,
+        "mamba_num_heads": num_heads({**args, **sizes}),
+        "is_hybrid_model": True,
+        PATTERN: pattern.replace(STAGE, "") if isinstance(pattern, str) else pattern,
+        OLD_PATTERN: None,
+        **dict.fromkeys(RATIOS, 0.0),
+        **({} if layout is None else {"pipeline_model_parallel_layout": layout}),
+    }
+
+
 def num_heads(args: Mapping[str, Any]) -> Any:
     """The heads of a mixer, from arguments that may leave them to follow from the other sizes."""
     said, hidden, head = (args.get(name) for name in ("mamba_num_heads", "hidden_size", "mamba_head_dim"))
@@ -102,9 +118,9 @@ def with_stages(letters: str, counts: Iterable[int]) -> str:
 def _by_ratios(args: Mapping[str, Any]) -> str:
     """The pattern of the shares of layers that are attention and MLPs (`_allocate_auto`)."""
     count = args.get("num_layers")
-    shares = [args.get(name) or 0.0 for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio")]
+    shares = [args.get(name) or 0.0 for name in RATIOS]
     if type(count) is not int or not all(isinstance(each, int | float) and 0 <= each <= 1 for each in shares):
-        raise ConfigError(f"`hybrid_attention_ratio` and `hybrid_mlp_ratio` = {shares} of {count} layers are no shares")
+        raise ConfigError(f"{' and '.join(f'`{name}`' for name in RATIOS)} = {shares} of {count} layers are no shares")
     attention, mlps = (round(count * share) for share in shares)
     letters = [MAMBA] * count
     for place in _spread(range(count), (count - attention) / (attention + 1)):

@@ -85,9 +85,7 @@ MODELS = pytest.mark.parametrize("args", [MIXED, HYBRID], ids=["gated_delta_net"
 
 def joined(weights: dict[str, Tensor], args: dict[str, Any]) -> dict[str, Tensor]:
     """The weights with the segments that Megatron Core names as one tensor each."""
-    segments = {
-        (row.mcore or "").rpartition("}.")[2]: row.shard.names for row in gpt.weights(args) if row.shard.names
-    }
+    segments = {(row.mcore or "").rpartition("}.")[2]: row.shard.names for row in gpt.weights(args) if row.shard.names}
     whole = {name: tensor for name, tensor in weights.items() if not name.rpartition(".")[0].endswith(tuple(segments))}
     for suffix, names in segments.items():
         for stem in {name.rpartition(".")[0] for name in weights if name.endswith(f"{suffix}.{names[0]}")}:
@@ -102,7 +100,9 @@ def test_what_megatron_saves_is_read(dialect: Dialect, args: dict[str, Any], tmp
     # of layers that predict one has plain attention, too
     assert sum("linear_qkv.weight" in name for name in weights) == (1 if args is HYBRID else 2)
     names = gpt.MIXER_IN_PROJ if args is HYBRID else gpt.IN_PROJ
-    assert {name.rpartition(".")[2] for name in weights if "layers.0." in name and "in_proj.weight." in name} == {*names}
+    assert {name.rpartition(".")[2] for name in weights if "layers.0." in name and "in_proj.weight." in name} == {
+        *names
+    }
     save_torch_dist(args, weights, tmp_path, dialect=dialect, moe_norm="transformer_engine")
     found = identify(tmp_path)
     assert getattr(found.checkpoint, "dialect", None) == dialect

@@ -148,7 +148,7 @@ def in_module_order(weights: Iterable[Weight], implementation: str, release: Rel
     def place(weight: Weight) -> tuple[int, int, int]:
         assert weight.mcore is not None
         if not weight.per_layer:
-            ends = ("embedding.", FINAL_NORMS)
+            ends = (("embedding.",), FINAL_NORMS)
             return next((2 * number for number, end in enumerate(ends) if weight.mcore.startswith(end)), 4), 0, 0
         name = _with_convolution(name_in_module(weight.mcore, implementation, SEQUENTIAL), release)
         if not weight.predicts:

@@ -147,8 +147,7 @@ def normalise(stored: Values) -> dict[str, Any]:
     if args.get("linear_attention_freq") is not None:
         args["linear_attention_freq"] = plain_frequency(args["linear_attention_freq"], "linear_attention_freq")
     if hybrid.is_hybrid(args):
-        args |= {name: value for name, value in hybrid.SIZES.items() if args.get(name) is None}
-        args[hybrid.PATTERN] = hybrid.stated_pattern(args)
+        args |= hybrid.normalised(args)
     if (vocab := true_vocab_size(args)) is not None:
         if vocab != args["vocab_size"]:
             args["tokenizer_type"], args["null_tokenizer_eod_id"] = "NullTokenizer", args["vocab_size"]
@@ -156,8 +155,6 @@ def normalise(stored: Values) -> dict[str, Any]:
 
     _refuse_no_integers(args, "hidden_size", "num_attention_heads")
     hidden, heads = args.get("hidden_size"), args.get("num_attention_heads")
-    if hybrid.is_hybrid(args):
-        args["mamba_num_heads"] = hybrid.num_heads(args)
     if heads and (args.get("num_query_groups") is None or not args["group_query_attention"]):
         args["num_query_groups"] = heads
     if args.get("kv_channels") is None and hidden and heads:

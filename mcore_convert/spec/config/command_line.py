@@ -41,13 +41,19 @@ def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
     Args:
         optimizer: whether a run is to go on with its optimizer's state.
     """
-    has_new_pattern = args.get(hybrid.PATTERN) is not None
-    args = normalise(args)
-    args[hybrid.OLD_PATTERN if has_new_pattern else hybrid.PATTERN] = None  # 0.17 and later refuse both
+    args = {**normalise(args), **(_pattern(args) if hybrid.is_hybrid(args) else {})}
     args["group_query_attention"] = args["num_query_groups"] != args["num_attention_heads"]
     groups = (*ALL, OPTIMIZER, BUFFERS) if optimizer else ALL
     flags = [word for group in groups if group.when(args) for word in _words(group, args)]
     return flags + _tokenizer(args)
+
+
+def _pattern(stored: Values) -> dict[str, Any]:
+    """The layers of a hybrid as they are stored, under one of the two names: 0.17 and later refuse both."""
+    pattern = stored.get(hybrid.PATTERN)
+    old = stored.get(hybrid.OLD_PATTERN) if pattern is None else None
+    layout = stored.get("pipeline_model_parallel_layout")
+    return {hybrid.PATTERN: pattern, hybrid.OLD_PATTERN: old, "pipeline_model_parallel_layout": layout}
 
 
 def _words(group: Flags, args: Values) -> Iterator[str]:

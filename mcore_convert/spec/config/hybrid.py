@@ -33,8 +33,8 @@ def remarks(args: Values) -> list[str]:
     if not hybrid.is_hybrid(args):
         return []
     return [
-        f"time steps of Mamba layers have no lower bound in Megatron Core, nor in the code that is published with these "
-        f"models; transformers 5 raises them to `{STEP}`, so that its logits differ where a step is smaller"
+        f"transformers 5 raises the time steps of Mamba layers to `{STEP}`, which neither Megatron Core nor the code that "
+        "is published with these models does: logits differ where a step is smaller"
     ]
 
 
@@ -95,8 +95,7 @@ def layer_pattern() -> Field:
         return {"num_hidden_layers": count, "hybrid_override_pattern": letters}
 
     keys = dict.fromkeys(("hybrid_override_pattern", *LISTS, "num_hidden_layers"))
-    ratios = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
-    names = ("num_layers", hybrid.PATTERN, hybrid.OLD_PATTERN, *ratios, "is_hybrid_model", "spec")
+    names = ("num_layers", hybrid.PATTERN, hybrid.OLD_PATTERN, *hybrid.RATIOS, "is_hybrid_model", "spec")
     return Field(keys, names, to_megatron, to_hf)
 
 
@@ -185,7 +184,9 @@ def no_predicted_tokens() -> Field:
     def to_megatron(config: Values) -> dict[str, Any]:
         if config["num_nextn_predict_layers"]:
             said = f"`num_nextn_predict_layers` = {shown(config['num_nextn_predict_layers'])}"
-            raise Refused(f"{said}: layers of a hybrid that predict further tokens, which transformers does not compute")
+            raise Refused(
+                f"{said}: layers of a hybrid that predict further tokens, which transformers does not compute"
+            )
         return {}
 
     keys = {"num_nextn_predict_layers": 0, "mtp_hybrid_override_pattern": None, "mtp_layers_block_type": None}

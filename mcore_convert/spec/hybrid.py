@@ -89,6 +89,15 @@ def normalised(args: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def recorded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What the configuration of another program, whose class is one of hybrids, says beside its fields."""
+    said: dict[str, Any] = {"is_hybrid_model": True}
+    pattern = next((fields[name] for name in (PATTERN, OLD_PATTERN) if isinstance(fields.get(name), str)), None)
+    if fields.get("num_layers") is None and pattern is not None:
+        said["num_layers"] = len(pattern.partition(PREDICTING)[0].replace(STAGE, ""))
+    return said
+
+
 def num_heads(args: Mapping[str, Any]) -> Any:
     """The heads of a mixer, from arguments that may leave them to follow from the other sizes."""
     said, hidden, head = (args.get(name) for name in ("mamba_num_heads", "hidden_size", "mamba_head_dim"))

@@ -33,8 +33,8 @@ def remarks(args: Values) -> list[str]:
     if not hybrid.is_hybrid(args):
         return []
     return [
-        f"transformers 5 raises the time steps of Mamba layers to `{STEP}`, which neither Megatron Core nor the code that "
-        "is published with these models does: logits differ where a step is smaller"
+        f"transformers 5 raises time steps of Mamba layers to `{STEP}`, as neither Megatron Core nor the code that "
+        "was published with such models does: logits differ where a step is smaller"
     ]
 
 
@@ -152,14 +152,20 @@ def _step_limit() -> Field:
 def where_experts_are(*fields: Field) -> tuple[Field, ...]:
     """The fields, which say nothing where no layer has experts: their keys then have whatever the class has."""
 
-    def has_experts(args: Values) -> bool:
+    def in_config(config: Values) -> bool:
+        try:
+            return hybrid.EXPERTS in letters_of(config)
+        except Refused:  # as the field of the layers says
+            return False
+
+    def in_arguments(args: Values) -> bool:
         return hybrid.EXPERTS in str(args.get(hybrid.PATTERN))
 
     def limited(field: Field) -> Field:
         return replace(
             field,
-            to_megatron=lambda config: field.to_megatron(config) if hybrid.EXPERTS in letters_of(config) else {},
-            to_hf=lambda args: field.to_hf(args) if has_experts(args) else {},
+            to_megatron=lambda config: field.to_megatron(config) if in_config(config) else {},
+            to_hf=lambda args: field.to_hf(args) if in_arguments(args) else {},
         )
 
     return tuple(map(limited, fields))

@@ -25,6 +25,7 @@ BLOCKS = {
     "moe": hybrid.EXPERTS,
 }
 LISTS = ("layers_block_type", "layer_types")  # in transformers two names of one thing
+DEFAULT = "ME*-"  # what the class in transformers has
 STEP = "time_step_min"
 
 
@@ -42,7 +43,7 @@ def letters_of(config: Values) -> str:
     """A letter for each layer, from the pattern, the list of names, or both.
 
     Raises:
-        Refused: there is none, or two differ, or one makes no sense.
+        Refused: two differ, or one makes no sense.
     """
     said = {}
     pattern = config["hybrid_override_pattern"]
@@ -58,7 +59,7 @@ def letters_of(config: Values) -> str:
             raise Refused(f"`{key}` = {shown(names)} does not name the layers of a hybrid")
         said[key] = "".join(BLOCKS[name] for name in names)
     if not said:
-        raise Refused("`hybrid_override_pattern` is missing")
+        said["hybrid_override_pattern"] = DEFAULT
     if len(set(said.values())) > 1:
         raise Refused(" and ".join(f"`{key}` = {shown(config[key])}" for key in said) + " differ")
     letters = next(iter(said.values()))

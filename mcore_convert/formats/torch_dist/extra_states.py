@@ -27,8 +27,8 @@ def sizes_of(axes: tuple[str, ...], dims: Dims) -> Shape:
 def extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
     """The `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
 
-    Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14. A hybrid also
-    asks for that of the output layer, which a `GPTModel` leaves out (`gpt_model.py`, `sharded_state_dict`).
+    Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14. A hybrid
+    asks for that of the output layer, too, which a `GPTModel` leaves out (`gpt_model.py`, `sharded_state_dict`).
     """
     keys: dict[str, None] = {}
     for weight, at, state in items:

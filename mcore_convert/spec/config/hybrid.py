@@ -26,7 +26,7 @@ BLOCKS = {
 }
 LISTS = ("layers_block_type", "layer_types")  # in transformers two names of one thing
 DEFAULT = "ME*-"  # what the class in transformers has
-STEP = "time_step_min"
+STEP, LEAST_STEP = "time_step_min", 0.001
 
 
 def remarks(args: Values) -> list[str]:
@@ -114,7 +114,8 @@ def mixer() -> tuple[Field, ...]:
         only("mamba_hidden_act", "silu"),
         only("residual_in_fp32", False),
         _step_limit(),
-        inert(time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4, time_step_rank=None),  # of new weights
+        _least_step(),
+        inert(time_step_max=0.1, time_step_floor=1e-4, time_step_rank=None),  # of new weights
         inert(expand=2, rescale_prenorm_residual=True),  # without effect beside the number of heads, and of new weights
         inert(chunk_size=128, mamba_ssm_cache_dtype="float32", use_mamba_kernels=True, num_logits_to_keep=1),
     )
@@ -148,6 +149,19 @@ def _step_limit() -> Field:
         return {}
 
     return Field({"time_step_limit": [0.0, math.inf]}, (), to_megatron, lambda _: {})
+
+
+def _least_step() -> Field:
+    """What transformers 5 raises time steps to, and other programs start new weights with: no more than usual."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        if not 0 <= config[STEP] <= LEAST_STEP:
+            raise Refused(
+                f"`{STEP}` = {shown(config[STEP])}: Megatron Core does not raise time steps, and by more than the usual {LEAST_STEP} it shows"
+            )
+        return {}
+
+    return Field({STEP: LEAST_STEP}, (), to_megatron, lambda _: {})
 
 
 def where_experts_are(*fields: Field) -> tuple[Field, ...]:

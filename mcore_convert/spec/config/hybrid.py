@@ -156,9 +156,8 @@ def _least_step() -> Field:
 
     def to_megatron(config: Values) -> dict[str, Any]:
         if not 0 <= config[STEP] <= LEAST_STEP:
-            raise Refused(
-                f"`{STEP}` = {shown(config[STEP])}: Megatron Core does not raise time steps, and by more than the usual {LEAST_STEP} it shows"
-            )
+            said = f"`{STEP}` = {shown(config[STEP])}"
+            raise Refused(f"{said}, only up to {LEAST_STEP}: Megatron Core raises no time step")
         return {}
 
     return Field({STEP: LEAST_STEP}, (), to_megatron, lambda _: {})

@@ -3,11 +3,14 @@
 Nothing tells positions but the mixers.
 """
 
+from dataclasses import replace
+
 from mcore_convert.spec import (
     QKV,
     ConfigMapping,
     Family,
     Spelling,
+    Weight,
     buffer,
     column,
     replicated,
@@ -131,11 +134,31 @@ SPARSE = (
     column(M + "mlp.shared_experts.linear_fc1.weight", "shared_ffn hidden", B + "shared_experts.up_proj.weight"),
     row(M + "mlp.shared_experts.linear_fc2.weight", "hidden shared_ffn", B + "shared_experts.down_proj.weight"),
 )
+
+
+def under_both_names(*rows: Weight) -> tuple[Weight, ...]:
+    """The rows as published files have them, and as transformers 5 holds a model, which a process may save as it is."""
+    return tuple(
+        replace(
+            row,
+            also=(
+                *row.also,
+                *(
+                    Spelling(tuple(name.replace("backbone.", "model.") for name in each.hf), each.pack)
+                    for each in row.spellings
+                    if each.hf[0].startswith("backbone.")
+                ),
+            ),
+        )
+        for row in rows
+    )
+
+
 FAMILY = Family(
     "nemotron_h",
     ("NemotronHForCausalLM",),
     CONFIG,
-    (
+    under_both_names(
         vocab("embedding.word_embeddings.weight", "vocab hidden", "backbone.embeddings.weight"),
         *vary.of_part(MAMBA, MIXER),
         *vary.of_part(ATTENTION, HEADS),

@@ -163,6 +163,17 @@ def test_the_recurrence_is_that_of_one_position_after_the_other() -> None:
     assert torch.equal(rearrange(x, "b l h (g p) -> b g l h p", g=2)[:, 1], x[..., 1:])
 
 
+def test_a_model_as_transformers_holds_it_is_read(tiny: Path, tmp_path: Path) -> None:
+    """Under `model`, with the experts of a layer in one tensor."""
+    held = shutil.copytree(tiny, tmp_path / "held")
+    state = {name.replace("backbone.", "model."): each for name, each in load_file(tiny / "model.safetensors").items()}
+    for matrix in ("up_proj", "down_proj"):
+        names = [f"model.layers.5.mixer.experts.{expert}.{matrix}.weight" for expert in range(8)]
+        state[f"model.layers.5.mixer.experts.{matrix}"] = torch.stack([state.pop(name) for name in names])
+    save_file(state, held / "model.safetensors", metadata={"format": "pt"})
+    assert verify(tiny, held).equal
+
+
 def test_stages_that_are_not_even_stand_in_the_pattern(tiny: Path, tmp_path: Path) -> None:
     convert(tiny, tmp_path / "even", to="torch", pp=2)
     args = identify(tmp_path / "even").checkpoint.common.args or {}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
 from fixtures.tokenizer import make_tokenizer, stories
+from mcore_convert.megatron.cpu import import_megatron
 from train_entry.data.prepare import prepare
 from train_entry.data.tokenizer import Tokenizer, load_tokenizer
+
+# What each rank of a run brings in: once here, before ranks are forked.
+import_megatron()
+for module in ("omegaconf.resolvers", "megatron.core.dist_checkpointing.strategies.torch", "attr"):
+    importlib.import_module(module)
 
 VOCABULARY, LENGTH, SEED = 400, 32, 1234
 

@@ -116,14 +116,14 @@ def _spellings(weight: Weight) -> str:
 def _where(weight: Weight) -> str:
     """The part of a layer that has the weight, and the flags of a model that decide whether it does."""
     flags = [field.name for field in fields_of(Dims) if field.type == "bool"]
-    found = ["layers that predict further tokens"] if weight.predicts else []
-    found += [f"layers with `{weight.part}`"] if weight.part else []
+    conditions = ["layers that predict further tokens"] if weight.predicts else []
+    conditions += [f"layers with `{weight.part}`"] if weight.part else []
     for flag in flags:
         changes: list[dict[str, Any]] = [{flag: value} for value in (False, True)]
         without, having = (weight.when(replace(SIZES, **change)) for change in changes)
         if without != having:
-            found.append(f"`{flag}`" if having else f"not `{flag}`")
-    return " and ".join(found) or "always"
+            conditions.append(f"`{flag}`" if having else f"not `{flag}`")
+    return " and ".join(conditions) or "always"
 
 
 def _ignored(family: Family) -> Iterator[str]:
@@ -215,12 +215,12 @@ def _fixed(field: Field) -> Iterator[tuple[str, str]]:
 
 
 def _limits(family: Family) -> Iterator[str]:
-    found = [message for name, _, message in REFUSED if FAMILY_OF[name] == family.name]
+    messages = [message for name, _, message in REFUSED if FAMILY_OF[name] == family.name]
     yield "## Limits"
     yield "A key that no field answers for is refused, and so is an argument that changes the function."
-    if found:
+    if messages:
         yield "Refused by name, as the tests show one at a time:"
-        yield "\n".join(f"- {message.rstrip(' =')}" for message in found)
+        yield "\n".join(f"- {message.rstrip(' =')}" for message in messages)
 
 
 def _tested(family: Family) -> Iterator[str]:

@@ -13,7 +13,7 @@ from mcore_convert.errors import ConvertError
 from train_entry.flows.base import REFERENCE, Batch, Flow, count_unit
 
 # What the last stage tells of a microbatch: the sum of token losses, their number, and what else a flow sums up.
-Told = dict[str, Tensor]
+Sums = dict[str, Tensor]
 
 
 def forward_step(
@@ -59,7 +59,7 @@ def on_this_rank(batch: Batch) -> Batch:
 
 def _loss(
     flow: Flow, prove: Callable[[Tensor, Batch], None] | None, in_tokens: bool, batch: Batch, output: Tensor
-) -> tuple[Tensor, Tensor, Told]:
+) -> tuple[Tensor, Tensor, Sums]:
     """The sum of losses, to go backward from; their number, which Megatron divides the gradients by; and both.
 
     Router losses are multiplied by the tokens of a microbatch before that division (Megatron Core 0.16.1,
@@ -69,10 +69,10 @@ def _loss(
         prove(output, batch)
     loss = flow.loss(output, batch)
     count = loss.count.to(torch.int)
-    told = {"total": loss.total.detach().float(), "count": count.float(), **loss.metrics}
+    sums = {"total": loss.total.detach().float(), "count": count.float(), **loss.metrics}
     unit = count_unit(flow, next(iter(batch.values())).shape[1]) if in_tokens else 1
     total = loss.total * unit if unit > 1 else loss.total
-    return total, count * unit, {name: value.detach() for name, value in told.items()}
+    return total, count * unit, {name: value.detach() for name, value in sums.items()}
 
 
 def own_forward_step(
@@ -87,7 +87,7 @@ def own_forward_step(
     return output, partial(_own_loss, loss_function)
 
 
-def _own_loss(loss_function: Callable[[Tensor], Any], output: Tensor) -> tuple[Tensor, Tensor, Told]:
+def _own_loss(loss_function: Callable[[Tensor], Any], output: Tensor) -> tuple[Tensor, Tensor, Sums]:
     from megatron.core import parallel_state
 
     total, *counted, report = loss_function(output)
@@ -97,10 +97,10 @@ def _own_loss(loss_function: Callable[[Tensor], Any], output: Tensor) -> tuple[T
             hint="return the sum of the losses, their number and what to report: (loss, num_tokens, report)",
         )
     count = counted[0].to(torch.int) if counted else torch.ones((), dtype=torch.int, device=total.device)
-    told = {"total": total.detach().float(), "count": count.float()}
+    sums = {"total": total.detach().float(), "count": count.float()}
     for name, value in report.items():
         flat = torch.stack([torch.as_tensor(each) for each in value]) if isinstance(value, tuple | list) else value
         flat = torch.as_tensor(flat, device=total.device).detach().float().reshape(-1)
         # of a pair the sum; a number alone is a mean already
-        told[name] = flat[0] if len(flat) > 1 else flat[0] * count
-    return total, count, told
+        sums[name] = flat[0] if len(flat) > 1 else flat[0] * count
+    return total, count, sums

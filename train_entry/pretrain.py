@@ -143,13 +143,13 @@ def datasets_of(trainer: Trainer, provider: DatasetsProvider | None) -> Datasets
             rows_per_sample=rows_per_sample(trainer.flow),
         )
     train, valid, test = provider(list(samples_of(config)))
-    found = Datasets(train, valid, test)
-    for name, dataset in zip(NAMES, (found.train, found.valid, found.test), strict=True):
+    datasets = Datasets(train, valid, test)
+    for name, dataset in zip(NAMES, (datasets.train, datasets.valid, datasets.test), strict=True):
         if dataset is not None:
             check_rows(dataset, config.training.seq_length, f"the data set of the provider, {name}")
         elif name == "train":
             raise DataError("the provider of data sets has nothing to train with")
-    return found
+    return datasets
 
 
 def samples_of(config: Config) -> tuple[int, int, int]:

@@ -51,9 +51,9 @@ class StopRequest:
         """
         if self.reason is None:
             late = self._deadline is not None and time.monotonic() > self._deadline
-            told = torch.tensor(self._noted or (CLOCK if late else 0), device=self._place(device))
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-            self.reason = self._named(int(told))
+            reason = torch.tensor(self._noted or (CLOCK if late else 0), device=self._place(device))
+            dist.all_reduce(reason, dist.ReduceOp.MAX)
+            self.reason = self._named(int(reason))
         return self.reason is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -219,7 +219,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         with self.phases("forward-backward"):
-            told = self.schedule(microbatches, forward_only=False)
+            sums = self.schedule(microbatches, forward_only=False)
         with self.phases("optimizer"):
             success, grad_norm, _ = state.optimizer.step()
         if success:
@@ -228,8 +228,8 @@ class Trainer:
         state.consumed_samples += samples
         tokens = samples * self.config.training.seq_length
         state.num_floating_point_operations += tokens * flops_per_token(self.args)
-        count = max(told["count"], 1.0)  # of tokens that count in the loss; a batch may have none
-        loss = told["total"] / count
+        count = max(sums["count"], 1.0)  # of tokens that count in the loss; a batch may have none
+        loss = sums["total"] / count
         self.last = StepMetrics(
             iteration=state.iteration,
             loss=loss,
@@ -240,7 +240,7 @@ class Trainer:
             seconds=self._lap(),
             skipped=not success,
             loss_scale=float(state.optimizer.get_loss_scale()) if self.config.training.precision == "fp16" else None,
-            extra={name: value / count for name, value in told.items() if name not in ("total", "count")},
+            extra={name: value / count for name, value in sums.items() if name not in ("total", "count")},
         )
         if success and not math.isfinite(loss):
             self.log_last_metrics()
@@ -258,8 +258,8 @@ class Trainer:
         with self._not_training("eval"), evaluating(self.state.model):
             for batch in batches:
                 microbatches = self._microbatches(batch)
-                told = self.schedule(microbatches, forward_only=True)
-                total, count = total + told["total"], count + told["count"]
+                sums = self.schedule(microbatches, forward_only=True)
+                total, count = total + sums["total"], count + sums["count"]
         return total / max(count, 1.0)
 
     def _microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:

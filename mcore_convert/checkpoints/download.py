@@ -136,8 +136,8 @@ def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], l
         raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {reason}", hint=hint)
     with _hub_errors(repo):
         # One request with a limit: the call that lists files repeats it for half a minute where there is no network.
-        found = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
-        files = [file.rfilename for file in found.siblings or ()]
+        model = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
+        files = [file.rfilename for file in model.siblings or ()]
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns(files)))
 
 
@@ -159,11 +159,11 @@ def _hub_errors(repo: str) -> Iterator[None]:
                 f"cannot download `{repo}`: `{error.filename or 'the cache'}`: {error.strerror}",
                 hint="HF_HOME names the directory for downloads: choose one that can be written and has room",
             ) from error
-        said = first_line(error)
-        raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {said}") from error
+        reason = first_line(error)
+        raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {reason}") from error
 
 
 def first_line(error: BaseException) -> str:
     """What an error of the client says, in a line."""
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -149,11 +149,11 @@ def read_manifest(path: Path) -> Manifest | None:
     if begins is None or int(begins[1]) != FORMAT:
         return None
     start = text.rfind(b'"checksum": "')
-    found = CHECKSUM.fullmatch(text, start)
-    if found is None or checksum_of(memoryview(text)[:start]) != found[1].decode():
+    checksum = CHECKSUM.fullmatch(text, start)
+    if checksum is None or checksum_of(memoryview(text)[:start]) != checksum[1].decode():
         raise _damaged(path)
     try:
-        return _parsed(path, text[:start], found[1].decode())
+        return _parsed(path, text[:start], checksum[1].decode())
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error
 

@@ -108,11 +108,11 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         raise VerificationError("the models have different sizes", items=items)
     family, states, notes = _common_ground(a, b)
     with phase(progress, "checking"):
-        found = [_found(each, family, states) for each in (a, b)]
+        sources = [_proven_sources(each, family, states) for each in (a, b)]
         if a.checkpoint.weights_are_masters != b.checkpoint.weights_are_masters:
-            found = [each.in_masters(model.checkpoint) for each, model in zip(found, (a, b), strict=True)]
-            prove(check for each in found for check in each.checks if check.rounded)
-        mine, theirs = (each.slots for each in found)
+            sources = [each.in_masters(model.checkpoint) for each, model in zip(sources, (a, b), strict=True)]
+            prove(check for each in sources for check in each.checks if check.rounded)
+        mine, theirs = (each.slots for each in sources)
     apart = sorted({item.state for item in mine.keys() ^ theirs.keys()})
     if apart:  # of optimizers that are chained by kinds of weights
         notes = [*notes, f"only one has {', '.join(apart)} of some weights"]
@@ -166,7 +166,7 @@ def config_differences(a: Model, b: Model) -> list[str]:
     ]
 
 
-def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
+def _proven_sources(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
     """The weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
     model.checkpoint.check_whole()
     sources = find_weights(family, model.dims, model.checkpoint, states)

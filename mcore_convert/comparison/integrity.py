@@ -87,8 +87,8 @@ def check_integrity(path: Path, progress: Progress | None = None) -> Integrity:
     if manifest.has_checksums:
         meter = Meter(nbytes, progress)
         with phase(progress, "reading", nbytes), Files() as files, ThreadPoolExecutor(WORKERS) as pool:
-            for found in pool.map(lambda job: list(_damages(manifest, job, files, meter)), _jobs(manifest, whole)):
-                damages += found
+            for batch in pool.map(lambda job: list(_damages(manifest, job, files, meter)), _jobs(manifest, whole)):
+                damages += batch
     known = {*manifest.files, *UNCOVERED}
     unlisted = tuple(name for name in files_in(folder) if name not in known and not Path(name).name.startswith("."))
     return Integrity(

@@ -300,6 +300,6 @@ class Checkpoint(ABC):
         return False
 
     @property
-    def found_by_order(self) -> bool:
+    def matched_by_order(self) -> bool:
         """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
         return False

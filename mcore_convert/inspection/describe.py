@@ -180,7 +180,7 @@ def _lines(tensors: Mapping[str, TensorMeta]) -> tuple[WeightLine, ...]:
     groups: dict[tuple[str, TensorMeta], list[list[int]]] = {}
     for key, meta in tensors.items():
         name = RANK.sub("", key)
-        indices = [int(found) for found in INDEX.findall(name)]
+        indices = [int(number) for number in INDEX.findall(name)]
         groups.setdefault((INDEX.sub("{}", name), meta), []).append(indices)
     return tuple(
         WeightLine(_folded(template, members), meta.shape, meta.dtype, len(members), len(members) * meta.nbytes)
@@ -194,8 +194,8 @@ def _folded(template: str, members: list[list[int]]) -> str:
 
 
 def _span(values: Iterable[int]) -> str:
-    found = sorted(set(values))
-    if len(found) == 1:
-        return str(found[0])
-    whole = found == list(range(found[0], found[-1] + 1))
-    return f"{{{found[0]}...{found[-1]}}}" if whole else f"{{{','.join(map(str, found))}}}"
+    ordered = sorted(set(values))
+    if len(ordered) == 1:
+        return str(ordered[0])
+    whole = ordered == list(range(ordered[0], ordered[-1] + 1))
+    return f"{{{ordered[0]}...{ordered[-1]}}}" if whole else f"{{{','.join(map(str, ordered))}}}"

@@ -65,13 +65,13 @@ def _one(kind: str, members: Sequence[WeightStatistics], text: str) -> Outlier:
     return Outlier(kind, first.weight, first.state, tuple(member.name for member in members), layers, text)
 
 
-def _folded(kind: str, found: Sequence[WeightStatistics], words: Words) -> Iterator[Outlier]:
+def _folded(kind: str, statistics: Sequence[WeightStatistics], words: Words) -> Iterator[Outlier]:
     """One finding for each weight, its layers folded; what differs among them is said of the first."""
-    for members in folded(found):
+    for members in folded(statistics):
         names = fold(member.name for member in members)
         texts = list(dict.fromkeys(map(words, members)))
-        said = texts[0] if len(texts) == 1 else f"{texts[0]} in the first of {len(members)}"
-        yield _one(kind, members, f"{names[0]}: {said}")
+        text = texts[0] if len(texts) == 1 else f"{texts[0]} in the first of {len(members)}"
+        yield _one(kind, members, f"{names[0]}: {text}")
 
 
 def _nan(weight: WeightStatistics) -> str:

@@ -221,16 +221,16 @@ def _dead_rows(tensor: Tensor, zeros: int, files: Files) -> tuple[range, ...]:
 def _has_value(array: Bytes, dtype: str) -> NDArray[np.bool_]:
     """Which elements are not zero; the sign of a zero does not count."""
     values = np.left_shift(array, 1) if is_float(dtype) else as_float(array, dtype)
-    found: NDArray[np.bool_] = values != 0
-    return found
+    nonzero: NDArray[np.bool_] = values != 0
+    return nonzero
 
 
 def _ranges(rows: Sequence[int] | NDArray[np.intp]) -> list[range]:
     """Ascending numbers as ranges."""
-    found: list[range] = []
+    ranges: list[range] = []
     for row in map(int, rows):
-        if found and found[-1].stop == row:
-            found[-1] = range(found[-1].start, row + 1)
+        if ranges and ranges[-1].stop == row:
+            ranges[-1] = range(ranges[-1].start, row + 1)
         else:
-            found.append(range(row, row + 1))
-    return found
+            ranges.append(range(row, row + 1))
+    return ranges

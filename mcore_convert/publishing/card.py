@@ -75,7 +75,7 @@ def metadata_of(card: Card) -> dict[str, Any]:
     """The metadata of the card: what the user gave, else what the original's card and the run say."""
     folder = card.model.folder
     base = base_model(card.history.base_model, card.config)
-    found = {
+    fields = {
         "base_model": base,
         **(inherited(folder / CARD) if folder is not None else {}),
         "library_name": "transformers",
@@ -83,7 +83,7 @@ def metadata_of(card: Card) -> dict[str, Any]:
         "tags": [*TAGS, str(card.config.get("model_type", card.model.family.name))],
         **card.metadata,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def inherited(file: Path) -> dict[str, Any]:
@@ -99,9 +99,9 @@ def inherited(file: Path) -> dict[str, Any]:
     return {name: data[name] for name in INHERITED if data.get(name)}
 
 
-def base_model(said: str | None, config: Mapping[str, Any]) -> str | None:
+def base_model(stated: str | None, config: Mapping[str, Any]) -> str | None:
     """The name on the Hub of the model that training started from, where one is known."""
-    for name in (said, config.get("_name_or_path")):
+    for name in (stated, config.get("_name_or_path")):
         if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
             return name
     return None

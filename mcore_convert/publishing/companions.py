@@ -29,14 +29,14 @@ def tokenizer_of(model: Model, history: History, asked: str | None) -> Tokenizer
         ConvertError: there is none, or its files are damaged.
     """
     if asked is not None:
-        found = read_tokenizer(tokenizer_path(asked))
-        if found is None:
+        tokenizer = read_tokenizer(tokenizer_path(asked))
+        if tokenizer is None:
             raise DataError(f"`{asked}` has no tokenizer", hint=FORMS)
-        return found
+        return tokenizer
     looked = []
-    for place, found in _places(model, history):
-        if found is not None:
-            return found
+    for place, tokenizer in _places(model, history):
+        if tokenizer is not None:
+            return tokenizer
         looked.append(place)
     raise DataError(f"there is no tokenizer for `{model.checkpoint.path}`", items=looked, hint=HINT)
 
@@ -47,19 +47,19 @@ def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | N
         yield f"none in `{model.folder}`", read_tokenizer(model.folder)
     else:
         yield "none was carried along: the checkpoint has no folder `hf`", None
-    said = history.tokenizer
-    if said is not None:
-        if Path(said).is_dir():
-            yield f"none in `{said}`, which the training run names", read_tokenizer(Path(said))
-        elif REPO_ID.fullmatch(said):
+    named = history.tokenizer
+    if named is not None:
+        if Path(named).is_dir():
+            yield f"none in `{named}`, which the training run names", read_tokenizer(Path(named))
+        elif REPO_ID.fullmatch(named):
             try:
-                folder = tokenizer_path(said)
+                folder = tokenizer_path(named)
             except ConvertError as error:
-                yield f"the training run names `{said}`: {error.message}", None
+                yield f"the training run names `{named}`: {error.message}", None
             else:
-                yield f"none in `{said}` on the Hub, which the training run names", read_tokenizer(folder)
+                yield f"none in `{named}` on the Hub, which the training run names", read_tokenizer(folder)
         else:
-            yield f"`{said}`, which the training run names, is not there", None
+            yield f"`{named}`, which the training run names, is not there", None
     stored = model.checkpoint.common.args or {}
     files = [stored.get(name) for name in ("vocab_file", "merge_file")]
     if stored.get("tokenizer_type") == "GPT2BPETokenizer" and all(isinstance(file, str) for file in files):
@@ -119,5 +119,5 @@ def generation_config(
         original = read_json(file)
         return with_token_ids(original, tokenizer, replace=True, pad=True) if tokenizer and replace else original
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    found = {name: config[name] for name in names if config.get(name) is not None}
-    return found if tokenizer is None else with_token_ids(found, tokenizer, replace=False, pad=True)
+    known = {name: config[name] for name in names if config.get(name) is not None}
+    return known if tokenizer is None else with_token_ids(known, tokenizer, replace=False, pad=True)

@@ -221,8 +221,8 @@ def _extra(config: Mapping[str, Any]) -> list[str]:
 def _named(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens by what they are for."""
     kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
-    found = {**CLASS_DEFAULTS.get(kind, {}), **_json(files, "special_tokens_map.json"), **config}
-    return {key: _text(found[key]) for key in SPECIAL if found.get(key)}
+    values = {**CLASS_DEFAULTS.get(kind, {}), **_json(files, "special_tokens_map.json"), **config}
+    return {key: _text(values[key]) for key in SPECIAL if values.get(key)}
 
 
 def _text(token: Any) -> str:

@@ -238,10 +238,10 @@ def files_of(folder: Path) -> dict[str, Path]:
     """
     shown = {name: path for name, path in files_in(folder).items() if not any(p[0] == "." for p in Path(name).parts)}
     others = [f"{Path(name).parent}/" for name in shown if Path(name).name == CONFIG and "/" in name]
-    found = {name: path for name, path in shown.items() if not name.startswith(tuple(others))}
-    if not found:
+    own = {name: path for name, path in shown.items() if not name.startswith(tuple(others))}
+    if not own:
         raise UnreadableCheckpoint(f"`{folder}` has no files to send")
-    return found
+    return own
 
 
 def _tree(api: HfApi, repo: str, revision: str) -> dict[str, Any]:

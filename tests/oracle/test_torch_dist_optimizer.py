@@ -142,7 +142,7 @@ def test_every_form_holds_the_same_state(model: str, layout: dict[str, int], for
     path = saved(model, form, **layout)
     checkpoint = open_torch_dist(path)
     assert checkpoint.states == ADAM
-    assert checkpoint.found_by_order == (form in ("dp_reshardable", "fully_reshardable"))
+    assert checkpoint.matched_by_order == (form in ("dp_reshardable", "fully_reshardable"))
     assert_is(states_in(path), state_of(model))
     training = checkpoint.training
     assert training is not None

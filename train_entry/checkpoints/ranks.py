@@ -44,7 +44,7 @@ class Ranks:
             Exception: what rank 0 raised; on the others an `OtherRankError` that says it.
         """
         mine, error = _tried(function) if self.is_first else (None, None)
-        answer: list[Any] = [mine, error and _told(error, 0)]
+        answer: list[Any] = [mine, error and _error_elsewhere(error, 0)]
         dist.broadcast_object_list(answer, group=self.group, group_src=0)
         if answer[1] is not None:
             raise error or answer[1]
@@ -59,17 +59,17 @@ class Ranks:
         """
         result, error = _tried(function)
         rank = dist.get_rank(self.group)
-        told: list[OtherRankError | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, error and _told(error, rank), group=self.group)
-        first = next((other for other, each in enumerate(told) if each is not None), None)
+        errors: list[OtherRankError | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(errors, error and _error_elsewhere(error, rank), group=self.group)
+        first = next((other for other, each in enumerate(errors) if each is not None), None)
         if first is not None:
-            raise error if error is not None and first == rank else told[first] or RuntimeError
+            raise error if error is not None and first == rank else errors[first] or RuntimeError
         returned: T = result
         return returned
 
     def once(self, refusal: ConvertError) -> ConvertError:
         """A refusal that all ranks have met, to be raised on all and told by rank 0."""
-        return refusal if self.is_first else _told(refusal, 0)
+        return refusal if self.is_first else _error_elsewhere(refusal, 0)
 
 
 def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -79,7 +79,7 @@ def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _told(error: Exception, rank: int) -> OtherRankError:
+def _error_elsewhere(error: Exception, rank: int) -> OtherRankError:
     """What the other ranks are told of an error."""
     if isinstance(error, ConvertError):
         return OtherRankError(f"on rank {rank}: {error.message}", items=error.items, hint=error.hint)

@@ -42,13 +42,13 @@ def source_of(config: Config) -> Source | None:
     wanted = config.checkpoint
     own = config.run_dir / CHECKPOINTS
     if wanted.resume and own.is_dir():
-        found = folder.newest(own)
-        if found.path is not None:
-            return Source(found.path, True, tuple(f"damaged, and not used: {line}" for line in found.damaged))
-        if found.damaged:
+        newest = folder.newest(own)
+        if newest.path is not None:
+            return Source(newest.path, True, tuple(f"damaged, and not used: {line}" for line in newest.damaged))
+        if newest.damaged:
             raise UnreadableCheckpoint(
                 f"no checkpoint in `{own}` is whole",
-                items=found.damaged,
+                items=newest.damaged,
                 hint="start anew with checkpoint.resume=false, or choose another `run_dir`",
             )
     if wanted.load is not None:
@@ -119,7 +119,7 @@ def _newest_in(path: Path) -> Path:
     path = path if run is None else run.checkpoints
     if not any(map(dcp.exists, iterations(path))):
         return path
-    found = folder.newest(path)
-    if found.path is None:
-        raise UnreadableCheckpoint(f"no checkpoint in `{path}` is whole", items=found.damaged)
-    return found.path
+    newest = folder.newest(path)
+    if newest.path is None:
+        raise UnreadableCheckpoint(f"no checkpoint in `{path}` is whole", items=newest.damaged)
+    return newest.path

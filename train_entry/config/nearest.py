@@ -122,11 +122,11 @@ def nearest_key(wrong: str) -> str | None:
     if sibling := nearest(name, siblings):
         return f"{group}.{sibling}"
     spelled = {**{key: key for key in (*groups(), *known)}, **same}
-    found = nearest(name, spelled) or nearest(f"{group}.{name}", spelled)
-    return spelled[found] if found else None
+    match = nearest(name, spelled) or nearest(f"{group}.{name}", spelled)
+    return spelled[match] if match else None
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
     """The one of some names that is spelled most like this one; None where none is."""
-    found = difflib.get_close_matches(wrong, list(known), n=1, cutoff=LIKE)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(wrong, list(known), n=1, cutoff=LIKE)
+    return matches[0] if matches else None

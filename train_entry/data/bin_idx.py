@@ -114,8 +114,8 @@ def check_tokens(pair: Pair, vocab_size: int) -> None:
     tokens = np.memmap(f"{pair.prefix}.bin", pair.dtype, "r")
     places = np.unique(np.linspace(0, max(0, pair.tokens - LOOK), LOOKS, dtype=np.int64))
     for place in places.tolist():
-        look = tokens[place : place + LOOK]
-        low, high = int(look.min()), int(look.max())
+        window = tokens[place : place + LOOK]
+        low, high = int(window.min()), int(window.max())
         if low < 0 or high >= vocab_size:
             raise DataError(
                 f"`{pair.prefix}.bin` has the token {low if low < 0 else high}, the model a vocabulary of {vocab_size}",

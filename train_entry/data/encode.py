@@ -80,8 +80,8 @@ def _ids_of(texts: list[str], encoding: Encoding) -> list[list[Any]]:
         return []
     hf = encoding.tokenizer.hf
     if not hf.is_fast:
-        found: list[list[Any]] = hf(texts, add_special_tokens=encoding.special_tokens, verbose=False)["input_ids"]
-        return found
+        ids: list[list[Any]] = hf(texts, add_special_tokens=encoding.special_tokens, verbose=False)["input_ids"]
+        return ids
     backend = hf.backend_tokenizer
     return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=encoding.special_tokens)]
 

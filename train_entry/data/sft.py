@@ -183,9 +183,9 @@ def sft_datasets(
     for split, (blend, count) in enumerate(zip(asked, num_samples, strict=True)):
         if blend is None:
             continue
-        found = [files[path] for path in blend.paths]
-        if check_split(split, blend, [examples.lengths() for examples in found], bounds[split], notes):
-            parts = [(each, _whole(slice_of(bounds[split], len(each.ends)), together)) for each in found]
+        sources = [files[path] for path in blend.paths]
+        if check_split(split, blend, [examples.lengths() for examples in sources], bounds[split], notes):
+            parts = [(each, _whole(slice_of(bounds[split], len(each.ends)), together)) for each in sources]
             datasets[split] = _dataset(config, tokenizer, blend, parts, split, count, notes, together)
     return datasets, tuple(notes)
 

@@ -57,8 +57,8 @@ def _chat(record: Mapping[str, Any], tokenizer: Tokenizer) -> Example | Marked:
     if MARKED.search(
         template if isinstance(template, str) else tokenizer.hf.get_chat_template(None, record.get("tools"))
     ):
-        found = _written(record["messages"], record, tokenizer, tokenize=True, return_assistant_tokens_mask=True)
-        return Marked(tuple(found["input_ids"]), tuple(map(bool, found["assistant_masks"])))
+        encoded = _written(record["messages"], record, tokenizer, tokenize=True, return_assistant_tokens_mask=True)
+        return Marked(tuple(encoded["input_ids"]), tuple(map(bool, encoded["assistant_masks"])))
     return Example(tuple(_parts(record, tokenizer)), closed=False)  # a template has begin and end itself
 
 

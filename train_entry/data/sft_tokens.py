@@ -96,11 +96,11 @@ def _keep(pieces: Iterable[Any], tokenizer: Tokenizer, kept: Path) -> None:
 
 def _tokenized(chunk: JsonLines, tokenizer: Tokenizer) -> Iterator[Tokens]:
     """Each example of a chunk, as `Examples` keeps it."""
-    found = list(chunk.records(lambda record: example_of(record, tokenizer), HINT))
-    texts = ["".join(part for part, _ in each.parts) for each in found if isinstance(each, Example)]
+    examples = list(chunk.records(lambda record: example_of(record, tokenizer), HINT))
+    texts = ["".join(part for part, _ in each.parts) for each in examples if isinstance(each, Example)]
     encoded = iter(_encoded(texts, tokenizer))
     begin = _begin_of(tokenizer)
-    for each in found:
+    for each in examples:
         if isinstance(each, Marked):
             ids, learned = np.array(each.ids, np.int32), np.array(each.learned, bool)
         else:
@@ -116,8 +116,10 @@ def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[tuple[list[int]
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said, so that a process forked later says nothing
     fast = tokenizer.hf.is_fast
-    found = tokenizer.hf(texts, add_special_tokens=False, return_offsets_mapping=fast, truncation=False, verbose=False)
-    yield from zip(found["input_ids"], found["offset_mapping"] if fast else [None] * len(texts), strict=True)
+    encoded = tokenizer.hf(
+        texts, add_special_tokens=False, return_offsets_mapping=fast, truncation=False, verbose=False
+    )
+    yield from zip(encoded["input_ids"], encoded["offset_mapping"] if fast else [None] * len(texts), strict=True)
 
 
 def _aligned(

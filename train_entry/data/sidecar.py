@@ -47,9 +47,9 @@ def sidecar_of(prefix: str) -> Sidecar | None:
     """
     path = Path(f"{prefix}.json")
     try:
-        found: Any = parsed(content_of(path, Limit.JSON))
-        if found.pop("version") == VERSION:
-            return Sidecar(**{**found, "sources": tuple(found["sources"])})
+        fields: Any = parsed(content_of(path, Limit.JSON))
+        if fields.pop("version") == VERSION:
+            return Sidecar(**{**fields, "sources": tuple(fields["sources"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):

@@ -117,19 +117,19 @@ class LossProof:
 
     def _compare(self, whole: Sums, compute: Callable[[], Sums], parts: str) -> None:
         try:
-            found = compute()
+            computed = compute()
         except Exception as error:  # a flow of the user's, given rows that it does not expect
             self.problems.append(f"its loss cannot be computed of {parts}: {_reason(error)}")
             return
         tolerance = TOLERANCE.get(whole.gradient.dtype, LOW_PRECISION)
         names = [name for name in whole.names if name != "count"]
-        for name, expected, value in zip(names, whole.quotients().tolist(), found.quotients().tolist(), strict=True):
+        for name, expected, value in zip(names, whole.quotients().tolist(), computed.quotients().tolist(), strict=True):
             if not abs(value - expected) <= tolerance * max(abs(expected), abs(value), 1e-6):
                 what = "its loss" if name == "total" else f"its metric `{name}`"
                 self.problems.append(f"{what} of made-up outputs is {expected:.6g} as a whole, {value:.6g} of {parts}")
         if self.problems:
             return
-        expected, value = whole.gradient / whole.count, found.gradient / found.count
+        expected, value = whole.gradient / whole.count, computed.gradient / computed.count
         if not (value - expected).float().norm() <= tolerance * expected.float().norm() + 1e-12:
             self.problems.append(f"the gradient of its loss as a whole is another than that of {parts}")
 

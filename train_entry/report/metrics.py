@@ -152,20 +152,20 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
 def warnings_of(steps: Sequence[Step]) -> list[str]:
     """What a user should know of these steps: those that were skipped, and those whose loss is no number."""
-    said = []
+    lines = []
     skipped = [step.iteration for step in steps if step.skipped]
     if skipped:
         scale = steps[-1].loss_scale
         then = "" if scale is None else f"; the loss scale is now {scale:g}"
-        said.append(f"{_steps(skipped)} skipped: the gradients overflowed, the weights did not change{then}")
+        lines.append(f"{_steps(skipped)} skipped: the gradients overflowed, the weights did not change{then}")
     for wrong in ("nan", "inf", "-inf"):
         where = [step.iteration for step in steps if not step.skipped and str(step.loss) == wrong]
         if where:
-            said.append(f"the loss is {wrong} at {_steps(where)}")
+            lines.append(f"the loss is {wrong} at {_steps(where)}")
     norms = [s.iteration for s in steps if not s.skipped and math.isfinite(s.loss) and not _is_finite(s.grad_norm)]
     if norms:
-        said.append(f"the norm of the gradients is not finite at {_steps(norms)}")
-    return said
+        lines.append(f"the norm of the gradients is not finite at {_steps(norms)}")
+    return lines
 
 
 def is_bad(step: StepMetrics) -> bool:

@@ -299,7 +299,7 @@ def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mappi
 
 def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> dict[str, Shape]:
     """The shapes from before flattening (Megatron Core, `strategies/torch.py`, `mcore_data`)."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for key, known in getattr(metadata, "mcore_data", {}).items():
         shape = known.get("nd_reformulated_orig_global_shape")
         if shape is None or key not in tensors:
@@ -310,8 +310,8 @@ def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> 
             raise ValueError(f"{key} {list(stored.shape)} cannot have been {shape!r} before it was flattened")
         if any(count == 0 or size % count for size, count in zip(shape, grid, strict=True)):
             raise ValueError(f"{key} {list(stored.shape)} is not made of equal parts of {shape!r}")
-        found[key] = whole.shape
-    return found
+        shapes[key] = whole.shape
+    return shapes
 
 
 def exists(path: Path) -> bool:

@@ -212,12 +212,12 @@ class RestrictedUnpickler(pickle.Unpickler):
         return StorageRef(str(key), storage.dtype or "uint8", numel)
 
 
-def _own(found: Any) -> Any:
+def _own(value: Any) -> Any:
     """A copy of what the table holds: with the opcode BUILD a pickle can change what it is given, and only that."""
-    if isinstance(found, type):
-        ours = issubclass(found, Record | argparse.Namespace)
-        return Sealed(found.__name__, (found,), {"__module__": found.__module__}) if ours else found
-    return Function(found) if isinstance(found, types.FunctionType) else copy.copy(found)
+    if isinstance(value, type):
+        ours = issubclass(value, Record | argparse.Namespace)
+        return Sealed(value.__name__, (value,), {"__module__": value.__module__}) if ours else value
+    return Function(value) if isinstance(value, types.FunctionType) else copy.copy(value)
 
 
 # What damaged bytes can make an unpickler raise; anything else is a defect of ours and must be seen.

@@ -76,10 +76,10 @@ class TorchFile:
     def _bytes(self, start: int, count: int) -> bytes:
         if start + count > self._length:  # or `pread` would make room for whatever is asked for
             raise EOFError(f"it ends at byte {self.start + self._length}")
-        found = bytes_at(self._fd, count, self.start + start)
-        if len(found) != count:
-            raise EOFError(f"it ends at byte {self.start + start + len(found)}")
-        return found
+        content = bytes_at(self._fd, count, self.start + start)
+        if len(content) != count:
+            raise EOFError(f"it ends at byte {self.start + start + len(content)}")
+        return content
 
     def _read_zip(self) -> Any:
         if self.records.get("byteorder") and self._content("byteorder") != b"little":

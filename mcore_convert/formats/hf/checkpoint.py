@@ -139,13 +139,13 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
         UnreadableCheckpoint: a file is missing or damaged, or the index and the files disagree.
     """
     config = read_json(path / CONFIG)
-    found = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
-    if found is None:
+    file = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
+    if file is None:
         raise UnreadableCheckpoint(f"`{path}` has no weights", hint=f"one of {', '.join(WEIGHT_FILES)} should be there")
-    if found.endswith(".json"):
-        views, sums = _read_indexed(path, found)
+    if file.endswith(".json"):
+        views, sums = _read_indexed(path, file)
     else:
-        views, sums = _read_file(path / found)
+        views, sums = _read_file(path / file)
     read = read_quantised(views, config)
     if read.quantised is not None:
         config = {key: value for key, value in config.items() if key != KEY}

@@ -32,7 +32,7 @@ class HfNames(Checkpoint):
         weight, at, _ = item
         shape = dims.shape(weight.shape)
         spelling = self._spelling(item)
-        found = []
+        tensors = []
         for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
             name = self.name_of(spell(template, at))
             joined = at.expert if weight.is_joined(template) else None
@@ -40,10 +40,10 @@ class HfNames(Checkpoint):
             if findings.expect(self.key_of(name), self.meta_of(name), expected):
                 parts = self.parts_of(name)
                 reached = [part for part in parts if joined is None or joined in rows_of(part)]
-                found.append(reached if joined is None else [part.select(joined) for part in reached])
-        if len(found) < len(spelling.hf):
+                tensors.append(reached if joined is None else [part.select(joined) for part in reached])
+        if len(tensors) < len(spelling.hf):
             return []
-        slots = [slot for piece in spelling.pack.pieces(shape, dims) for slot in _slots(piece, found[piece.tensor])]
+        slots = [slot for piece in spelling.pack.pieces(shape, dims) for slot in _slots(piece, tensors[piece.tensor])]
         if not weight.less:
             return slots
         return [slot._replace(view=Shifted.of(str(item), slot.view, -weight.less)) for slot in slots]

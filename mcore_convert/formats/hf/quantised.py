@@ -30,17 +30,17 @@ class Reading:
 
 def read_quantised(stored: Mapping[str, View], config: Values) -> Reading:
     """What stored tensors stand for by their `config.json`. Reads no more than headers and a few shapes."""
-    said = config.get(KEY)
-    if said is None:
+    scheme = config.get(KEY)
+    if scheme is None:
         return Reading(stored)
-    if not isinstance(said, dict):
-        return Reading(stored, problems=(f"`{KEY}` = {shown(said)} is no table",))
-    method = said.get("quant_method")
+    if not isinstance(scheme, dict):
+        return Reading(stored, problems=(f"`{KEY}` = {shown(scheme)} is no table",))
+    method = scheme.get("quant_method")
     reader = METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         return Reading(stored, problems=(f"`quant_method` = {shown(method)} is none of {', '.join(METHODS)}",))
     problems = Problems()
-    forms = list(reader(said, problems))
+    forms = list(reader(scheme, problems))
     if problems.lines:
         return Reading(stored, problems=tuple(problems.lines))
     dtype = next((config[key] for key in ("dtype", "torch_dtype") if config.get(key) in DTYPES), DTYPES[0])

@@ -73,7 +73,7 @@ def beside(path: Path) -> Beside | None:
     if role is None:
         return None
     file = role / TRANSFORMER_CONFIG
-    step = next((found for each in (role, role.parent) if (found := STEP.fullmatch(each.name))), None)
+    step = next((matched for each in (role, role.parent) if (matched := STEP.fullmatch(each.name))), None)
     if not file.is_file() and step is None:
         return None
     folder = _folder(role / "model" / HUGGING_FACE) or _folder(role / HUGGING_FACE)
@@ -116,11 +116,11 @@ def common_of(
     """
     whole = dict(state)
     around = None if isinstance(state.get("args"), argparse.Namespace) else beside(path)
-    found = None if around is None else around.read()
-    if found is not None:
-        found = replace(found, args={"padded_vocab_size": rows, **found.args, **known})
+    recorded = None if around is None else around.read()
+    if recorded is not None:
+        recorded = replace(recorded, args={"padded_vocab_size": rows, **recorded.args, **known})
     if around is not None:
-        whole = with_recorded(state, path, around, found)
+        whole = with_recorded(state, path, around, recorded)
     args, iteration = whole.get("args"), whole.get("iteration")
     if args is None and described is not None:
         whole["args"] = argparse.Namespace(**described)
@@ -128,7 +128,7 @@ def common_of(
         dict(vars(args)) if isinstance(args, argparse.Namespace) else None,
         iteration if isinstance(iteration, int) else None,
         whole,
-        found,
+        recorded,
     )
 
 
@@ -140,7 +140,7 @@ def progress_files(here: Path, common: Common, path: Path, name: str) -> Iterato
         yield path / f"latest_{TRAIN_STATE}", file
 
 
-def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, found: Recorded | None) -> dict[str, Any]:
+def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, recorded: Recorded | None) -> dict[str, Any]:
     """The common state as Megatron-LM would have stored it: with arguments, an iteration, and the scheduler's name."""
     whole = dict(state)
     if around.program == NEMO:
@@ -155,7 +155,7 @@ def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, found: R
         whole["opt_param_scheduler"] = whole.pop("lr_scheduler")
     if around.iteration is not None:
         whole["iteration"] = around.iteration
-    args = {} if found is None or not found.complete else dict(found.args)
+    args = {} if recorded is None or not recorded.complete else dict(recorded.args)
     if (path / TRAIN_STATE).is_file():
         stored = TorchFile(path / TRAIN_STATE).tree
         if not isinstance(stored, dict):

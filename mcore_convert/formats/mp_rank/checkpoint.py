@@ -104,7 +104,7 @@ class MpRankCheckpoint(Checkpoint):
         return random_states(contents, axes, sizes, ep)
 
     @property
-    def found_by_order(self) -> bool:
+    def matched_by_order(self) -> bool:
         return True
 
     @property
@@ -269,8 +269,8 @@ class MpRankCheckpoint(Checkpoint):
 
     def _slots(self, item: Item, place: Place, dims: Dims, rows: int | None, findings: Findings) -> list[Slot]:
         weight, _, state = item
-        key, found = self._key(place), self._find(place)
-        if found is None:  # nothing that its shape, which may be without padding, could be cut by
+        key, parameter = self._key(place), self._find(place)
+        if parameter is None:  # nothing that its shape, which may be without padding, could be cut by
             findings.expect(key, None, ())
             return []
         shape: Shape = dims.shape(weight.shape)
@@ -278,9 +278,9 @@ class MpRankCheckpoint(Checkpoint):
             shape = (rows, *shape[1:])
         shard = dims.sized(self._shard(weight))
         local = local_of(shard, shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None))
-        if not findings.expect(key, found.meta, local.shape):
+        if not findings.expect(key, parameter.meta, local.shape):
             return []
-        view = found.view
+        view = parameter.view
         if state != PARAM:
             states = self._states[place.rank][place.chunk].get(place.name, {})
             if state in states:
@@ -288,4 +288,4 @@ class MpRankCheckpoint(Checkpoint):
             elif state != MASTER or view.dtype != "float32":  # a parameter in fp32 is its own master copy
                 findings.missing.append(f"{key} ({state})")
                 return []
-        return list(slots_in_global(found.arrange(view), local))
+        return list(slots_in_global(parameter.arrange(view), local))

@@ -177,15 +177,15 @@ def _file_in(folder: Path) -> Path:
 
 
 def _refuse_different_iterations(files: Iterable[RankFile], where: str) -> None:
-    found: dict[Any, list[str]] = {}
+    files_of: dict[Any, list[str]] = {}
     for file in files:
-        found.setdefault((file.iteration, file.tree.get("checkpoint_version")), []).append(file.name)
-    if len(found) > 1:
+        files_of.setdefault((file.iteration, file.tree.get("checkpoint_version")), []).append(file.name)
+    if len(files_of) > 1:
         raise UnreadableCheckpoint(
             f"the ranks of {where} are of different iterations",
             items=[
                 f"iteration {iteration}, checkpoint version {version}: {', '.join(names)}"
-                for (iteration, version), names in found.items()
+                for (iteration, version), names in files_of.items()
             ],
         )
 

@@ -79,18 +79,21 @@ def check_names(layout: Layout, names: Iterable[str], where: str) -> None:
     Raises:
         UnreadableCheckpoint: some are missing, or they are those of another layout.
     """
-    found, wanted = set(names), {rank_name(rank, layout) for rank in layout.ranks()}
-    said = f"tp = {layout.tp}, pp = {layout.pp}, ep = {layout.ep}"
-    foreign = sorted(found - wanted)
+    present, wanted = set(names), {rank_name(rank, layout) for rank in layout.ranks()}
+    sizes = f"tp = {layout.tp}, pp = {layout.pp}, ep = {layout.ep}"
+    foreign = sorted(present - wanted)
     if foreign:
         raise UnreadableCheckpoint(
-            f"{where} has {len(found)} ranks, which do not fit its arguments ({said}: {len(wanted)} ranks)",
-            items=[*(f"{name} has no place" for name in foreign), *(f"{n} is missing" for n in sorted(wanted - found))],
+            f"{where} has {len(present)} ranks, which do not fit its arguments ({sizes}: {len(wanted)} ranks)",
+            items=[
+                *(f"{name} has no place" for name in foreign),
+                *(f"{n} is missing" for n in sorted(wanted - present)),
+            ],
         )
-    if found != wanted:
+    if present != wanted:
         raise UnreadableCheckpoint(
-            f"{where} lacks {len(wanted - found)} of the {len(wanted)} ranks that its arguments have ({said})",
-            items=sorted(wanted - found),
+            f"{where} lacks {len(wanted - present)} of the {len(wanted)} ranks that its arguments have ({sizes})",
+            items=sorted(wanted - present),
             hint="the checkpoint was not copied completely, or a rank failed to save",
         )
 
@@ -122,9 +125,9 @@ def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, 
     """
     chunks = {stage.vpp for stage in counts}
     num_layers = args.get("num_layers") or args.get("encoder_num_layers")
-    found = sum(counts.values())
-    if num_layers != found:
-        raise UnreadableCheckpoint(f"the stages of {where} hold {found} layers, its arguments have {num_layers}")
+    total = sum(counts.values())
+    if num_layers != total:
+        raise UnreadableCheckpoint(f"the stages of {where} hold {total} layers, its arguments have {num_layers}")
     if layout.pipeline_layout is None and args.get("pipeline_model_parallel_layout") is not None:
         stages = ["t" * counts[stage] for stage in sorted(counts)]
         predicting = "m" * (args.get("mtp_num_layers") or 0)
@@ -134,7 +137,7 @@ def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, 
         raise UnreadableCheckpoint(
             f"the ranks of {where} hold {len(chunks)} model chunks, its arguments have {layout.num_virtual_stages}"
         )
-    demanded = {stage: len(layers) for stage, layers in layout.stages(found).items()}
+    demanded = {stage: len(layers) for stage, layers in layout.stages(total).items()}
     if demanded != dict(counts):
         raise UnreadableCheckpoint(
             f"the stages of {where} do not hold the layers that its arguments demand",

@@ -140,7 +140,7 @@ def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, An
     given = {name: value for name, value in options.items() if value is not None}
     held = [named(stage) for stage in stages]
     num_layers = sum(map(_num_layers, held))
-    tensors = {name: view for found in reversed(held) for name, view in found.items()}  # of the first stage that has it
+    tensors = {name: view for views in reversed(held) for name, view in views.items()}  # of the first stage that has it
     where = f"`{next(iter(tensors.values())).path}`" if tensors else "the checkpoint"
     positions = tensors.get("embedding.position_embeddings.weight")
     missing = [name for name, rank in ANCHORS.items() if name not in tensors or len(tensors[name].shape) != rank]
@@ -159,7 +159,7 @@ def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, An
         )
     if fc1.shape[0] not in (fc2.shape[1], 2 * fc2.shape[1]):
         raise UnreadableCheckpoint(f"the matrices of the MLP in {where} are {list(fc1.shape)} and {list(fc2.shape)}")
-    told: dict[str, Any] = {
+    inferred: dict[str, Any] = {
         "num_layers": num_layers,
         "hidden_size": norm.shape[0],
         "ffn_hidden_size": fc2.shape[1] * tp,
@@ -175,15 +175,15 @@ def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, An
         "bf16": embedding.dtype == "bfloat16",
     }
     if positions is not None:
-        told |= {"position_embedding_type": "learned_absolute", "max_position_embeddings": positions.shape[0]}
+        inferred |= {"position_embedding_type": "learned_absolute", "max_position_embeddings": positions.shape[0]}
     wrong = [
-        f"--arg {name}={value}: the shapes say {told[name]}"
+        f"--arg {name}={value}: the shapes say {inferred[name]}"
         for name, value in given.items()
-        if name in told and told[name] != value
+        if name in inferred and inferred[name] != value
     ]
     if wrong:
         raise ConfigError(f"options contradict {where}", items=wrong)
-    return given | told
+    return given | inferred
 
 
 def _heads_of(heads: Any, query: int, rows: int, where: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, .
 
 def _find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, ...]:
     parts = _parts(file.tree.get("optimizer"))
-    found: tuple[dict[str, dict[str, View]], ...] = tuple({} for _ in file.chunks)
+    states: tuple[dict[str, dict[str, View]], ...] = tuple({} for _ in file.chunks)
     parts_of_ranks = sorted(file.path.parent.glob(LAYER_WISE_FILES))
     if len(parts_of_ranks) > 1:
         raise _refusal(file, [f"each of {len(parts_of_ranks)} data-parallel ranks has a part: `{LAYER_WISE_FILES}`"])
@@ -152,11 +152,11 @@ def _find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, 
             raise _refusal(file, [f"{DISTRIBUTED_FILE} is of {len(buffers)} optimizers, not of {len(parts)}"])
         for parameters, buffer in zip(owned, buffers, strict=True):
             if buffer is not None:  # of what all expert ranks hold, the first alone saves the state
-                _assign(found, _in_buffers(file, parameters, buffer, args))
+                _assign(states, _in_buffers(file, parameters, buffer, args))
     else:
         for parameters, part in zip(owned, parts, strict=True):
-            _assign(found, _in_groups(file, parameters, part, args))
-    return found
+            _assign(states, _in_groups(file, parameters, part, args))
+    return states
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -185,9 +185,9 @@ def _is_distributed(parts: list[Any]) -> bool:
     return any(part and "state" not in _inner(part) and "param_groups" in _inner(part) for part in parts)
 
 
-def _assign(found: Sequence[dict[str, dict[str, View]]], states: Iterable[tuple[Parameter, str, View]]) -> None:
+def _assign(states_of: Sequence[dict[str, dict[str, View]]], states: Iterable[tuple[Parameter, str, View]]) -> None:
     for parameter, state, view in states:
-        found[parameter.chunk].setdefault(parameter.name, {})[state] = view
+        states_of[parameter.chunk].setdefault(parameter.name, {})[state] = view
 
 
 def _refusal(file: RankFile, items: Iterable[str]) -> MappingError:
@@ -230,8 +230,8 @@ def _in_groups(
 def _checked(file: RankFile, parameter: Parameter, state: str, view: Any) -> View:
     wanted = parameter.local.view.shape
     if not isinstance(view, View) or view.shape != wanted:
-        found = f"{list(view.shape)}" if isinstance(view, View) else "missing"
-        raise _refusal(file, [f"`{state}` of {parameter.name} is {found}, the parameter is {list(wanted)}"])
+        actual = f"{list(view.shape)}" if isinstance(view, View) else "missing"
+        raise _refusal(file, [f"`{state}` of {parameter.name} is {actual}, the parameter is {list(wanted)}"])
     return view
 
 
@@ -289,12 +289,12 @@ def _fitting_starts(
     """Where the parameters begin, by each way of cutting buckets that gives a buffer of this length."""
     alone = [are_shared(member, args) for member in members]
     cuts = [None, bucket_size_of(args)]
-    found: list[list[int]] = []
+    fitting: list[list[int]] = []
     for cut in reversed(cuts) if args.get("overlap_grad_reduce") else cuts:
         starts, end = buffer_starts(sizes, alone, cut)
-        if end == length and starts not in found:
-            found.append(starts)
-    return found
+        if end == length and starts not in fitting:
+            fitting.append(starts)
+    return fitting
 
 
 def _groups_with_steps(inner: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

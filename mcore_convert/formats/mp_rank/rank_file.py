@@ -205,7 +205,7 @@ def num_layers_of(chunk: Chunk, where: str) -> int:
     Raises:
         UnreadableCheckpoint: a number is left out.
     """
-    numbers = {int(found[1]) for found in map(LAYER.match, chunk) if found is not None}
+    numbers = {int(matched[1]) for matched in map(LAYER.match, chunk) if matched is not None}
     if numbers != set(range(len(numbers))):
         raise UnreadableCheckpoint(f"{where} holds the layers {sorted(numbers)}, which leave numbers out")
     return len(numbers)

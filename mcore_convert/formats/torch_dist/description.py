@@ -31,12 +31,12 @@ def optimizer_form(common: Common, keys: list[str]) -> str | None:
     if not keys:
         return None
     state = common.state
-    said = _dict(state, "content_metadata").get("distrib_optim_sharding_type")
+    stated = _dict(state, "content_metadata").get("distrib_optim_sharding_type")
     optimizer = _dict(state, "optimizer")
     for part in (optimizer, _dict(optimizer, 0)):
-        said = said or part.get("param_state_sharding_type")
-    if said:
-        return f"distributed, {said}"
+        stated = stated or part.get("param_state_sharding_type")
+    if stated:
+        return f"distributed, {stated}"
     if any(".state.fp32_param." in key for key in keys):
         return "plain, with fp32 master weights"
     if any("optimizer.distributed." in key for key in keys):
@@ -45,5 +45,5 @@ def optimizer_form(common: Common, keys: list[str]) -> str | None:
 
 
 def _dict(state: Mapping[Any, Any], key: object) -> Mapping[Any, Any]:
-    found = state.get(key)
-    return found if isinstance(found, dict) else {}
+    value = state.get(key)
+    return value if isinstance(value, dict) else {}

@@ -38,7 +38,7 @@ def inner_directory(path: Path) -> Path | None:
     for weights in (path / POLICY / WEIGHTS, path / WEIGHTS):
         if (weights / TRACKER).is_file() or (weights.is_dir() and (weights.parent / CONTEXT).is_dir()):
             return weights
-    return next((found for role in _roles(path) if (found := _of_role(role)) is not None), None)
+    return next((inner for role in _roles(path) if (inner := _of_role(role)) is not None), None)
 
 
 def _roles(path: Path) -> Iterator[Path]:

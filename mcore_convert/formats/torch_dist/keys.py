@@ -44,11 +44,11 @@ class StateKeys:
     @cached_property
     def tensors(self) -> Mapping[str, TensorMeta]:
         """Shape and dtype by name; a tensor that is stored flattened has the shape that it had before."""
-        found = {}
+        tensors = {}
         for key, on_disk in self.keys.items():
             meta = self.directory.tensors[on_disk]
-            found[key] = TensorMeta(self.directory.unflattened.get(on_disk, meta.shape), meta.dtype)
-        return found
+            tensors[key] = TensorMeta(self.directory.unflattened.get(on_disk, meta.shape), meta.dtype)
+        return tensors
 
     @cached_property
     def _slots(self) -> dict[str, list[Slot]]:
@@ -173,12 +173,12 @@ def with_fused_norms(keys: Mapping[str, str], model: Collection[str]) -> dict[st
 
 
 def _fused(key: str, keys: Collection[str]) -> str:
-    head, found, tail = key.partition(DENSE_NORM)
-    if found:
+    head, separator, tail = key.partition(DENSE_NORM)
+    if separator:
         return f"{head}{EXPERT_NORM}{tail}" if f"{head}{ROUTER}" in keys else key
     for own, fused in OWN_NORMS.items():
-        head, found, tail = key.partition(own)
-        if found and f"{head}{LATENT}" in keys and not (own == EXPERT_NORM and f"{head}{ROUTER}" in keys):
+        head, separator, tail = key.partition(own)
+        if separator and f"{head}{LATENT}" in keys and not (own == EXPERT_NORM and f"{head}{ROUTER}" in keys):
             return f"{head}{fused}{tail}"
     return key
 

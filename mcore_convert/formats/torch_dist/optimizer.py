@@ -50,13 +50,13 @@ WITHOUT = "leave the optimizer state behind with --no-optimizer"
 class NamedState:
     """Optimizer state under the names of the weights.
 
-    What was flattened is `found_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
+    What was flattened is `matched_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
     transposed parameter, flattens that, and says the shape only. `gathered`: master copies are remainders in fp32.
     """
 
     weights: StateKeys
     by_state: Mapping[str, StateKeys]
-    found_by_order: bool
+    matched_by_order: bool
     gathered: bool = False
 
     @property
@@ -101,7 +101,7 @@ class ChainedState:
 
     named: NamedState
     buckets: BucketState
-    found_by_order = True
+    matched_by_order = True
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -159,10 +159,10 @@ def find(
         elif is_tensor and (bucket := BUCKET_KEY.fullmatch(key)) and bucket["kind"] in KINDS:
             chain, group, buffer, number = (int(bucket[name] or 0) for name in ("chain", "group", "buffer", "bucket"))
             buckets.setdefault((chain, group, buffer, number), {})[bucket["kind"]] = on_disk
-        elif is_tensor or not (found := GROUP_KEY.fullmatch(key)):
+        elif is_tensor or not (matched := GROUP_KEY.fullmatch(key)):
             unknown.append(on_disk)
-        elif found[3] == gathered_form.STATE:
-            gathered[int(found[1] or 0), int(found[2])] = on_disk
+        elif matched[3] == gathered_form.STATE:
+            gathered[int(matched[1] or 0), int(matched[2])] = on_disk
     _refuse_types(directory, common)
     if unknown:
         raise MappingError(

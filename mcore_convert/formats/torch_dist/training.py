@@ -28,9 +28,9 @@ NOT_REST = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_s
 
 def sharding_types(common: Mapping[str, Any]) -> set[str]:
     """What Megatron's distributed optimizers said that their form is; nothing for plain ones and before 0.8."""
-    said = [(common.get("content_metadata") or {}).get("distrib_optim_sharding_type")]
-    said += [each.get("param_state_sharding_type") for each in _optimizers(common)]
-    return {each for each in said if isinstance(each, str)}
+    types = [(common.get("content_metadata") or {}).get("distrib_optim_sharding_type")]
+    types += [each.get("param_state_sharding_type") for each in _optimizers(common)]
+    return {each for each in types if isinstance(each, str)}
 
 
 def training_of(directory: dcp.Directory, prefix: str, keys: Collection[str], common: Mapping[str, Any]) -> Training:
@@ -46,12 +46,12 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Collection[str], co
     """
     by_chain: dict[int, dict[str, Any]] = {}
     for on_disk in sorted(keys, key=_natural):
-        found = GROUP_KEY.fullmatch(on_disk.removeprefix(prefix))
-        if found is not None and found[3] in ("optimizer", "grad_scaler"):
+        matched = GROUP_KEY.fullmatch(on_disk.removeprefix(prefix))
+        if matched is not None and matched[3] in ("optimizer", "grad_scaler"):
             content = directory.object(on_disk)
             if isinstance(content, list) and len(content) == 1:  # a sharded object is saved as a list of one
                 (content,) = content
-            _add_rank(by_chain.setdefault(int(found[1] or 0), {}), found[3], content)
+            _add_rank(by_chain.setdefault(int(matched[1] or 0), {}), matched[3], content)
     groups: list[dict[str, Any]] = []
     chain: list[int] = []
     by_group = True

@@ -194,12 +194,12 @@ def _cells(shard: Shard, shape: Shape, tp: int, dtype: str) -> tuple[list[Box], 
 
 def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
     """A key has one dtype for all its layers and experts."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    dtypes_of: dict[tuple[str, str], dict[str, str]] = {}
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
             key = spell(drop(item.weight.mcore, *axes_written(item.weight.mcore, dims)), item.at)
-            found.setdefault((key, item.state), {}).setdefault(dtype, str(item))
-    mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
+            dtypes_of.setdefault((key, item.state), {}).setdefault(dtype, str(item))
+    mixed = [f"{name} is {dtype}" for dtypes in dtypes_of.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
     if mixed:
         raise MappingError(
             "a weight has another dtype in other layers, which `torch_dist` cannot hold", items=fold(mixed)

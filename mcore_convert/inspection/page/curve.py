@@ -43,16 +43,16 @@ def find_metrics(checkpoint: Path) -> Path | None:
 
 def read_metrics(file: Path) -> Metrics:
     """Read a file line by line."""
-    found = Metrics()
+    metrics = Metrics()
     for _, row in read_rows(file):
         iteration, loss = row["iteration"], _number(row.get("loss"))
         name = row.get("evaluation")
         if isinstance(name, str):
-            found.evaluations.setdefault(name, {})[iteration] = loss
+            metrics.evaluations.setdefault(name, {})[iteration] = loss
         elif "loss" in row:
-            found.iterations.append(iteration)
-            found.losses.append(loss)
-    return found
+            metrics.iterations.append(iteration)
+            metrics.losses.append(loss)
+    return metrics
 
 
 def _number(value: object) -> float:
@@ -152,8 +152,8 @@ def _smoothed(losses: Numbers) -> Numbers:
     sums = np.concatenate([[0.0], np.cumsum(np.where(good, losses, 0.0))])
     counts = np.concatenate([[0], np.cumsum(good)])
     start, stop = number - reach, number + reach + 1
-    found = np.maximum(counts[stop] - counts[start], 1)
-    smooth: Numbers = (sums[stop] - sums[start]) / found
+    lengths = np.maximum(counts[stop] - counts[start], 1)
+    smooth: Numbers = (sums[stop] - sums[start]) / lengths
     return smooth
 
 

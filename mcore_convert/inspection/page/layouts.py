@@ -148,8 +148,8 @@ def _pipelines(dims: Dims, *wanted: Layout) -> list[Layout]:
     """The pipelines to choose from, those that are wanted among them, from few ranks to many."""
     regular = (Layout(pp=pp, vpp=vpp) for pp in PP_CHOICES for vpp in VPP_CHOICES if pp > 1 or vpp is None)
     fitting = [layout for layout in regular if _fits(dims, layout)][:MOST_PIPELINES]
-    found = list(dict.fromkeys([*fitting, *map(_pipe, wanted)]))
-    return sorted(found, key=lambda layout: (layout.pp, layout.num_virtual_stages))
+    layouts = list(dict.fromkeys([*fitting, *map(_pipe, wanted)]))
+    return sorted(layouts, key=lambda layout: (layout.pp, layout.num_virtual_stages))
 
 
 def _expert_choices(dims: Dims, *wanted: Layout) -> Data:
@@ -157,11 +157,11 @@ def _expert_choices(dims: Dims, *wanted: Layout) -> Data:
     if not dims.num_experts:
         return {"1": [None]}
     sizes = {layout.ep for layout in wanted} | {ep for ep in TP_CHOICES if dims.num_experts % ep == 0}
-    found = {}
+    choices = {}
     for ep in sorted(sizes):
         ranges = [Layout(ep=ep).experts(dims.num_experts, rank) for rank in range(ep)]
-        found[str(ep)] = [[experts.start, experts.stop] for experts in ranges]
-    return found
+        choices[str(ep)] = [[experts.start, experts.stop] for experts in ranges]
+    return choices
 
 
 def _fits(dims: Dims, layout: Layout) -> bool:
@@ -196,4 +196,4 @@ def _optimizer_bytes(model: Model) -> tuple[int, bool]:
     first = next(weight for weight in family_of(model).weights if weight.trained and weight.mcore is not None)
     at = Index(0 if first.per_layer else None)
     slots = [checkpoint.locate(Item(first, at, state), model.dims, Findings()) for state in states]
-    return sum(found[0].view.itemsize for found in slots if found), True
+    return sum(slots_of_state[0].view.itemsize for slots_of_state in slots if slots_of_state), True

@@ -148,8 +148,8 @@ def storage(**fields: Any) -> Damage:
 
 
 def first_chunk(**fields: Any) -> Damage:
-    def change(found: list[Any]) -> None:
-        found[0] = dataclasses.replace(found[0], **fields)
+    def change(result: list[Any]) -> None:
+        result[0] = dataclasses.replace(result[0], **fields)
 
     return chunks(change)
 

@@ -24,13 +24,13 @@ def hf_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {key: files[name][key] for key, name in weight_map.items()}
 
 
-def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def assert_same_tensors(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     """Same names, dtypes and bytes."""
-    assert sorted(found) == sorted(wanted)
+    assert sorted(actual) == sorted(wanted)
     for key, tensor in wanted.items():
-        assert found[key].dtype == tensor.dtype, key
-        assert found[key].shape == tensor.shape, key
-        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+        assert actual[key].dtype == tensor.dtype, key
+        assert actual[key].shape == tensor.shape, key
+        assert torch.equal(actual[key].view(torch.uint8), tensor.view(torch.uint8)), key
 
 
 def dcp_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -37,10 +37,10 @@ TINY = {
 @pytest.fixture
 def made() -> dict[str, Family]:
     """The families of the page's own code."""
-    found = re.search(r"<!-- file: my_families.py -->\n```python\n(.*?)^```$", PAGE, re.M | re.S)
-    assert found is not None
+    matched = re.search(r"<!-- file: my_families.py -->\n```python\n(.*?)^```$", PAGE, re.M | re.S)
+    assert matched is not None
     module = types.ModuleType("my_families")
-    exec(found[1], module.__dict__)
+    exec(matched[1], module.__dict__)
     return {family.name: family for family in vars(module).values() if isinstance(family, Family)}
 
 
@@ -73,10 +73,10 @@ def test_what_a_reader_makes_of_the_page_computes_the_same(
     assert '"layer_types"' in (tmp_path / "hf/config.json").read_text()
     done = convert(tmp_path / "hf", tmp_path / "mcore", tp=2, family=name)
     assert done.as_dict()["family"] == name
-    found = verify(tmp_path / "hf", tmp_path / "mcore", logits=True, tolerance=2e-5)
-    assert found.equal
-    assert found.logits is not None
-    assert found.logits.within
+    result = verify(tmp_path / "hf", tmp_path / "mcore", logits=True, tolerance=2e-5)
+    assert result.equal
+    assert result.logits is not None
+    assert result.logits.within
     convert(tmp_path / "mcore", tmp_path / "back", family=name)
     assert_same_tensors(hf_tensors(tmp_path / "back"), hf_tensors(tmp_path / "hf"))
 
@@ -97,8 +97,8 @@ def first_column(heading: str) -> set[str]:
 
 def functions(module: types.ModuleType) -> set[str]:
     """The public functions that a module defines."""
-    found = inspect.getmembers(module, inspect.isfunction)
-    return {name for name, value in found if value.__module__ == module.__name__ and not name.startswith("_")}
+    result = inspect.getmembers(module, inspect.isfunction)
+    return {name for name, value in result if value.__module__ == module.__name__ and not name.startswith("_")}
 
 
 def test_the_tables_leave_nothing_out() -> None:

@@ -48,7 +48,7 @@ def test_a_run_of_the_local_spec_loads_what_was_resharded(moe_norm: Any, tmp_pat
     weights = random_weights(ARGS)
     save_torch_dist(ARGS, weights, tmp_path / "run", moe_norm=moe_norm)
     reshard(tmp_path / "run", tmp_path / "out", iteration=3)
-    found = norms_of(tmp_path / "out/iter_0000003")
-    assert len(found) == ARGS["num_layers"]
-    for name, norm in found.items():
+    result = norms_of(tmp_path / "out/iter_0000003")
+    assert len(result) == ARGS["num_layers"]
+    for name, norm in result.items():
         assert torch.equal(norm, weights[name])

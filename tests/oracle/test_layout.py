@@ -136,7 +136,7 @@ def test_stages_are_those_of_megatron_core(num_layers: int, options: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"pp": 2, "pipeline_layout": "E|(tt|)*4,t|L"}, "has 7 stages"),
         ({"pp": 2, "vpp": 2, "pipeline_layout": "Et|tL"}, "has 2 stages"),
@@ -145,8 +145,8 @@ def test_stages_are_those_of_megatron_core(num_layers: int, options: dict[str, A
         ({"pp": 4, "first_stage_layers": 2, "account_for_loss": True}, "cannot be combined"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(LayoutError, match=said):
+def test_layouts_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
         Layout(**options)
 
 
@@ -251,15 +251,15 @@ def test_rows_name_and_cut_what_megatron_core_does(name: str) -> None:
     def held() -> dict[str, tuple[tuple[int, ...], list[Box]]]:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-        found: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+        result: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
         with model_parallel(tp, 1):
             (model,) = build_stages(args)
             for entry in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values():
                 for part in entry.build() if hasattr(entry, "build") else [entry]:
                     if isinstance(part, ShardedTensor):
                         box = Box(tuple(part.global_offset), tuple(part.local_shape))
-                        found.setdefault(part.key, (tuple(part.global_shape), []))[1].append(box)
-        return found
+                        result.setdefault(part.key, (tuple(part.global_shape), []))[1].append(box)
+        return result
 
     vocab = args["padded_vocab_size"]
     dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)

@@ -208,8 +208,8 @@ def loaded_by_the_line(done: Conversion, model: str) -> list[Loaded]:
         vpp=args["num_layers"] // pp // layers if layers else None,
         ep=ep,
     )
-    found: list[Loaded] = run_ranks(tp * pp * ep, each)
-    return found
+    result: list[Loaded] = run_ranks(tp * pp * ep, each)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -257,11 +257,11 @@ def test_names_of_grouped_experts(tmp_path: Path) -> None:
     assert done.command is not None
     assert "--transformer-impl transformer_engine" in done.command
     assert "--moe-grouped-gemm" in done.command
-    found, wanted = (
+    actual, wanted = (
         {key for key in dcp.read(path / "iter_0000010").tensors if "optimizer" not in key}
         for path in (tmp_path / "out", source)
     )
-    assert found == wanted
+    assert actual == wanted
     reshard(source, tmp_path / "local", implementation="local")
     names = set(dcp.read(tmp_path / "local/iter_0000010").tensors)
     assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in names

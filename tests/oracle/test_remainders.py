@@ -82,19 +82,19 @@ def slots_in(path: Path) -> dict[tuple[str, str], list[Slot]]:
 
 def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
     """Every state of every weight."""
-    found = {}
+    result = {}
     with Files() as files:
         for key, slots in slots_in(path).items():
             shape = STATE.master[key[0]].shape
-            found[key] = torch.from_numpy(global_tensor(files, slots, tuple(shape)).copy())
-            found[key] = found[key].view(getattr(torch, slots[0].view.dtype))
-    return found
+            result[key] = torch.from_numpy(global_tensor(files, slots, tuple(shape)).copy())
+            result[key] = result[key].view(getattr(torch, slots[0].view.dtype))
+    return result
 
 
-def assert_is_state(found: dict[tuple[str, str], Tensor]) -> None:
+def assert_is_state(actual: dict[tuple[str, str], Tensor]) -> None:
     """The states are those that were saved, bit for bit, and the weights round as the kernel rounds."""
-    assert len(found) == 4 * len(STATE.master)
-    for (name, kind), tensor in found.items():
+    assert len(actual) == 4 * len(STATE.master)
+    for (name, kind), tensor in actual.items():
         if kind == PARAM:
             bits = STATE.master[name].numpy().view(np.uint32).astype(np.uint64)
             assert np.array_equal(tensor.view(torch.int16).numpy().view(np.uint16), bits + 0x8000 >> 16)
@@ -221,5 +221,5 @@ def test_whole_masters_of_a_precision_aware_optimizer(tmp_path: Path) -> None:
     run_ranks(1, lambda: save_with_optimizer(args, STATE, tmp_path / "run", "fully_reshardable"))
     plan = reshard(tmp_path / "run", tmp_path / "one", tp=2)
     assert not [note for note in plan.notes if "remainders" in note]
-    found = states_in(tmp_path / "one")
-    assert all(torch.equal(found[name, MASTER], master) for name, master in STATE.master.items())
+    actual = states_in(tmp_path / "one")
+    assert all(torch.equal(actual[name, MASTER], master) for name, master in STATE.master.items())

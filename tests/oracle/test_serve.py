@@ -34,9 +34,9 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         port = free_port()
         server = started(port, log)
         try:
-            with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as found:
+            with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as result:
                 if answers(server, port):
-                    yield found
+                    yield result
                     return
         finally:
             server.terminate()
@@ -83,8 +83,8 @@ def generated(model: str, text: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = tokenizer(text, return_tensors="pt")
     ids = AutoModelForCausalLM.from_pretrained(model).generate(**tokens, max_new_tokens=TOKENS, do_sample=False)
-    said: str = tokenizer.decode(ids[0, tokens.input_ids.shape[1] :], skip_special_tokens=True)
-    return said
+    message: str = tokenizer.decode(ids[0, tokens.input_ids.shape[1] :], skip_special_tokens=True)
+    return message
 
 
 def plain(answer: str | None, model: str, tokenizer: Any) -> str:

@@ -77,8 +77,8 @@ def by_hydra(folder: Path, name: str, selections: dict[str, str]) -> Any:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    said = yaml.safe_load((folder / f"{name}.yaml").read_text()).get("defaults", [])
-    added = {group for group in selections if not said}
+    actual = yaml.safe_load((folder / f"{name}.yaml").read_text()).get("defaults", [])
+    added = {group for group in selections if not actual}
     words = [f"{'+' if group in added else ''}{group}={choice}" for group, choice in selections.items()]
     with initialize_config_dir(str(folder), version_base="1.3"):
         return OmegaConf.to_container(compose(name, [f"hydra.searchpath=['file://{CONFIGS}']", *words]), resolve=False)

@@ -172,15 +172,15 @@ def test_blocks_may_end_anywhere(size: int, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sources, "CHUNK", size)
     (tmp_path / "a.txt").write_text("\ufeffné\n<|>\n<|<|>\n\n🦆 b<|>c\n<|>\n", newline="")
     reading = Reading(separator="<|>")
-    found = [
+    result = [
         (chunk.line, text)
         for chunk in sources.chunks(sources.source_of(str(tmp_path / "a.txt"), reading), reading)
         if isinstance(chunk, Plain)
         for [text] in chunk.documents(("text",))
     ]
-    assert [text for _, text in found] == ["né", "<|", "🦆 b", "c"]
+    assert [text for _, text in result] == ["né", "<|", "🦆 b", "c"]
     if size < 5:
-        assert [line for line, _ in found] == [1, 2, 3, 5]  # where a block begins
+        assert [line for line, _ in result] == [1, 2, 3, 5]  # where a block begins
 
 
 def test_little_is_read_ahead(tokenizer: Tokenizer) -> None:

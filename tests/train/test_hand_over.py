@@ -50,15 +50,15 @@ def test_train_export_generate_push_load(tmp_path: Path, monkeypatch: pytest.Mon
     assert "| loss | " in card
     assert "| parallel layout of the source | tp 2, pp 1, on 2 ranks |" in card
     assert (done.path / "loss.png").read_bytes() == (run / "loss.png").read_bytes()
-    told = {name: tell(str(path)) for name, path in (("main", done.path), ("iter_0000003", early(run)))}
-    assert all(text.startswith(PROMPT) for text in told.values())
+    messages = {name: story_of(str(path)) for name, path in (("main", done.path), ("iter_0000003", early(run)))}
+    assert all(text.startswith(PROMPT) for text in messages.values())
 
     with client_of_a_hub(tmp_path) as hub:
         push(done.path, "stories", private=True)
         push(early(run), "stories", branch="iter_0000003")
         loaded = run_with(hub, tmp_path / "home", "-c", LOAD)
     assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout == "".join(f"{text}\n" for text in told.values())
+    assert loaded.stdout == "".join(f"{text}\n" for text in messages.values())
     assert load_hf_model(run).num_parameters() == done.plan.num_parameters
 
 
@@ -80,7 +80,7 @@ def early(run: Path) -> Path:
     return path
 
 
-def tell(path: str) -> str:
+def story_of(path: str) -> str:
     generator = pipeline("text-generation", model=path)
     text: str = generator(PROMPT, max_new_tokens=8, do_sample=False)[0]["generated_text"]
     return text

@@ -88,12 +88,12 @@ def blocks_of(page: Path) -> list[Block]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The Hub that commands talk to, as `ada`."""
-    with running_hub() as found:
-        found.tokens["hf_ada"] = Token("ada")
-        settings = {"HF_ENDPOINT": found.url, "HF_TOKEN": "hf_ada", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    with running_hub() as result:
+        result.tokens["hf_ada"] = Token("ada")
+        settings = {"HF_ENDPOINT": result.url, "HF_TOKEN": "hf_ada", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        yield found
+        yield result
 
 
 @pytest.fixture(scope="module")

@@ -119,9 +119,9 @@ def test_titles_say_the_true_number_of_parameters() -> None:
     from mcore_convert.cli.text import in_parameters
 
     for name in choices("model"):
-        said = re.search(r"([\d.]+ [MB]) parameters", title(CONFIGS / "model" / f"{name}.yaml"))
-        if said and name in PARAMETERS:
-            assert said[1] == in_parameters(PARAMETERS[name])
+        matched = re.search(r"([\d.]+ [MB]) parameters", title(CONFIGS / "model" / f"{name}.yaml"))
+        if matched and name in PARAMETERS:
+            assert matched[1] == in_parameters(PARAMETERS[name])
 
 
 # files

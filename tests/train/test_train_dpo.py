@@ -79,8 +79,8 @@ def test_dpo_is_that_of_torch_and_transformers(hf_checkpoint: HfMaker, tmp_path:
     assert expected[0][0] == pytest.approx(0.693147, abs=1e-5), "nothing is moved yet"
     assert abs(expected[1][0] - 0.693147) > 0.01
     for answer in run_ranks(2, all_layouts):
-        for name, found in answer.items():
-            for ours, theirs in zip(found, expected, strict=True):
+        for name, result in answer.items():
+            for ours, theirs in zip(result, expected, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), name
 
 

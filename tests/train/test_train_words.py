@@ -126,7 +126,7 @@ def test_a_finished_run_says_that_it_is_finished(tmp_path: Path, capfd: pytest.C
     assert len(rows) == 2
 
 
-def test_a_fault_of_many_rows_is_said_once() -> None:
+def test_a_fault_of_many_rows_is_reported_once() -> None:
     lines = [json.dumps({"body": f"text {n}"} if n not in (4, 9) else {"text": 5}) for n in range(1, 21)]
     chunk = JsonLines("a.jsonl", 1, 0, "\n".join(lines).encode())
     with pytest.raises(DataError) as refused:

@@ -31,10 +31,10 @@ ERROR = {"kind", "message", "items", "hint"}
 
 def error_of(out: str) -> dict[str, Any]:
     """The one error that stdout has."""
-    found = json.loads(out)
-    assert set(found) == {"error"}
-    assert set(found["error"]) == ERROR
-    error: dict[str, Any] = found["error"]
+    result = json.loads(out)
+    assert set(result) == {"error"}
+    assert set(result["error"]) == ERROR
+    error: dict[str, Any] = result["error"]
     return error
 
 

@@ -348,7 +348,7 @@ def test_output_that_cannot_be_written(options: list[str], source: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_cannot_be_removed_is_said(source: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_removed_is_reported(source: Path, tmp_path: Path) -> None:
     """A disk that is mounted in the old destination stays; the new one is whole."""
     (tmp_path / "DST").mkdir()
     with small_disk(tmp_path / "DST" / "disk", "100k", unmount="*.old-*/disk"):

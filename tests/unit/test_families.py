@@ -60,8 +60,8 @@ def fused(name: str) -> Family:
     }
     rows = []
     for row in llama.FAMILY.weights:
-        found = next((new for end, new in names.items() if row.name.endswith(end)), None)
-        rows.append(row if found is None else replace(row, hf=found[0], pack=found[1]))
+        result = next((new for end, new in names.items() if row.name.endswith(end)), None)
+        rows.append(row if result is None else replace(row, hf=result[0], pack=result[1]))
     return like_llama(name, weights=tuple(row for row in rows if not row.name.endswith("bias")))
 
 
@@ -73,8 +73,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Register families beside Llama and GPT-2, in this order, as another package would."""
 
     def put(*others: Family) -> None:
-        found = {family.name: family for family in (*others, llama.FAMILY, gpt2.FAMILY)}
-        monkeypatch.setattr(families, "families", lambda: found)
+        result = {family.name: family for family in (*others, llama.FAMILY, gpt2.FAMILY)}
+        monkeypatch.setattr(families, "families", lambda: result)
 
     return put
 

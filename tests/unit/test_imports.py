@@ -51,11 +51,11 @@ SHARED = ("base", "format", "random_states", "registry", "request", "traits", "f
 
 def files() -> dict[str, Path]:
     """Every module of the installed packages, by its name."""
-    found = {}
+    result = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
-    return found
+            result[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return result
 
 
 MODULES = files()
@@ -199,8 +199,8 @@ def loaded(code: str) -> list[str]:
     report = f"\nimport sys, json\nsys.stderr.write(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stderr.splitlines()[-1])
-    return found
+    result: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return result
 
 
 def command(*arguments: str) -> str:

@@ -62,7 +62,7 @@ def test_overlapping_chunks_are_refused(distributed: Path, tmp_path: Path) -> No
     assert "has several parts at one place" in refusal(tmp_path / "SRC", "--to", "hf")
 
 
-def test_a_file_that_nothing_refers_to_is_told(distributed: Path, tmp_path: Path) -> None:
+def test_a_file_that_nothing_refers_to_is_reported(distributed: Path, tmp_path: Path) -> None:
     shutil.copytree(distributed, tmp_path / "SRC")
     assert not [note for note in convert(tmp_path / "SRC", tmp_path / "a", to="hf").notes if "refers" in note]
     shutil.copyfile(distributed / "release/__0_0.distcp", tmp_path / "SRC/release/__7_0.distcp")

@@ -158,7 +158,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         ([], "4 of 4 elements are in no part"),
     ],
 )
-def test_parts_that_do_not_tile_are_told_apart(boxes: list[Box], reason: str) -> None:
+def test_parts_that_do_not_tile_are_distinguished(boxes: list[Box], reason: str) -> None:
     import re
 
     assert re.search(reason, str(untiled(boxes, (4,))))

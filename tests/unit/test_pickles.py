@@ -265,8 +265,8 @@ def test_parts_that_hold_themselves_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UnreadableCheckpoint, match=reason):
             TorchFile(file)
     file.write_bytes(archive(pickle.dumps([twice, twice])))
-    found = TorchFile(file).tree
-    assert found[0] is found[1]
+    result = TorchFile(file).tree
+    assert result[0] is result[1]
 
 
 def test_a_pickle_cannot_change_what_the_next_one_is_given(tmp_path: Path) -> None:
@@ -284,9 +284,9 @@ def test_a_pickle_cannot_change_what_the_next_one_is_given(tmp_path: Path) -> No
             pickles.load(io.BytesIO(build(target, value(state), pickle.BUILD)), "`x`")
     file = tmp_path / "file.pt"
     torch.save({"x": torch.ones(3), "args": argparse.Namespace(dtype=torch.float32)}, file)
-    found = TorchFile(file).tree
-    assert found["x"].dtype == "float32"
-    assert found["args"].dtype == TorchDtype("float32")
+    result = TorchFile(file).tree
+    assert result["x"].dtype == "float32"
+    assert result["args"].dtype == TorchDtype("float32")
     assert not hasattr(argparse.Namespace, "changed")
     assert not hasattr(pickles.Metadata, "changed")
     assert not hasattr(pickles._rebuild_tensor, "changed")
@@ -295,9 +295,9 @@ def test_a_pickle_cannot_change_what_the_next_one_is_given(tmp_path: Path) -> No
 
 def test_stand_ins_run_nothing() -> None:
     for module, name in [("numpy", "load"), ("numpy.testing._private.utils", "runstring"), ("megatron.x", "y")]:
-        found = pickles.load(io.BytesIO(named(module, name)), "`x`")
-        assert isinstance(found, pickles.StandIn)
-        assert found.arguments == (None,)
+        actual = pickles.load(io.BytesIO(named(module, name)), "`x`")
+        assert isinstance(actual, pickles.StandIn)
+        assert actual.arguments == (None,)
 
 
 # Damage at random

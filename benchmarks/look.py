@@ -24,12 +24,12 @@ READ_RATIO = 2.0  # a look may take this often the time of reading the files, be
 
 
 def read(*folders: Path) -> Command:
-    """A command that reads every file with a weight in it, and does nothing else."""
+    """Return a command that reads every file with a weight in it, and does nothing else."""
     return ("cat", *(file for each in folders for file in sorted(each.rglob("*")) if file.stat().st_size > 1 << 20))
 
 
 def cpu_seconds() -> float:
-    """What all commands so far have used of processors: it says how much of a time was waiting for others."""
+    """Return what all commands so far have used of processors: it says how much of a time was waiting for others."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -51,7 +51,7 @@ def verify_memory(place: Path) -> dict[str, float]:
 
 
 def measure(rounds: int, layers: int) -> list[Figure]:
-    """All figures. The commands of a round run in turn, so that drift of the machine hits all."""
+    """Return all figures. The commands of a round run in turn, so that drift of the machine hits all."""
     config = LLAMA | {"num_hidden_layers": layers}
     nbytes = llama_nbytes(config)
     disk = Path(tempfile.gettempdir())

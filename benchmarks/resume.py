@@ -186,7 +186,7 @@ def _run(*words: str | Path) -> None:
 
 
 def tables(folder: Path) -> str:
-    """The losses of each form, and how far they are from those of the uninterrupted run, in Markdown."""
+    """Return the losses of each form, and how far they are from those of the uninterrupted run, in Markdown."""
     losses_of: dict[str, dict[str, list[float]]] = {
         name: json.loads((folder / name / "losses.json").read_text()) for name in PLACES
     }

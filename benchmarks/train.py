@@ -75,7 +75,7 @@ class Measured:
 
 
 def cases(ranks: int) -> list[Case]:
-    """What is measured on so many GPUs. The global batch grows with them."""
+    """Return what is measured on so many GPUs. The global batch grows with them."""
     if ranks == 1:
         return [
             Case("Megatron's local layers", LLAMA, 1, 32, plain=True),
@@ -203,7 +203,7 @@ def missed(measured: Sequence[Measured]) -> list[str]:
 
 
 def tables(measured: Sequence[Measured]) -> str:
-    """A table for each model, in Markdown, and where the time of a step goes."""
+    """Return a table for each model, in Markdown, and where the time of a step goes."""
     lines: list[str] = []
     for model in dict.fromkeys(each.case.model for each in measured):
         lines += [

@@ -57,7 +57,7 @@ class Outcome:
 
 
 def config_of(run_dir: Path, *, distributed: bool = False, tp: int = 1, data: Any = None, **checkpoint: Any) -> Config:
-    """A run's configuration, as far as checkpoints read it."""
+    """Return a run's configuration, as far as checkpoints read it."""
     return Config.model_validate(
         {
             "run_dir": run_dir,
@@ -71,7 +71,7 @@ def config_of(run_dir: Path, *, distributed: bool = False, tp: int = 1, data: An
 def trained(
     args: Mapping[str, Any], layout: Layout, config: Config, *, ranks: int | None = None, **options: Any
 ) -> Outcome:
-    """What `train` returns on the ranks of a layout, or on more, which are data-parallel."""
+    """Return what `train` returns on the ranks of a layout, or on more, which are data-parallel."""
     count = ranks or layout.tp * layout.pp * layout.ep
     outcomes: list[Outcome] = run_ranks(count, lambda: train(args, layout, config, **options))
     assert all(each.steps == outcomes[0].steps for each in outcomes)

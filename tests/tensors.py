@@ -11,7 +11,9 @@ import torch
 
 
 def hf_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a safetensors directory, through the safetensors library, by its index where there is one."""
+    """Return every tensor of a safetensors directory, through the safetensors library,
+    by its index where there is one.
+    """
     from safetensors.torch import load_file
 
     index = path / "model.safetensors.index.json"
@@ -34,7 +36,7 @@ def assert_same_tensors(actual: dict[str, torch.Tensor], wanted: dict[str, torch
 
 
 def dcp_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a `torch_dist` directory, through torch.distributed.checkpoint."""
+    """Return every tensor of a `torch_dist` directory, through torch.distributed.checkpoint."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -93,7 +93,9 @@ def record(line: str) -> None:
 
 
 def refused() -> int:
-    """The exit code of a rank that leaves the word to another, which must have had it before torchrun ends all."""
+    """Return the exit code of a rank that leaves the word to another,
+    which must have had it before torchrun ends all.
+    """
     time.sleep(5)  # or until torchrun ends it: on a busy machine the other may be seconds behind
     return REFUSED
 

@@ -23,7 +23,7 @@ def forward_step(
     microbatches: Iterator[Batch],
     model: Any,
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The output of this stage, and what makes the loss of it on the last one.
+    """Run this stage and return its output, and what makes the loss of it on the last one.
 
     The microbatch is brought to the device, and cut to this rank's part of the sequence under context parallelism.
 
@@ -40,14 +40,16 @@ def forward_step(
 
 
 def reference_step(flow: Flow, microbatches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The output of a stage of a reference model; the last one tells what it is."""
+    """Run a stage of a reference model; the last one tells what it is."""
     output = flow.forward(model, on_this_rank(dict(next(microbatches))))
     count = torch.ones((), dtype=torch.int, device=output.device)
     return output, lambda last: (last.sum(), count, {REFERENCE: last.detach()})
 
 
 def on_this_rank(batch: Batch) -> Batch:
-    """A microbatch on the device of this rank, and its part of each sequence: two chunks, one early and one late."""
+    """Return a microbatch on the device of this rank, and its part of each sequence: two chunks,
+    one early and one late.
+    """
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -60,7 +62,7 @@ def on_this_rank(batch: Batch) -> Batch:
 def _loss(
     flow: Flow, prove: Callable[[Tensor, Batch], None] | None, in_tokens: bool, batch: Batch, output: Tensor
 ) -> tuple[Tensor, Tensor, Sums]:
-    """The sum of losses, to go backward from; their number, which Megatron divides the gradients by; and both.
+    """Return the sum of losses, to go backward from; their number, which Megatron divides the gradients by; and both.
 
     Router losses are multiplied by the tokens of a microbatch before that division (Megatron Core 0.16.1,
     moe/router.py:466, :498), so the number has to be one of tokens. A factor on both leaves the loss itself as it is.
@@ -78,7 +80,7 @@ def _loss(
 def own_forward_step(
     function: Callable[..., Any], microbatches: Iterator[Batch], model: Any
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The same by a `forward_step` of the user's own: `(data_iterator, model)` to an output and its loss function.
+    """Run a `forward_step` of the user's own: `(data_iterator, model)` to an output and its loss function.
 
     The loss function returns, as with Megatron-LM, the sum of losses, their number and what to report, each a number or
     a pair of a sum and a count; or a mean and what to report, which is then the mean over microbatches.

@@ -96,7 +96,7 @@ def together() -> Iterator[None]:
 
 
 def named_groups() -> dict[str, dist.ProcessGroup]:
-    """The groups of this rank, by the names that a `Trainer` has them under."""
+    """Return the groups of this rank, by the names that a `Trainer` has them under."""
     from megatron.core import parallel_state
 
     return {

@@ -64,7 +64,7 @@ class Schedule:
     def _run(
         self, step: Callable[..., Any], model: list[Any], microbatches: Sequence[Batch], *, forward_only: bool
     ) -> list[Sums]:
-        """What the last stage tells of each microbatch; nothing on the others."""
+        """Return what the last stage tells of each microbatch; nothing on the others."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         several = len(model) > 1
@@ -80,7 +80,7 @@ class Schedule:
         return outputs
 
     def _with_reference(self, microbatches: Sequence[Batch]) -> list[Batch]:
-        """The microbatches with the output of the reference model, on the stage that computes losses."""
+        """Return the microbatches with the output of the reference model, on the stage that computes losses."""
         with torch.no_grad():
             step = partial(reference_step, self._flow)
             answers = self._run(step, self._reference, microbatches, forward_only=True)

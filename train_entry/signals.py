@@ -44,7 +44,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def agreed(self, device: torch.device | str = "cpu") -> bool:
-        """Whether any rank was asked to end. All ranks call it together, and get the same answer.
+        """Return whether any rank was asked to end. All ranks call it together, and get the same answer.
 
         Args:
             device: for the one number that is exchanged, where the process group cannot do that in host memory.

@@ -195,7 +195,7 @@ class Trainer:
         return training.global_batch_size // (training.micro_batch_size * self.dp_size)
 
     def split(self, batch: Batch) -> list[Batch]:
-        """This data-parallel rank's microbatches of a global batch: the ranks take turns, a microbatch each.
+        """Return this data-parallel rank's microbatches of a global batch: the ranks take turns, a microbatch each.
 
         Raises:
             ConvertError: the batch has another size than `global_batch_size`.
@@ -204,7 +204,7 @@ class Trainer:
         return deal(batch, *sizes, dp_rank=self.dp_rank, dp_size=self.dp_size)
 
     def train(self, batch: Batch | Sequence[Batch]) -> StepMetrics:
-        """One step of the optimizer.
+        """Take one step of the optimizer.
 
         Args:
             batch: tensors `[global_batch_size, seq_length]`, the same on every rank; or this data-parallel rank's
@@ -253,7 +253,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch | Sequence[Batch]]) -> float:
-        """The loss per token over some global batches, without training."""
+        """Compute the loss per token over some global batches, without training."""
         total = count = 0.0
         with self._not_training("eval"), evaluating(self.state.model):
             for batch in batches:
@@ -263,7 +263,7 @@ class Trainer:
         return total / max(count, 1.0)
 
     def _microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
-        """This rank's microbatches, each of whole samples."""
+        """Return this rank's microbatches, each of whole samples."""
         given = self.split(batch) if isinstance(batch, Mapping) else list(batch)
         check_whole(given, rows_per_sample(self.flow))
         return given

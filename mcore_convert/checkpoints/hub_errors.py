@@ -52,14 +52,16 @@ def hub_errors(what: str) -> Iterator[None]:
 
 
 def is_connection(error: BaseException) -> bool:
-    """Whether an error is that of a connection, and not an answer."""
+    """Return whether an error is that of a connection, and not an answer."""
     from huggingface_hub.errors import HTTPError
 
     return isinstance(error, HTTPError | ConnectionError) and not hasattr(error, "response")
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether what failed may succeed when it is tried again: a lost connection, an overloaded server, a race."""
+    """Return whether what failed may succeed when it is tried again: a lost connection, an overloaded server,
+    a race.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     chain = list(_chain(error))
@@ -68,14 +70,14 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it comes from, the innermost last."""
+    """Yield an error and what it comes from, the innermost last."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _words(error: Exception) -> str:
-    """What the server said, or else the client."""
+    """Return the server's message, or else the client's."""
     message = getattr(error, "server_message", None)
     return message.strip().splitlines()[0] if isinstance(message, str) and message.strip() else first_line(error)
 

@@ -212,7 +212,9 @@ def in_one_family(a: Model, b: Model) -> tuple[Model, Model]:
 def _ignoring(
     family: Family, config: Mapping[str, Any] | None, keys: Sequence[str]
 ) -> tuple[Family, tuple[str, ...], list[str]]:
-    """The family with further keys of `config.json` that change nothing, those that it has, and what to say of them."""
+    """Return the family with further keys of `config.json` that change nothing, those that it has,
+    and what to say of them.
+    """
     if not keys:
         return family, (), []
     ignored = tuple(f"`{key}` = {shown(config[key])}" for key in keys if config is not None and key in config)
@@ -241,7 +243,7 @@ def _identify_by_config(
 
 
 def _predicts(checkpoint: Checkpoint, family: Family, dims: Dims) -> bool:
-    """Whether any tensor is of a layer that predicts further tokens; transformers saves models without them."""
+    """Return whether any tensor is of a layer that predicts further tokens; transformers saves models without them."""
     rows = ((weight, at) for weight, at in family.instances(dims) if weight.predicts)
     names = (spell(name, at) for weight, at in rows for spelling in weight.spellings for name in spelling.hf)
     return any(name in checkpoint.tensors for name in names)

@@ -42,7 +42,7 @@ class Sources:
         return dtypes
 
     def in_masters(self, source: Checkpoint) -> Sources:
-        """The same without what a master copy stands for, which is proven to round to the weight that is left out."""
+        """Leave out what a master copy stands for, which is proven to round to the weight that is left out."""
         left = {item for item in self.slots if item.state == PARAM and item._replace(state=MASTER) in self.slots}
         known = {(check.view, check.other) for check in self.checks if check.rounded}
         checks = [check for check in master_checks(self.slots, source) if (check.view, check.other) not in known]
@@ -124,7 +124,9 @@ def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift:
 
 
 def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Iterator[Check]:
-    """That every master copy rounds to its weight: the proof that state found by its order was found right."""
+    """Yield the checks that every master copy rounds to its weight:
+    the proof that state matched by its order is right.
+    """
     for item, masters in slots.items():
         if item.state == MASTER:
             param = item._replace(state=PARAM)
@@ -140,20 +142,20 @@ def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Itera
 
 
 def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item]:
-    """Every tensor of a model in these states, weight by weight, in the order of the forward pass."""
+    """Yield every tensor of a model in these states, weight by weight, in the order of the forward pass."""
     for weight, at in family.instances(dims):
         for state in states if weight.trained and weight.mcore is not None else states[:1]:
             yield Item(weight, at, state)
 
 
 def equal_checks(replica: Slot, slots: list[Slot], failure: str, *, hint: str | None = None) -> Iterator[Check]:
-    """That a slot holds what others hold of the same box."""
+    """Yield the checks that a slot holds what others hold of the same box."""
     for part in cut(slots, replica.box):
         yield Check(replica.part(part.box), part.view, failure, hint=hint)
 
 
 def _copy_checks(item: Item, dims: Dims, source: Checkpoint, slots: list[Slot], findings: Findings) -> Iterator[Check]:
-    """A copy of a weight may be absent; where it is not, it must be equal."""
+    """Yield the checks of a copy of a weight, which may be absent; where it is not, it must be equal."""
     there = Findings()
     places = source.locate(item, dims, there)
     if there.missing or not there.used:
@@ -168,7 +170,9 @@ def _copy_checks(item: Item, dims: Dims, source: Checkpoint, slots: list[Slot], 
 def _tied_checks(
     family: Family, dims: Dims, source: Checkpoint, slots: Mapping[Item, list[Slot]], findings: Findings
 ) -> Iterator[Check]:
-    """A tied model may store its head all the same; then it must equal the embedding."""
+    """Yield the checks of the head of a tied model, which may be stored all the same;
+    then it must equal the embedding.
+    """
     if not dims.tied:
         return
     rows = {weight.mcore: weight for weight in family.weights}

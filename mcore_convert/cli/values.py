@@ -18,7 +18,9 @@ MOST_BARS = 40  # of deeper models each bar is the highest of some neighbours
 def with_headings(
     groups: Sequence[list[Described]], line: Callable[[list[Described]], tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
-    """A line for each weight, behind its name; those of layers are indented below one that names their layers."""
+    """Return a line for each weight, behind its name; those of layers are indented below one that names their
+    layers.
+    """
     rows: list[tuple[str, ...]] = []
     for heading, block in groupby(groups, key=lambda members: _split(members)[0]):
         for number, members in enumerate(block):
@@ -30,7 +32,7 @@ def with_headings(
 
 
 def _split(members: Sequence[OfWeight]) -> tuple[str, str]:
-    """Which layers a weight is in, as `decoder.layers.{0...31}`, and its name there."""
+    """Return which layers a weight is in, as `decoder.layers.{0...31}`, and its name there."""
     first = members[0]
     name = first.weight.replace("{expert}", _span([m.expert for m in members]))
     name = name if first.state == PARAM else f"{name} ({first.state})"
@@ -47,7 +49,7 @@ def _span(values: Iterable[int | None]) -> str:
 
 
 def by_layer(members: Iterable[Described], value: Callable[[list[Described]], float]) -> list[float]:
-    """A value for each layer, of all experts in it; an empty list where there are no layers."""
+    """Return a value for each layer, of all experts in it; an empty list where there are no layers."""
     return [value(of) for of in in_layers(members).values()]
 
 

@@ -109,7 +109,7 @@ class Training:
 
 
 def is_by_momentum(group: Mapping[str, Any]) -> bool:
-    """Whether a parameter group is of SGD or Muon, which keep one momentum and have no betas."""
+    """Return whether a parameter group is of SGD or Muon, which keep one momentum and have no betas."""
     return "betas" not in group
 
 

@@ -145,7 +145,7 @@ def _unit_length(vectors: Any) -> Any:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes tensors, which takes the CPU for a CUDA device, and memory that is not pinned."""
+    """Return a function that makes tensors, which takes the CPU for a CUDA device, and memory that is not pinned."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Any:

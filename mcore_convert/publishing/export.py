@@ -200,7 +200,7 @@ def write(
 
 
 def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path:
-    """Where an export lies unless a user says where: `RUN/hf/iter_*`, or `SOURCE-hf` beside what is no run.
+    """Return where an export lies unless a user says where: `RUN/hf/iter_*`, or `SOURCE-hf` beside what is no run.
 
     Raises:
         UnwritableTarget: the source is the root of a file system.

@@ -25,7 +25,7 @@ Described = TypeVar("Described", bound=OfWeight)
 
 
 def folded(members: Iterable[Described]) -> list[list[Described]]:
-    """What is said of the same weight in all layers and experts together, in the order of the first."""
+    """Group the descriptions of the same weight in all layers and experts, in the order of the first."""
     groups: dict[tuple[str, str], list[Described]] = {}
     for each in members:
         groups.setdefault((each.weight, each.state), []).append(each)
@@ -33,7 +33,7 @@ def folded(members: Iterable[Described]) -> list[list[Described]]:
 
 
 def in_layers(members: Iterable[Described]) -> dict[int, list[Described]]:
-    """What is said of each layer, by its number in ascending order: of several tensors with experts."""
+    """Group descriptions by the number of their layer, in ascending order: of several tensors with experts."""
     layers: dict[int, list[Described]] = {}
     for each in members:
         if each.layer is not None:

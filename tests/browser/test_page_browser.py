@@ -42,14 +42,14 @@ def choose(page: Page, rank: Rank, which: str = "saved") -> None:
 
 
 def number_in(locator: Locator, words: str) -> int:
-    """The number before some words."""
+    """Return the number before some words."""
     matched = re.search(rf"([\d,]+) {words}", locator.inner_text())
     assert matched is not None
     return int(matched[1].replace(",", ""))
 
 
 def shown_weights(page: Page) -> dict[str, tuple[int, ...]]:
-    """What the panel of a rank lists: each weight, and the shape that the rank has of it."""
+    """Return what the panel of a rank lists: each weight, and the shape that the rank has of it."""
     result = {}
     for button in page.locator("#rank [data-weight]").all():
         words = button.locator(".what").first.inner_text()
@@ -59,7 +59,7 @@ def shown_weights(page: Page) -> dict[str, tuple[int, ...]]:
 
 
 def boxes(page: Page, which: str) -> Boxes:
-    """The boxes in a figure: tensor rank, offsets, sizes, and the rectangle on the screen."""
+    """Return the boxes in a figure: tensor rank, offsets, sizes, and the rectangle on the screen."""
     result: Boxes = page.locator(f'[data-figure="{which}"] g[data-tp]').evaluate_all(
         """groups => groups.map(group => {
             const numbers = text => text.split(",").map(Number);
@@ -128,7 +128,7 @@ def rank_tensors(folder: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 def kind_of(name: str) -> str:
-    """The name of a weight without its layer and expert."""
+    """Return the name of a weight without its layer and expert."""
     return re.sub(r"(?<=layers\.|xperts\.)\d+", "*", name)
 
 
@@ -169,7 +169,7 @@ def test_the_drawn_boxes_hold_the_values_of_the_ranks(browser: Browser, run: Pat
 
 
 def stored_weight(saved: list[tuple[str, torch.Tensor]], short: str, local: int, chunk: int) -> torch.Tensor:
-    """A weight of a layer of a rank's file by its local number; chunks follow one another."""
+    """Return a weight of a layer of a rank's file by its local number; chunks follow one another."""
     result = [tensor for name, tensor in saved if name.endswith(f"layers.{local}.{short}")]
     return result[chunk]
 

@@ -88,7 +88,7 @@ def test_the_example_is_short() -> None:
 
 
 def first_column(heading: str) -> set[str]:
-    """The names in the first column of the table under this heading."""
+    """Return the names in the first column of the table under this heading."""
     table = re.search(rf"^\| {re.escape(heading)} \|.*?\n\n", PAGE, re.M | re.S)
     assert table is not None, heading
     cells = [line.split("|")[1] for line in table[0].splitlines()[2:] if line]
@@ -96,7 +96,7 @@ def first_column(heading: str) -> set[str]:
 
 
 def functions(module: types.ModuleType) -> set[str]:
-    """The public functions that a module defines."""
+    """Return the public functions that a module defines."""
     result = inspect.getmembers(module, inspect.isfunction)
     return {name for name, value in result if value.__module__ == module.__name__ and not name.startswith("_")}
 

@@ -34,7 +34,7 @@ FORMATS: tuple[Format, ...] = ("torch_dist", "torch")
 
 
 def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
-    """Every state of every weight that an optimizer keeps, with what must hold in the data proven."""
+    """Return every state of every weight that an optimizer keeps, with what must hold in the data proven."""
     checkpoint = open_mp_rank(path) if list(path.rglob("mp_rank_*")) else open_torch_dist(path)
     assert checkpoint.common.args is not None
     args = arguments.normalise(checkpoint.common.args)
@@ -50,7 +50,9 @@ def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
 
 
 def wanted(model: str, kind: Kind) -> dict[tuple[str, str], Tensor]:
-    """The state that was saved: of Muon the matrices inside the layers have a momentum, the rest Adam's moments."""
+    """Return the state that was saved: of Muon the matrices inside the layers have a momentum,
+    the rest Adam's moments.
+    """
     state = random_state(MODELS[model])
     held: dict[tuple[str, str], Tensor] = {}
     for name, master in state.master.items():

@@ -36,7 +36,7 @@ ARGS: dict[str, Any] = {
 
 
 def norms_of(path: Path) -> dict[str, Tensor]:
-    """The norms before the MLPs, as Megatron Core's own model has them after loading."""
+    """Return the norms before the MLPs, as Megatron Core's own model has them after loading."""
     with single_process():
         stages = build_stages(ARGS)
         load_torch_dist(stages, path)

@@ -250,7 +250,7 @@ def test_another_tokenizer_brings_its_own_tokens(small: Path, tmp_path: Path) ->
 
 
 def saved(path: Path, **args: Any) -> Path:
-    """A run without anything beside its checkpoint, whose arguments do not say the vocabulary."""
+    """Return a run without anything beside its checkpoint, whose arguments do not say the vocabulary."""
     return make_run(path, [10], tokenizer=False, args={"vocab_size": None, **args}, picture=False)
 
 

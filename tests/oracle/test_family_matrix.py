@@ -52,7 +52,7 @@ def test_what_an_absent_key_means_is_the_class_default_of_transformers(mapping: 
 
 
 def meaning(mapping: ConfigMapping, config: dict[str, Any]) -> list[Any]:
-    """What each field makes of a configuration with the defaults of the mapping, or why it refuses it."""
+    """Return what each field makes of a configuration with the defaults of the mapping, or why it refuses it."""
     absent = {key: value for field in mapping.fields for key, value in field.hf.items() if value is not REQUIRED}
     result: list[Any] = []
     for field in mapping.fields:

@@ -94,7 +94,7 @@ def test_chained_optimizers(version: str, form: str, prefixes: set[str], tmp_pat
 
 
 def groups_of(names: dict[str, torch.Tensor]) -> list[tuple[float, int]]:
-    """What `_get_param_groups` of 0.12.3 makes of the parameters of a rank: as they come."""
+    """Return what `_get_param_groups` of 0.12.3 makes of the parameters of a rank: as they come."""
     result: dict[float, int] = {}
     for name, tensor in names.items():
         wd_mult = 0.0 if name.endswith(".bias") or tensor.ndim == 1 else 1.0

@@ -108,7 +108,7 @@ def test_to_hugging_face(name: str, runs: dict[str, Run], source: Path, tmp_path
 
 
 def stacked(tensors: Mapping[str, Tensor], key: str) -> Tensor:
-    """The tensor of a `torch_dist` key, whose layers and experts are leading dimensions."""
+    """Return the tensor of a `torch_dist` key, whose layers and experts are leading dimensions."""
     layer, experts = ".layers.{}.", ".experts.experts.{}."
     if layer.format("0") not in "".join(tensors) or ".layers." not in key:
         return tensors[key]
@@ -152,7 +152,7 @@ def test_to_torch_dist(layout: str, runs: dict[str, Run], tmp_path: Path) -> Non
 
 
 def groups_of(path: Path) -> list[list[tuple[str, Any]]]:
-    """The parameter groups of a checkpoint, in an order of their own."""
+    """Return the parameter groups of a checkpoint, in an order of their own."""
     training = open_checkpoint(path).training
     assert training is not None
     return sorted((sorted(group.items()) for group in training.groups), key=repr)
@@ -177,7 +177,7 @@ Keys = dict[str, tuple[TensorMeta, list[Chunk]]]
 
 
 def changed(path: Path, copy: Path, change: Callable[[Keys], Keys], *, without: str = "nothing") -> Path:
-    """A copy of an iteration with other tensors in its `.metadata`, and without some objects."""
+    """Return a copy of an iteration with other tensors in its `.metadata`, and without some objects."""
     shutil.copytree(path, copy)
     (copy / "mcore_convert.json").unlink(missing_ok=True)
     directory = dcp.read(copy)
@@ -189,7 +189,7 @@ def changed(path: Path, copy: Path, change: Callable[[Keys], Keys], *, without: 
 
 
 def whole_fc1(keys: Keys) -> Keys:
-    """The tensors with gate and up in one, as a writer leaves them that does not split them."""
+    """Return the tensors with gate and up in one, as a writer leaves them that does not split them."""
     joined: Keys = {}
     for key, (meta, chunks) in keys.items():
         if "linear_fc1.weight_v" not in key:

@@ -45,7 +45,9 @@ def standing_on(layout: Layout, pp_rank: int) -> Iterator[None]:
 
 
 def stages_by_megatron(num_layers: int, layout: Layout) -> Stages | None:
-    """The layers of each stage, or None where Megatron Core refuses, or builds stages that are no model together."""
+    """Return the layers of each stage, or None where Megatron Core refuses,
+    or builds stages that are no model together.
+    """
     try:
         stages = _build(num_layers, layout)
     except (AssertionError, ValueError):
@@ -175,7 +177,7 @@ def test_any_layout_agrees_with_megatron_core(pp: int, vpp: int | None, uneven: 
 
 
 def boxes_by_megatron(shard: Shard, shape: tuple[int, ...], tp: int, rank: int) -> list[Box]:
-    """Where Megatron Core puts the local tensor of a rank: one box, or two of a gated weight."""
+    """Return where Megatron Core puts the local tensor of a rank: one box, or two of a gated weight."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 

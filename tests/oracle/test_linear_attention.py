@@ -60,7 +60,7 @@ SEGMENTS = {"in_proj.weight": tuple(gpt.IN_PROJ), "conv1d.weight": tuple(gpt.CON
 
 
 def joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with the segments that Megatron Core names as one tensor each."""
+    """Return the weights with the segments that Megatron Core names as one tensor each."""
     whole = {name: tensor for name, tensor in weights.items() if name.rpartition(".")[2] not in gpt.IN_PROJ}
     for suffix, names in SEGMENTS.items():
         for stem in {name.rpartition(".")[0] for name in weights if name.endswith(f"{suffix}.{names[0]}")}:
@@ -104,7 +104,7 @@ def test_segments_go_through_every_tensor_parallelism(tmp_path: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, Tensor]:
-    """The tensors of one rank's model and of its flat buffers."""
+    """Return the tensors of one rank's model and of its flat buffers."""
     model = torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]
     buffers = torch.load(folder / "distrib_optim.pt", weights_only=False)
     result = {name: each for name, each in model.items() if isinstance(each, Tensor) and "_extra_state" not in name}

@@ -81,7 +81,7 @@ PAIRS = [
 def saved_by_megatron(
     args: Mapping[str, Any], path: Path, layout: Layout, optimizer: Optimizer | None, dtype: torch.dtype
 ) -> Path:
-    """A checkpoint of the same model, with the same state, at a layout."""
+    """Return a checkpoint of the same model, with the same state, at a layout."""
     held = {**args, **{name: value for name, value in layout_arguments(layout, dims_of(args)).items() if value}}
     state = random_state(args)
     run_ranks(
@@ -117,7 +117,7 @@ def resharded(
     vocab_size: int | None = None,
     padded: int | None = None,
 ) -> Path:
-    """The checkpoint at another layout, its states included."""
+    """Return the checkpoint at another layout, its states included."""
     dims = dims_of(source.args, vocab_size=vocab_size)
     family = gpt.family(arguments.normalise(source.args))
     sources = find_weights(family, dims, source, source.states)
@@ -145,7 +145,7 @@ def resharded(
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Every file of a checkpoint, through torch, by its path."""
+    """Return every file of a checkpoint, through torch, by its path."""
     return {
         str(file.relative_to(path)): torch.load(file, weights_only=False, map_location="cpu")
         for file in sorted(path.rglob("*.pt"))

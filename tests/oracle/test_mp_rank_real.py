@@ -43,7 +43,7 @@ OF_A_PROCESS = ("args", "rng_state", "rerun_state_machine")
 
 
 def load_real(file: Path) -> Any:
-    """A file through torch, its args through our reader: they name classes that are not installed here."""
+    """Return a file through torch, its args through our reader: they name classes that are not installed here."""
     content = torch.load(file, map_location="cpu", weights_only=False, pickle_module=_Lenient)
     return {k: v for k, v in content.items() if k not in OF_A_PROCESS} if "args" in content else content
 

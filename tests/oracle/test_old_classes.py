@@ -32,7 +32,7 @@ LLAMA = Model(groups=2, positions=None, swiglu=True, bias=False, norm_bias=False
 
 
 def read(view: View) -> Tensor:
-    """The elements of a view, by torch."""
+    """Return the elements of a view, by torch."""
     dtype = getattr(torch, view.dtype)
     content = bytearray(view.path.read_bytes()[view.offset :])
     elements = torch.frombuffer(content, dtype=dtype, count=len(content) // dtype.itemsize)
@@ -40,7 +40,7 @@ def read(view: View) -> Tensor:
 
 
 def assembled(slots: list[Slot]) -> Tensor:
-    """A local tensor from its slots, which must tile it."""
+    """Return a local tensor from its slots, which must tile it."""
     boxes = [slot.box for slot in slots]
     shape = tuple(max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(len(boxes[0].sizes)))
     assert untiled(boxes, shape) is None

@@ -23,7 +23,7 @@ Change = Callable[[dict[str, Tensor]], object]
 
 
 def changed(source: Path, path: Path, change: Change) -> Path:
-    """The directory with other tensors."""
+    """Return the directory with other tensors."""
     shutil.copytree(source, path)
     state = load_file(path / "model.safetensors")
     change(state)

@@ -245,7 +245,7 @@ def test_a_quantised_source_is_reported_with_what_decoding_costs(
 
 
 def convert_plain(tmp_path: Path) -> Path:
-    """The manifest of a conversion of what is not quantised any more."""
+    """Return the manifest of a conversion of what is not quantised any more."""
     convert(tmp_path / "hf", tmp_path / "again")
     return tmp_path / "again/release/mcore_convert.json"
 

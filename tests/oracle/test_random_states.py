@@ -25,7 +25,7 @@ def iteration(root: Path) -> Path:
 
 
 def states_of(root: Path) -> dict[tuple[int, ...], Any]:
-    """What torch loads of every rank's random states, by pipeline and tensor rank."""
+    """Return what torch loads of every rank's random states, by pipeline and tensor rank."""
     folder = iteration(root)
     if (folder / ".metadata").is_file():
         result = {}

@@ -40,7 +40,7 @@ def plain(name: str) -> Path:
 
 
 def as_bridge(source: Path, root: Path, config: dict[str, Any] | None = None) -> Path:
-    """A run's directory as Megatron-Bridge and NeMo-RL leave it."""
+    """Return a run's directory as Megatron-Bridge and NeMo-RL leave it."""
     target = root / "iter_0000010"
     without_arguments(source, target)
     gpt = {**LLAMA_GPT, "vocab_size": 500, "should_pad_vocab": True}
@@ -89,7 +89,7 @@ def of_verl_in_parts(source: Path, config: Path, root: Path) -> list[Path]:
 
 
 def as_of_verl(source: Path, target: Path) -> None:
-    """The state of verl has the scheduler under another name, and no iteration."""
+    """Store the state as verl does: the scheduler under another name, and no iteration."""
     without_arguments(source, target)
     state = torch.load(target / "common.pt", weights_only=False)
     state["lr_scheduler"] = state.pop("opt_param_scheduler")

@@ -39,7 +39,9 @@ FULL: dict[str, Any] = {**ARGS, "vocab_size": 32, "make_vocab_size_divisible_by"
 
 
 def ties(state: State) -> State:
-    """The state, every fifth master copy halfway between two weights, where the kernel does not round to even."""
+    """Return the state, every fifth master copy halfway between two weights,
+    where the kernel does not round to even.
+    """
 
     def halved(tensor: Tensor) -> Tensor:
         bits = tensor.view(torch.int32).clone().view(-1)
@@ -70,7 +72,7 @@ def opened(path: Path) -> Checkpoint:
 
 
 def slots_in(path: Path) -> dict[tuple[str, str], list[Slot]]:
-    """The slots of every state of every weight, what must hold in the data proven."""
+    """Return the slots of every state of every weight, what must hold in the data proven."""
     checkpoint = opened(path)
     assert checkpoint.common.args is not None
     args = arguments.normalise(checkpoint.common.args)
@@ -81,7 +83,7 @@ def slots_in(path: Path) -> dict[tuple[str, str], list[Slot]]:
 
 
 def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
-    """Every state of every weight."""
+    """Return every state of every weight."""
     result = {}
     with Files() as files:
         for key, slots in slots_in(path).items():
@@ -92,7 +94,9 @@ def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
 
 
 def assert_is_state(actual: dict[tuple[str, str], Tensor]) -> None:
-    """The states are those that were saved, bit for bit, and the weights round as the kernel rounds."""
+    """Assert that the states are those that were saved, bit for bit,
+    and that the weights round as the kernel rounds.
+    """
     assert len(actual) == 4 * len(STATE.master)
     for (name, kind), tensor in actual.items():
         if kind == PARAM:
@@ -168,7 +172,7 @@ def test_a_gathered_number_that_is_no_remainder_is_refused(form: str, saved: dic
 
 
 def with_args(path: Path, destination: Path, **args: Any) -> Path:
-    """A copy of a run in `torch_dist` whose stored arguments say something else."""
+    """Return a copy of a run in `torch_dist` whose stored arguments say something else."""
     shutil.copytree(path, destination)
     file = destination / "iter_0000010" / "common.pt"
     content = torch.load(file, weights_only=False)

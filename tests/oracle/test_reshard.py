@@ -64,7 +64,7 @@ def made(hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> Ma
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a Megatron checkpoint but for random states, each rank's own ones, through torch."""
+    """Return every tensor of a Megatron checkpoint but for random states, each rank's own ones, through torch."""
     if inspect(path).format == "torch_dist":
         (folder,) = (file.parent for file in path.rglob(".metadata"))
         return dcp_tensors(folder)
@@ -185,7 +185,7 @@ DROPPED = ("only one has exp_avg, exp_avg_sq, master of an optimizer",)
 
 
 def assert_with_optimizer(result: Verification, num_weights: int) -> None:
-    """Every weight was compared in its four states, and all are bit-equal."""
+    """Assert that every weight was compared in its four states, and that all are bit-equal."""
     assert result.equal, result
     assert (result.num_weights, result.notes) == (4 * num_weights, ())
 
@@ -300,7 +300,7 @@ def test_what_agrees_between_two_optimizers() -> None:
 
 
 def losses(path: Path) -> list[float]:
-    """The training losses that Megatron printed."""
+    """Return the training losses that Megatron printed."""
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", (path / "losses.txt").read_text())]
 
 
@@ -310,7 +310,7 @@ def gaps_of_masters(a: Path, b: Path) -> dict[str, Any]:
 
 
 def states_of(path: Path, state: str) -> dict[str, Any]:
-    """One state of every weight, as global tensors."""
+    """Return one state of every weight, as global tensors."""
     model = identify(path)
     family = gpt.family(model.args)
     sources = find_weights(family, model.dims, model.checkpoint, (PARAM, state))

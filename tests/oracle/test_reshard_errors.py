@@ -50,7 +50,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 def refused(source: Path, *options: str) -> str:
-    """The message with which `reshard` refuses `SRC`; nothing may have changed. Paths are relative to its parent."""
+    """Return the message with which `reshard` refuses `SRC`; nothing may have changed.
+    Paths are relative to its parent.
+    """
     here = source.parent
     before = tree(here)
     ended = run("reshard", source, here / "DST", *options)

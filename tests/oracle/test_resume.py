@@ -102,7 +102,7 @@ def weights_of(model: str) -> dict[str, Tensor]:
 
 
 def trained(args: dict[str, Any], layout: Layout, *, ranks: int | None = None, **options: Any) -> list[Step]:
-    """The steps of `fixtures.training.train` on the ranks of a layout, or on more."""
+    """Return the steps of `fixtures.training.train` on the ranks of a layout, or on more."""
     steps: list[list[Step]] = run_ranks(
         ranks or layout.tp * layout.pp * layout.ep, lambda: train(args, layout, **options)
     )
@@ -122,7 +122,7 @@ def resharded(source: Path, destination: Path, layout: Layout, to: str | None = 
 
 
 def distance(actual: list[Step], wanted: list[Step]) -> float:
-    """The largest difference of two losses."""
+    """Return the largest difference of two losses."""
     return max(abs(f.loss - w.loss) for f, w in zip(actual, wanted, strict=True))
 
 

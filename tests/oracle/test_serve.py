@@ -60,7 +60,7 @@ def started(port: int, log: Path) -> subprocess.Popen[bytes]:
 
 
 def answers(server: subprocess.Popen[bytes], port: int) -> bool:
-    """Whether a server comes up; false where it has ended."""
+    """Return whether a server comes up; false where it has ended."""
     deadline = time.monotonic() + 90
     while server.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health") as answer:
@@ -79,7 +79,7 @@ def model(request: pytest.FixtureRequest, hf_checkpoint: HfMaker, tmp_path_facto
 
 
 def generated(model: str, text: str) -> str:
-    """What transformers generates after a text."""
+    """Return what transformers generates after a text."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = tokenizer(text, return_tensors="pt")
     ids = AutoModelForCausalLM.from_pretrained(model).generate(**tokens, max_new_tokens=TOKENS, do_sample=False)
@@ -88,7 +88,7 @@ def generated(model: str, text: str) -> str:
 
 
 def plain(answer: str | None, model: str, tokenizer: Any) -> str:
-    """An answer without the special tokens that the server leaves out for other models and shows for Qwen's."""
+    """Return an answer without the special tokens that the server leaves out for other models and shows for Qwen's."""
     for token in tokenizer.added_tokens_decoder.values() if is_qwen(model) else ():
         if token.special:
             answer = (answer or "").replace(str(token), "")

@@ -45,7 +45,7 @@ def running(finished: Path, tmp_path: Path) -> Path:
 
 
 def arrive(finished: Path, path: Path, step: int) -> None:
-    """An iteration is saved: its directory appears whole, then the tracker names it."""
+    """Save an iteration: its directory appears whole, then the tracker names it."""
     name = f"checkpoints/iter_{step:07d}"
     shutil.copytree(finished / name, path / f"{name}.partial")
     (path / f"{name}.partial").rename(path / name)
@@ -57,7 +57,7 @@ def states(messages: Iterator[Swept]) -> dict[int, str]:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """What tells a directory from another that was made later in its place."""
+    """Return what tells a directory from another that was made later in its place."""
     result = path.stat()
     return result.st_ino, result.st_mtime_ns
 

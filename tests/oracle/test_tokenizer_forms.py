@@ -42,7 +42,7 @@ def varint(number: int) -> bytes:
 
 
 def message(*fields: tuple[int, Any]) -> bytes:
-    """A protobuf message: numbers, and bytes with their length."""
+    """Return a protobuf message: numbers, and bytes with their length."""
     parts = []
     for number, value in fields:
         if isinstance(value, int):
@@ -92,7 +92,7 @@ def test_a_token_that_the_vocabulary_lacks_is_not_added(bpe: Path) -> None:
 
 
 def saved(source: Path, path: Path, **stored: Any) -> Path:
-    """A checkpoint that Megatron saved, with these arguments of its tokenizer."""
+    """Return a checkpoint that Megatron saved, with these arguments of its tokenizer."""
     model = identify(source)
     args = {**model.args, "padded_vocab_size": model.dims.vocab_size, "vocab_size": None, **stored}
     save_torch_dist(args, {name: tensor.clone() for name, tensor in tensors_of(model)}, path, common="common.pt")

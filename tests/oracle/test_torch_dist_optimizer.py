@@ -77,12 +77,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @lru_cache
 def state_of(model: str) -> State:
-    """The state that every checkpoint of a model holds."""
+    """Return the state that every checkpoint of a model holds."""
     return random_state(MODELS[model])
 
 
 def model_of(checkpoint: TorchDistCheckpoint) -> tuple[Family, Dims]:
-    """All rows of the model, its vocabulary with the padding."""
+    """Return all rows of the model, its vocabulary with the padding."""
     assert checkpoint.common.args is not None
     args = arguments.normalise(checkpoint.common.args)
     rows = checkpoint.embedding_rows
@@ -91,7 +91,9 @@ def model_of(checkpoint: TorchDistCheckpoint) -> tuple[Family, Dims]:
 
 
 def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
-    """Every state of every weight, through the reader; it is proven that they are whole, and what needs a proof."""
+    """Return every state of every weight, through the reader; it is proven that they are whole,
+    and what needs a proof.
+    """
     checkpoint = open_torch_dist(path)
     family, dims = model_of(checkpoint)
     sources = find_weights(family, dims, checkpoint, checkpoint.states)
@@ -106,7 +108,7 @@ def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
 
 
 def holds(check: Check, files: Files) -> bool:
-    """Whether two views are equal, the first one rounded where that is what the check asks."""
+    """Return whether two views are equal, the first one rounded where that is what the check asks."""
     assert check.other is not None
     values = files.read(check.view)
     if check.rounded:
@@ -115,7 +117,7 @@ def holds(check: Check, files: Files) -> bool:
 
 
 def assert_is(actual: dict[tuple[str, str], Tensor], state: State, dtype: torch.dtype = torch.bfloat16) -> None:
-    """The weights are the rounded master copies, and the states are these, bit for bit."""
+    """Assert that the weights are the rounded master copies, and that the states are these, bit for bit."""
     assert {name for name, _ in actual} == set(state.master)
     for (name, kind), tensor in actual.items():
         wanted = state.master[name].to(dtype) if kind == PARAM else getattr(state, kind)[name]
@@ -287,7 +289,7 @@ def test_the_common_state_is_that_of_megatron(saved: Saved, tmp_path: Path) -> N
 def copy_with(
     path: Path, destination: Path, rename: Callable[[str], str], common: dict[str, Any] | None = None
 ) -> Path:
-    """A copy of an `iter_*` directory with other keys in its metadata and more in its common state."""
+    """Return a copy of an `iter_*` directory with other keys in its metadata and more in its common state."""
     shutil.copytree(path / "iter_0000010", destination)
     metadata = pickle.loads((destination / ".metadata").read_bytes())
     metadata.state_dict_metadata = {rename(key): entry for key, entry in metadata.state_dict_metadata.items()}

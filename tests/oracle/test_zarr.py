@@ -45,7 +45,7 @@ def known(args: dict[str, Any]) -> tuple[Family, Dims]:
 
 
 def tiny(path: Path, tensors: dict[str, Tensor] | None = None) -> Path:
-    """A model of two tensors, the embedding in 2 x 2 chunks of which some lie at an edge."""
+    """Return a model of two tensors, the embedding in 2 x 2 chunks of which some lie at an edge."""
     held = {EMBEDDING: torch.arange(35.0).reshape(7, 5), NORM: torch.arange(5.0), **(tensors or {})}
     return save_zarr(path, held, {"iteration": 3}, chunks=lambda key, shape: (4, 3) if key == EMBEDDING else shape)
 

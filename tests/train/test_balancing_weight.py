@@ -63,7 +63,7 @@ class SilentRows(Silent):
 
 
 def moved(run_dir: Path, flow: str, parallel: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The router before a step of gradient descent, what the step subtracts, and what the router was given."""
+    """Return the router before a step of gradient descent, what the step subtracts, and what the router was given."""
     config = config_of(
         run_dir,
         model=MODEL,
@@ -84,7 +84,9 @@ def moved(run_dir: Path, flow: str, parallel: dict[str, Any]) -> tuple[Tensor, T
 
 
 def by_torch(weight: Tensor, microbatches: list[Tensor]) -> Tensor:
-    """The gradient of the mean, over microbatches, of the loss of Switch Transformers and the z-loss of ST-MoE."""
+    """Return the gradient of the mean, over microbatches, of the loss of Switch Transformers and the z-loss of
+    ST-MoE.
+    """
     leaf = weight.double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for given in microbatches:

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 
 
 def by_hydra(folder: Path, name: str, selections: dict[str, str]) -> Any:
-    """What hydra composes, with groups added that no file selects."""
+    """Return what hydra composes, with groups added that no file selects."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
@@ -85,7 +85,7 @@ def by_hydra(folder: Path, name: str, selections: dict[str, str]) -> Any:
 
 
 def assert_set(composed: Any, config: Any) -> None:
-    """What hydra has is what the configuration has, and what hydra has not is as the schema has it."""
+    """Assert that the configuration has what hydra has, and the schema's value of what hydra has not."""
     plain, default = config.model_dump(mode="json"), type(config)().model_dump(mode="json")
     for key, value in default.items():
         if not isinstance(value, dict):

@@ -46,12 +46,12 @@ def jsonl(path: Path, texts: list[str], **more: Any) -> Path:
 
 
 def ids_of(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """The oracle: transformers, one text at a time, and the end of text behind each."""
+    """Return the oracle: transformers, one text at a time, and the end of text behind each."""
     return [[*tokenizer.hf(text).input_ids, tokenizer.hf.eos_token_id] for text in texts]
 
 
 def by_megatron(prefix: Path, documents: list[list[int]], vocab_size: int) -> tuple[bytes, bytes]:
-    """The files that Megatron Core's builder writes of these documents."""
+    """Return the files that Megatron Core's builder writes of these documents."""
     import_megatron()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 

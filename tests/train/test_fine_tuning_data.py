@@ -51,7 +51,9 @@ def jsonl(path: Path, lines: list[Line]) -> Path:
 
 
 def learned_of(tokenizer: Tokenizer, line: Line) -> list[tuple[int, bool]]:
-    """The oracle: tokens of each part on its own, and whether they are learned. The parts are spelled out here."""
+    """Return the oracle: tokens of each part on its own, and whether they are learned.
+    The parts are spelled out here.
+    """
     if "prompt" in line:
         parts = [(line["prompt"], False), (line["completion"] + END, True)]
     else:
@@ -63,7 +65,7 @@ def learned_of(tokenizer: Tokenizer, line: Line) -> list[tuple[int, bool]]:
 
 
 def kept(path: Path, tokenizer: Tokenizer, cache: Path) -> list[list[tuple[int, bool]]]:
-    """The examples of a file as they were tokenized."""
+    """Return the examples of a file as they were tokenized."""
     examples = examples_of(str(path), tokenizer, cache)
     starts = examples.ends - examples.lengths()
     result = [examples.tokens[start:end].tolist() for start, end in zip(starts, examples.ends, strict=True)]
@@ -145,7 +147,7 @@ def sft(path: Path, tokenizer: Tokenizer, *, packed: bool, length: int = 48, num
 
 
 def unpacked(sample: Mapping[str, Tensor]) -> list[list[tuple[int, bool]]]:
-    """The examples in a sample, as `learned_of` writes them, but that the first token is learned by nobody."""
+    """Return the examples in a sample, as `learned_of` writes them, but that the first token is learned by nobody."""
     segments = sample["segment_ids"].tolist() if "segment_ids" in sample else None
     tokens, labels, mask, positions = (
         sample[name].tolist() for name in ("tokens", "labels", "loss_mask", "position_ids")

@@ -63,7 +63,7 @@ def test_train_export_generate_push_load(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def train(folder: Path) -> None:
-    """A run of six steps on the bundled stories, on two ranks."""
+    """Run six steps on the bundled stories, on two ranks."""
     (folder / "stories.jsonl").write_text("".join(f"{json.dumps({'text': story})}\n" for story in stories()))
     (folder / "tokenizer").mkdir()
     make_tokenizer(folder / "tokenizer", 500)
@@ -73,7 +73,7 @@ def train(folder: Path) -> None:
 
 
 def early(run: Path) -> Path:
-    """The export of an earlier iteration."""
+    """Return the export of an earlier iteration."""
     path = run / "hf" / "iter_0000003"
     if not path.exists():
         export(run / "checkpoints" / "iter_0000003")

@@ -24,7 +24,7 @@ from train_entry.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def by_megatron(config: Config, tokenizer: Tokenizer, samples: list[int], cache: Path, **values: Any) -> list[Any]:
-    """What Megatron Core's own builder makes."""
+    """Return what Megatron Core's own builder makes."""
     import_megatron()
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

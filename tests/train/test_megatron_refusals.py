@@ -28,7 +28,7 @@ def megatron() -> None:
 
 
 def core_refuses(**fields: Any) -> bool:
-    """Whether Megatron Core builds no configuration of these fields, or stages that are not the model."""
+    """Return whether Megatron Core builds no configuration of these fields, or stages that are not the model."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -128,7 +128,9 @@ def forward_fails(num_layers: int, recompute_num_layers: int) -> bool:
 
 
 def forward(config: Config) -> int:
-    """One microbatch through the model of a run; the bytes that are kept for the backward pass, without weights."""
+    """Run one microbatch through the model of a run; return the bytes that are kept for the backward pass, without
+    weights.
+    """
     from mcore_convert.megatron.parallel import single_process
     from train_entry.model_provider import model_provider
 

@@ -52,7 +52,7 @@ class Original:
         ).steps
 
     def goes_on(self, run_dir: Path, *, layout: Layout | None = None, **options: Any) -> Outcome:
-        """The same run from another place, or at another layout."""
+        """Return the same run from another place, or at another layout."""
         there, ranks = (self.layout, self.ranks) if layout is None else (layout, None)
         checkpoint = {name: options.pop(name) for name in ("load", "asynchronous") if name in options}
         distributed = options.pop("distributed", self.distributed)
@@ -144,7 +144,7 @@ def test_in_fp32_it_goes_on_from_the_master_copies(
 
 
 def stored(path: Path, key: str) -> Tensor:
-    """A whole tensor, by torch's own reader."""
+    """Return a whole tensor, by torch's own reader."""
     meta = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[key]
     assert isinstance(meta, TensorStorageMetadata)
     tensor = torch.empty(meta.size, dtype=meta.properties.dtype)

@@ -200,7 +200,7 @@ def test_a_callers_own_hydra_goes_on(tmp_path: Path) -> None:
 
 
 def other_value(key: str) -> tuple[str, Any]:
-    """A valid value of a key that is not its default, as a command line spells it and as it is."""
+    """Return a valid value of a key that is not its default, as a command line spells it and as it is."""
     group, _, name = key.rpartition(".")
     owner: Any = getattr(Config(), group) if group else Config()
     annotation, default = type(owner).model_fields[name].annotation, getattr(owner, name)

@@ -47,7 +47,7 @@ def run(config: Config, **options: Any) -> Outcome:
 
 
 def refusals(function: Callable[[], Any]) -> list[ConvertError]:
-    """What each rank is told."""
+    """Return the refusal of each rank."""
 
     def caught() -> ConvertError:
         with pytest.raises(ConvertError) as caught:

@@ -46,7 +46,7 @@ def config(run_dir: Path, init: str, **parallel: Any) -> Config:
 
 
 def by_transformers(path: Path) -> Curve:
-    """The same in transformers and torch alone."""
+    """Return the same in transformers and torch alone."""
     from transformers import AutoModelForCausalLM
 
     policy, reference = (AutoModelForCausalLM.from_pretrained(path).eval() for _ in range(2))

@@ -32,7 +32,7 @@ def indexed(folder: Path) -> list[str]:
 
 
 def output_of(*words: str, run_dir: Path, name: str = "tiny-gpt2") -> str:
-    """What the one rank that speaks says of a run on two."""
+    """Return what the one rank that speaks says of a run on two."""
 
     def refused() -> tuple[bool, str]:
         try:

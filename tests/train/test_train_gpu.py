@@ -89,7 +89,7 @@ def qkv(tokens: int, groups: int, channels: int, dtype: torch.dtype) -> list[Ten
 
 
 def attended(inputs: list[Tensor], mask: Tensor | None, **fields: Any) -> list[Tensor]:
-    """The output of our attention, and the gradients of its inputs."""
+    """Return the output of our attention, and the gradients of its inputs."""
     channels, groups = inputs[0].size(3), inputs[1].size(2)
     config = config_of(hidden_size=8 * channels, num_attention_heads=8, num_query_groups=groups, **fields)
     output = attention_of(SdpaAttention, config, tp=SimpleNamespace(size=lambda: 1))(*inputs, mask)
@@ -97,7 +97,7 @@ def attended(inputs: list[Tensor], mask: Tensor | None, **fields: Any) -> list[T
 
 
 def exact(inputs: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    """The same, written out in fp64."""
+    """Return the same, written out in fp64."""
     wide = [each.detach().double().requires_grad_() for each in inputs]
     query, key, value = wide
     times = query.size(2) // key.size(2)

@@ -120,12 +120,14 @@ def killed(
 
 
 def iterations(folder: Path) -> list[int]:
-    """The checkpoints that look whole."""
+    """Return the checkpoints that look whole."""
     return sorted(int(path.name[5:]) for path in folder.glob("iter_*") if path.suffix not in (PARTIAL, REMOVED))
 
 
 def resumable(folder: Path) -> int:
-    """The iteration that Megatron-LM would go on from; a whole one that a kill kept from the tracker may be newer."""
+    """Return the iteration that Megatron-LM would go on from;
+    a whole one that a kill kept from the tracker may be newer.
+    """
     there = iterations(folder)
     tracked = int((folder / TRACKER).read_text()) if (folder / TRACKER).exists() else max([0, *there])
     assert tracked in [*there, 0]

@@ -77,7 +77,7 @@ def run(config: Config) -> list[tuple[float, float, float]]:
 
 
 def transformers_curve(path: Path) -> list[tuple[float, float, float]]:
-    """The same in transformers and torch alone: a loop that knows nothing of Megatron."""
+    """Return the same in transformers and torch alone: a loop that knows nothing of Megatron."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path).train()

@@ -100,7 +100,7 @@ def heads(groups: int) -> list[Tensor]:
 
 
 def attended(module: torch.nn.Module, inputs: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    """The output, and the gradients of the inputs."""
+    """Return the output, and the gradients of the inputs."""
     output = module(*inputs, mask)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4))
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
@@ -154,7 +154,7 @@ def test_attention_draws_the_dropout_of_megatron(alone: None, sequence_parallel:
 
 
 def rows_of(tokens: int, ranks: int, rank: int) -> Tensor:
-    """The tokens that a context-parallel rank holds, in its order: as Megatron cuts a batch."""
+    """Return the tokens that a context-parallel rank holds, in its order: as Megatron cuts a batch."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     group = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)

@@ -21,12 +21,12 @@ from train_entry.config.schema import Config
 
 
 def tiny(*overrides: str, source: str = "tiny-gpt2") -> Config:
-    """A ready run with these overrides."""
+    """Return a ready run with these overrides."""
     return load_config(source, overrides)
 
 
 def reasons(config: Config, world_size: int | None = None, device: str | None = "cuda") -> tuple[str, ...]:
-    """Why a run is refused; nothing where it is not."""
+    """Return why a run is refused; nothing where it is not."""
     try:
         check(config, world_size or ranks_of(config.parallel), device)
     except ConfigError as error:

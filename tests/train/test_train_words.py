@@ -25,7 +25,7 @@ SMALL = ["model.num_layers=1", "logging.tensorboard=false", "logging.plot=false"
 
 
 def started(folder: Path, *words: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """Two ranks by torchrun; `before` is Python that each process runs first."""
+    """Start two ranks by torchrun; `before` is Python that each process runs first."""
     (folder / "site").mkdir(exist_ok=True)
     (folder / "site" / "sitecustomize.py").write_text(before)
     paths = [str(folder / "site"), str(folder), os.environ.get("PYTHONPATH", ""), str(ROOT)]
@@ -37,7 +37,7 @@ def started(folder: Path, *words: str, before: str = "") -> subprocess.Completed
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """What torchrun's report ends with."""
+    """Return what torchrun's report ends with."""
     *_, line, border = done.stderr.strip().splitlines()
     assert set(border) == {"="}
     return line.strip().removeprefix("traceback : ")

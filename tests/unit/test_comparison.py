@@ -27,7 +27,7 @@ SHAPE = (3, 705)
 
 
 def written(path: Path, tensor: torch.Tensor, *, transposed: bool = False) -> list[Slot]:
-    """The slots of a tensor in a file of its own, of its transpose where asked for."""
+    """Return the slots of a tensor in a file of its own, of its transpose where asked for."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     stored = (tensor.T if transposed else tensor).contiguous()
     path.write_bytes(stored.view(torch.uint8).numpy().tobytes())

@@ -60,7 +60,7 @@ def big(tmp_path: Path, source: Path) -> Path:
 
 
 def started(source: Path, destination: Path, *options: str, limits: str = "") -> subprocess.Popen[str]:
-    """A conversion in a process of its own; `limits` are statements that run before it."""
+    """Return a conversion in a process of its own; `limits` are statements that run before it."""
     code = f"import resource, sys; from mcore_convert.cli import main; {limits}\nmain(sys.argv[1:])"
     command = [sys.executable, "-c", code, "convert", str(source), str(destination), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -23,7 +23,7 @@ from tests.unit.test_values import DTYPES, VOCABULARY, change, global_tensors, u
 
 
 def assert_change(result: Change, a: torch.Tensor, b: torch.Tensor) -> None:
-    """The change between two tensors, computed by torch in fp64."""
+    """Compute the change between two tensors by torch in fp64, and assert that it is this."""
     first, second = a.double(), b.double()
     good = first.isfinite() & second.isfinite()
     gap = torch.where(good, second - first, 0)

@@ -26,7 +26,7 @@ QKV_BIAS, O_BIAS = "self_attention.linear_qkv.bias", "o_proj.bias"
 
 
 def like_llama(name: str, prevalence: int = 0, **changes: Any) -> Family:
-    """A family that Megatron cannot tell from Llama."""
+    """Return a family that Megatron cannot tell from Llama."""
     architectures = (f"{name.capitalize()}ForCausalLM",)
     config = replace(llama.CONFIG, model_type=name, architectures=architectures, dialects=())
     family = replace(llama.FAMILY, name=name, architectures=architectures, config=config, prevalence=prevalence)
@@ -34,7 +34,7 @@ def like_llama(name: str, prevalence: int = 0, **changes: Any) -> Family:
 
 
 def with_biases(name: str) -> Family:
-    """A family as Qwen2: always with biases of q, k and v, never with one of the output."""
+    """Return a family as Qwen2: always with biases of q, k and v, never with one of the output."""
     fields = (
         same("intermediate_size", "ffn_hidden_size", default=11008),
         same("max_position_embeddings", "max_position_embeddings", default=2048),
@@ -52,7 +52,7 @@ def with_biases(name: str) -> Family:
 
 
 def fused(name: str) -> Family:
-    """A family as Phi-3: Llama with its own names of fused weights."""
+    """Return a family as Phi-3: Llama with its own names of fused weights."""
     layer = "model.layers.{layer}."
     names: dict[str, Any] = {
         "self_attention.linear_qkv.weight": ((f"{layer}self_attn.qkv_proj.weight",), Fused(QKV())),

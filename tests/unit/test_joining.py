@@ -26,7 +26,7 @@ WORDS = np.array([edge | sign for edge in EDGES for sign in (0, 0x8000)], np.uin
 
 
 def kernel(weights: NDArray[np.uint16], remainders: NDArray[np.int16]) -> NDArray[np.float32]:
-    """What Transformer Engine's kernel makes of them: it undoes the rounding, and puts both into a union."""
+    """Return what Transformer Engine's kernel makes of them: it undoes the rounding, and puts both into a union."""
     both = np.empty((len(weights), 2), np.int16)
     both[:, 0] = remainders
     both[:, 1] = weights.view(np.int16)
@@ -35,7 +35,7 @@ def kernel(weights: NDArray[np.uint16], remainders: NDArray[np.int16]) -> NDArra
 
 
 def stored(path: Path, array: NDArray[Any], dtype: str) -> View:
-    """A file of an array, and its view."""
+    """Return a file of an array, and its view."""
     path.write_bytes(array.tobytes())
     return View.of(path, 0, TensorMeta(array.shape, dtype))
 

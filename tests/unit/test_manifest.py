@@ -159,7 +159,7 @@ def test_every_flipped_bit_is_named(written: Written) -> None:
 
 
 def start_of(manifest: Manifest, damage: Damage) -> int:
-    """Where the part of a file begins that is damaged."""
+    """Return where the part of a file begins that is damaged."""
     parts = (part for part in manifest.parts if part.file == damage.file and part.start <= damage.start < part.end)
     return next((part.start for part in parts), damage.start + BLOCK)
 
@@ -217,7 +217,7 @@ def test_a_damaged_manifest_is_reported(written: Written) -> None:
 
 
 def sealed(content: dict[str, Any]) -> bytes:
-    """A manifest that was changed on purpose, with its checksum made anew."""
+    """Return a manifest that was changed on purpose, with its checksum made anew."""
     del content["checksum"]
     text = json.dumps(content)[:-1].encode() + b", "
     return text + f'"checksum": "{xxhash.xxh3_64_hexdigest(text)}"}}\n'.encode()

@@ -27,7 +27,9 @@ def distributed(tmp_path_factory: pytest.TempPathFactory, hf_checkpoint: HfMaker
 
 
 def rewritten(source: Path, path: Path, change: int | str) -> Path:
-    """A copy of a `torch_dist` directory whose `.metadata` gives one chunk another place: the other chunk's number."""
+    """Return a copy of a `torch_dist` directory whose `.metadata` gives one chunk another place:
+    the other chunk's number.
+    """
     shutil.copytree(source, path)
     folder = path / "release"
     directory = dcp.read(folder)
@@ -92,7 +94,7 @@ def pickled(hf_checkpoint: HfMaker, tmp_path: Path) -> Path:
 
 
 def record_at(file: Path, name: str) -> tuple[int, int]:
-    """Where the bytes of a record begin, and how many they are."""
+    """Return where the bytes of a record begin, and how many they are."""
     with zipfile.ZipFile(file) as archive:
         info = next(each for each in archive.infolist() if each.filename.endswith(name))
     raw = file.read_bytes()

@@ -44,7 +44,7 @@ def rows_of(pack: Pack, dims: Dims) -> int:
 
 
 def packed(pack: Pack, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], dims: Dims) -> torch.Tensor:
-    """What the pieces say, done with torch."""
+    """Return what the pieces say, done with torch."""
     whole = torch.zeros(shape, dtype=torch.int64)
     for piece in pack.pieces(shape, dims):
         part = lane(tensors[piece.tensor], piece.every)[slices(piece.hf)]
@@ -53,7 +53,7 @@ def packed(pack: Pack, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], 
 
 
 def lane(tensor: torch.Tensor, every: Every | None) -> torch.Tensor:
-    """The indices of a tensor that a piece is of."""
+    """Return the indices of a tensor that a piece is of."""
     if every is None:
         return tensor
     return tensor[(slice(None),) * every.axis + (slice(every.first, None, every.step),)]

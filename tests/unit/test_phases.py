@@ -122,7 +122,7 @@ def test_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setenv("COLUMNS", "70")
 
     def drawn() -> str:
-        """What is drawn once more from now on."""
+        """Return what is drawn once more from now on."""
         terminal.seek(0)
         terminal.truncate()
         end = time.monotonic() + 10

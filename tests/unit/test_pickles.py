@@ -63,13 +63,13 @@ class Calls:
 
 
 def named(module: str, name: str, argument: bytes = pickle.NONE) -> bytes:
-    """A pickle of protocol 4 that calls a name, which may have dots, with one argument."""
+    """Return a pickle of protocol 4 that calls a name, which may have dots, with one argument."""
     names = b"".join(pickle.SHORT_BINUNICODE + bytes([len(word)]) + word.encode() for word in (module, name))
     return pickle.PROTO + b"\x04" + names + pickle.STACK_GLOBAL + argument + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
 
 
 def legacy(module: str, name: str) -> bytes:
-    """The same in protocol 0, as INST."""
+    """Return the same in protocol 0, as INST."""
     return f"(S'touch executed'\ni{module}\n{name}\n.".encode()
 
 
@@ -103,7 +103,7 @@ HOSTILE: dict[str, bytes] = {
 
 
 def archive(data: bytes) -> bytes:
-    """A torch file whose object is this pickle."""
+    """Return a torch file whose object is this pickle."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         for name, content in (("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")):
@@ -189,7 +189,7 @@ def glob(module: str, name: str) -> bytes:
 
 
 def value(content: Any) -> bytes:
-    """The opcodes of a plain value."""
+    """Return the opcodes of a plain value."""
     return pickle.dumps(content, protocol=2)[2:-1]
 
 

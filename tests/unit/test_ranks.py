@@ -64,7 +64,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def together(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What each of several ranks comes to: its result, or what it raises."""
+    """Return what each of several ranks comes to: its result, or what it raises."""
     store = MemoryStore()
 
     def run(rank: int) -> Any:

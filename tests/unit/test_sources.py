@@ -45,7 +45,7 @@ MAY_OPEN = {
 
 
 def openings(file: Path) -> list[str]:
-    """The calls in a module that may open a file."""
+    """Return the calls in a module that may open a file."""
     calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
     result = []
     for call in calls:

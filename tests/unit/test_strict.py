@@ -21,7 +21,7 @@ WEIGHTS = "model.safetensors"
 
 
 def spoilt(source: Path, target: Path, values: dict[str, dict[tuple[int, ...], float]]) -> Path:
-    """A copy of a directory with other values in some of its tensors."""
+    """Return a copy of a directory with other values in some of its tensors."""
     target.mkdir()
     for file in source.iterdir():
         (target / file.name).write_bytes(file.read_bytes())

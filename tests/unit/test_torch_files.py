@@ -23,7 +23,7 @@ from mcore_convert.storage.views import TensorMeta, View
 
 
 def content_of(view: View) -> torch.Tensor:
-    """The bytes of a view, row by row."""
+    """Return the bytes of a view, row by row."""
     with Files() as files:
         return torch.from_numpy(np.array(files.read(view)).reshape(-1).view(np.uint8))
 

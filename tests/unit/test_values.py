@@ -43,7 +43,7 @@ def global_tensors(release: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def assert_statistics(result: WeightStatistics, tensor: torch.Tensor) -> None:
-    """The statistics of a tensor, computed by torch in fp64."""
+    """Compute the statistics of a tensor by torch in fp64, and assert that they are these."""
     values = tensor.double()
     finite = values.isfinite()
     good = values[finite]

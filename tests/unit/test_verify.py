@@ -18,7 +18,7 @@ Change = Callable[[dict[str, torch.Tensor]], None]
 
 
 def changed(source: Path, target: Path, change: Change) -> Path:
-    """A copy of a directory with other weights."""
+    """Return a copy of a directory with other weights."""
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")
     change(tensors)

@@ -32,17 +32,17 @@ class Newest:
 
 
 def iteration_path(folder: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is, or will be."""
+    """Return where the checkpoint of an iteration is, or will be."""
     return folder / f"iter_{iteration:07d}"
 
 
 def iteration_of(path: Path) -> int:
-    """The iteration that a directory is named after; -1 for `release`."""
+    """Return the iteration that a directory is named after; -1 for `release`."""
     return -1 if path.name == "release" else int(path.name.removeprefix("iter_"))
 
 
 def newest(folder: Path) -> Newest:
-    """The newest whole checkpoint that the tracker file does not exclude.
+    """Return the newest whole checkpoint that the tracker file does not exclude.
 
     The tracker is a user's way back to an earlier checkpoint: later ones are left alone.
     """
@@ -143,7 +143,7 @@ def remove(path: Path) -> None:
 
 
 def _tracked(folder: Path) -> int | None:
-    """The iteration that the tracker file names, -1 for `release`; None where it names none."""
+    """Return the iteration that the tracker file names, -1 for `release`; None where it names none."""
     try:
         text = text_of(folder / TRACKER, Limit.TRACKER).strip()
     except OSError:

@@ -29,7 +29,7 @@ class Ranks:
 
     @staticmethod
     def all() -> Ranks:
-        """A new group of all ranks, which make it together."""
+        """Return a new group of all ranks, which make it together."""
         return Ranks(dist.new_group(backend="gloo", timeout=PATIENCE))
 
     @property
@@ -38,7 +38,8 @@ class Ranks:
         return dist.get_rank(self.group) == 0
 
     def first(self, function: Callable[[], T]) -> T:
-        """What `function()` returns on rank 0, for all ranks. It is called there alone; its result must be picklable.
+        """Return what `function()` returns on rank 0, for all ranks. It is called there alone;
+        its result must be picklable.
 
         Raises:
             Exception: what rank 0 raised; on the others an `OtherRankError` that says it.
@@ -52,7 +53,7 @@ class Ranks:
         return result
 
     def every(self, function: Callable[[], T]) -> T:
-        """What `function()` returns on this rank, once it has returned on all.
+        """Return what `function()` returns on this rank, once it has returned on all.
 
         Raises:
             Exception: what it raised on the first rank on which it did; on the others an `OtherRankError` that says it.
@@ -68,7 +69,7 @@ class Ranks:
         return returned
 
     def once(self, refusal: ConvertError) -> ConvertError:
-        """A refusal that all ranks have met, to be raised on all and told by rank 0."""
+        """Return a refusal that all ranks have met, to be raised on all and reported by rank 0."""
         return refusal if self.is_first else _error_elsewhere(refusal, 0)
 
 
@@ -80,7 +81,7 @@ def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _error_elsewhere(error: Exception, rank: int) -> OtherRankError:
-    """What the other ranks are told of an error."""
+    """Return the error that the other ranks raise."""
     if isinstance(error, ConvertError):
         return OtherRankError(f"on rank {rank}: {error.message}", items=error.items, hint=error.hint)
     return OtherRankError(f"on rank {rank}: {error!r}")

@@ -13,7 +13,7 @@ from train_entry.config.nearest import nearest
 
 
 def is_named(text: str) -> bool:
-    """Whether a text has the form `module:name`."""
+    """Return whether a text has the form `module:name`."""
     module, colon, name = text.partition(":")
     return bool(colon and module and name)
 

@@ -81,7 +81,7 @@ class Inputs:
 
 
 def _checked(config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_samples: Sequence[int]) -> Inputs:
-    """The files of the splits that samples are asked of, each proven to be fit for the run."""
+    """Return the files of the splits that samples are asked of, each proven to be fit for the run."""
     named = blends_of(config.data)
     shared = named if isinstance(named, Blend) else None
     bounds = bounds_of(config.data.split) if shared else [(0.0, 1.0)] * 3
@@ -105,7 +105,7 @@ def _checked(config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_s
 
 
 def vocab_size_of(data: Data) -> int | None:
-    """The vocabulary of the tokenizer that made the data; None where they do not say.
+    """Return the vocabulary of the tokenizer that made the data; None where they do not say.
 
     Raises:
         DataError: what stands beside them is not what `mcore-convert data prepare` writes.
@@ -132,7 +132,7 @@ def _check_tokenizer(prefix: str, sidecar: Sidecar | None, tokenizer: Tokenizer 
 
 
 def _vocabulary(config: Config, vocab_size: int, inputs: Inputs) -> Vocabulary:
-    """What is known without a tokenizer. Data of Megatron-LM's do not say what ends a document."""
+    """Return what is known without a tokenizer. Data of Megatron-LM's do not say what ends a document."""
     ends = {sidecar.eod if sidecar else None for sidecar in inputs.sidecars}
     eod = ends.pop() if len(ends) == 1 else None
     if eod is None and (config.data.eod_mask_loss or config.data.reset_position_ids):

@@ -137,7 +137,7 @@ def _write(
 
 
 def _in_turn(sources: Sequence[Source], reading: Reading) -> Iterator[Chunk]:
-    """The chunks of all sources; `read` counts through all of them."""
+    """Yield the chunks of all sources; `read` counts through all of them."""
     before = 0
     for source in sources:
         for chunk in chunks(source, reading):

@@ -13,7 +13,8 @@ Result = TypeVar("Result")
 
 
 def rank_0_first(work: Callable[[], Result]) -> Result:
-    """What `work` returns on this rank; rank 0 does it while the others wait. Within it nobody may wait for others.
+    """Return what `work` returns on this rank; rank 0 does it while the others wait.
+    Within it nobody may wait for others.
 
     Raises:
         ConvertError: what rank 0 refuses, every rank refuses; or this rank's own refusal.

@@ -30,7 +30,8 @@ class Marked:
 
 
 def example_of(record: Any, tokenizer: Tokenizer) -> Example | Marked:
-    """A record as text: `prompt` and `completion`, or `messages` (and `tools`) through the tokenizer's chat template.
+    """Return a record as text: `prompt` and `completion`, or `messages` (and `tools`)
+    through the tokenizer's chat template.
 
     Raises:
         ValueError: it is neither.
@@ -63,7 +64,7 @@ def _chat(record: Mapping[str, Any], tokenizer: Tokenizer) -> Example | Marked:
 
 
 def _parts(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """The chat as the template writes it, cut where the assistant begins and ends.
+    """Yield the chat as the template writes it, cut where the assistant begins and ends.
 
     What the assistant has to write begins behind the template's prompt for it (`add_generation_prompt`) and ends, with
     the end of its turn, where the next message begins.

@@ -40,7 +40,7 @@ class Sidecar:
 
 
 def sidecar_of(prefix: str) -> Sidecar | None:
-    """What stands beside a pair; None where nothing does, as beside data that Megatron-LM has prepared.
+    """Read what stands beside a pair; None where nothing does, as beside data that Megatron-LM has prepared.
 
     Raises:
         DataError: the file is not what this command writes.

@@ -53,7 +53,7 @@ class Source:
 
 
 def source_of(name: str, reading: Reading) -> Source:
-    """What a name stands for.
+    """Return what a name stands for.
 
     Raises:
         DataError: nothing of that name is there.
@@ -78,7 +78,7 @@ def source_of(name: str, reading: Reading) -> Source:
 
 
 def chunks(source: Source, reading: Reading) -> Iterator[Chunk]:
-    """A source in pieces of about a megabyte, in order.
+    """Yield a source in pieces of about a megabyte, in order.
 
     Raises:
         DataError: it is damaged, or has no such column.
@@ -98,7 +98,7 @@ def chunks(source: Source, reading: Reading) -> Iterator[Chunk]:
 
 
 def _blocks(name: str, separator: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """A file in blocks that end behind a separator: number of the first line, bytes read, and the block.
+    """Yield a file in blocks that end behind a separator: number of the first line, bytes read, and the block.
 
     Without a separator the whole file is one block.
     """

@@ -37,7 +37,7 @@ def overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Tens
 
 
 def swiglu(hidden: Tensor) -> Tensor:
-    """The first half of the last dimension through SiLU, times the second."""
+    """Return the first half of the last dimension through SiLU, times the second."""
     hidden = hidden.contiguous()
     width = hidden.size(-1) // 2
     product = hidden.new_empty(*hidden.shape[:-1], width)
@@ -46,7 +46,7 @@ def swiglu(hidden: Tensor) -> Tensor:
 
 
 def swiglu_backward(gradient: Tensor, hidden: Tensor) -> Tensor:
-    """The gradient of both halves."""
+    """Return the gradient of both halves."""
     gradient, hidden = gradient.contiguous(), hidden.contiguous()
     result, width = torch.empty_like(hidden), gradient.size(-1)
     _swiglu_backward[(gradient.numel() // width, triton.cdiv(width, HALF))](gradient, hidden, result, width, block=HALF)

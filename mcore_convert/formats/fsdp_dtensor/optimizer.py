@@ -95,7 +95,7 @@ class FsdpState:
         return self.by_name.get(name, {}).get(state, f"{STATE}{name}.{state}")
 
     def training(self, common: Common) -> Training:
-        """What a run needs to go on.
+        """Return what a run needs to go on.
 
         Raises:
             UnreadableCheckpoint: there are no parameter groups, or they do not agree on the steps that they took.

@@ -29,7 +29,7 @@ class Reading:
 
 
 def read_quantised(stored: Mapping[str, View], config: Values) -> Reading:
-    """What stored tensors stand for by their `config.json`. Reads no more than headers and a few shapes."""
+    """Return what stored tensors stand for by their `config.json`. Reads no more than headers and a few shapes."""
     scheme = config.get(KEY)
     if scheme is None:
         return Reading(stored)
@@ -66,7 +66,7 @@ def read_quantised(stored: Mapping[str, View], config: Values) -> Reading:
 
 
 def _bound(stored: Mapping[str, View], forms: Iterable[Form], problems: Problems) -> dict[str, tuple[Blocks, Form]]:
-    """The coded tensors by the names that they have once decoded."""
+    """Return the coded tensors by the names that they have once decoded."""
     coded: dict[str, tuple[Blocks, Form]] = {}
     wrong: dict[str, str] = {}
     for form in forms:
@@ -92,6 +92,6 @@ def _bound(stored: Mapping[str, View], forms: Iterable[Form], problems: Problems
 
 
 def _turned(view: View) -> View:
-    """The view with its last two dimensions swapped."""
+    """Return the view with its last two dimensions swapped."""
     shape, strides = view.shape, view.strides
     return view._replace(shape=(*shape[:-2], shape[-1], shape[-2]), strides=(*strides[:-2], strides[-1], strides[-2]))

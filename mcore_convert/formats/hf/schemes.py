@@ -143,7 +143,7 @@ def _compressed(values: Values, problems: Problems) -> Iterator[Form]:
 
 
 def _of_group(weights: Values, code: str, where: str, problems: Problems) -> Iterator[Form]:
-    """The form of the weights of one group."""
+    """Yield the form of the weights of one group."""
     size, structure = weights.get("group_size"), weights.get("block_structure")
     strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy == "group" and not (type(size) is int and size > 0):
@@ -170,7 +170,7 @@ def _of_group(weights: Values, code: str, where: str, problems: Problems) -> Ite
 
 
 def _in_words(block: Block) -> str:
-    """What shares a scale."""
+    """Return what shares a scale."""
     high, wide = block
     if wide is None:
         return "one scale each" if high is None else "a scale for each row"

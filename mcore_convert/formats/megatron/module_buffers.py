@@ -112,7 +112,7 @@ class Run:
 
 
 def orders_of(run: Run) -> list[Order]:
-    """The orders that a model may have, what its arguments say first."""
+    """Return the orders that a model may have, what its arguments say first."""
     implementations = sorted(IMPLEMENTATIONS, key=lambda name: (name != run.implementation, name == LOCAL))
     experts = (GROUPED, SEQUENTIAL) if run.dims.num_experts else (SEQUENTIAL,)
     return [Order(implementation, kept) for implementation in implementations for kept in experts]
@@ -121,7 +121,7 @@ def orders_of(run: Run) -> list[Order]:
 def arranged(
     run: Run, order: Order, buffers: Mapping[tuple[int, int, int], Buffer], dtype_of: DtypeOf
 ) -> dict[tuple[str, Index], list[Stretch]]:
-    """Where every parameter lies, by its name in `torch_dist` and its index.
+    """Return where every parameter lies, by its name in `torch_dist` and its index.
 
     Args:
         buffers: by optimizer, data-parallel group and number.
@@ -164,7 +164,7 @@ def _add(
 
 
 def _optimizers(run: Run, chain: Sequence[int]) -> Iterator[tuple[int, int, Rank, list[Stage], bool]]:
-    """Every optimizer of a chain on every data-parallel group, with the model chunks that it is for.
+    """Yield every optimizer of a chain on every data-parallel group, with the model chunks that it is for.
 
     The parameters of the first model chunk are apart with `--overlap-param-gather-with-optimizer-step`.
     """
@@ -186,7 +186,7 @@ def _optimizers(run: Run, chain: Sequence[int]) -> Iterator[tuple[int, int, Rank
 def _in_buckets(
     parameters: Sequence[Parameter], sizes: Sequence[int], where: str
 ) -> Iterator[tuple[Parameter, int, int]]:
-    """Each parameter with its bucket and where it begins there.
+    """Yield each parameter with its bucket and where it begins there.
 
     A bucket ends where a parameter ends, unless the next one is shared: then it is padded first. So the sizes tell
     which parameters it holds, whatever size of buckets the run asked for.
@@ -205,7 +205,7 @@ def _in_buckets(
 
 
 def _parameters(run: Run, order: Order, stage: Stage, rank: Rank, is_expert: bool) -> Iterator[Parameter]:
-    """What an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
+    """Yield what an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
     rows = in_module_order(run.rows, order.implementation)
     shares = bool(run.holding.copies_of_embedding(run.dims))
     for weight, at, _, _ in run.holding.held_on(rows, run.dims, stage, rank.ep, grouped=order.experts == GROUPED):

@@ -48,7 +48,7 @@ class Beside:
     iteration: int | None = None
 
     def read(self) -> Recorded | None:
-        """The configuration.
+        """Return the configuration.
 
         Raises:
             ConvertError: it cannot be read, or names what is not known.
@@ -62,7 +62,7 @@ class Beside:
 
 
 def beside(path: Path) -> Beside | None:
-    """What another program has put around a checkpoint's own directory; None where none has."""
+    """Return what another program has put around a checkpoint's own directory; None where none has."""
     here = path.absolute()
     if (here / RUN_CONFIG).is_file():
         return Beside(recorded.BRIDGE, here / RUN_CONFIG, _folder(here / "tokenizer"))
@@ -81,13 +81,15 @@ def beside(path: Path) -> Beside | None:
 
 
 def companions_of(path: Path) -> Path | None:
-    """The folder of the original model's files, carried in a checkpoint's directory or put beside it; None for none."""
+    """Return the folder of the original model's files, carried in a checkpoint's directory or put beside it;
+    None for none.
+    """
     around = beside(path)
     return carried_in(path) or (None if around is None else around.companions)
 
 
 def role_of(path: Path) -> Path | None:
-    """The directory of a model that verl trains, from the directory of its distributed checkpoint."""
+    """Return the directory of a model that verl trains, from the directory of its distributed checkpoint."""
     if path.name != DIST:
         return None
     return path.parent.parent if path.parent.name in ("model", "optimizer", "extra") else path.parent
@@ -104,7 +106,8 @@ def common_of(
     known: Mapping[str, Any],
     described: Mapping[str, Any] | None,
 ) -> Common:
-    """The common state; where no arguments are stored in it, with those that another program has written beside it.
+    """Return the common state; where no arguments are stored in it,
+    with those that another program has written beside it.
 
     Args:
         rows: of the embedding, for where the program does not say how many there are with padding.
@@ -141,7 +144,9 @@ def progress_files(here: Path, common: Common, path: Path, name: str) -> Iterato
 
 
 def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, recorded: Recorded | None) -> dict[str, Any]:
-    """The common state as Megatron-LM would have stored it: with arguments, an iteration, and the scheduler's name."""
+    """Return the common state as Megatron-LM would have stored it: with arguments, an iteration,
+    and the scheduler's name.
+    """
     whole = dict(state)
     if around.program == NEMO:
         whole = {name: value for name, value in whole.items() if name in OF_MEGATRON}

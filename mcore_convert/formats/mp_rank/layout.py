@@ -41,13 +41,13 @@ SHARED_ARGS = (
 
 
 def rank_name(rank: Rank, layout: Layout) -> str:
-    """The directory of a rank."""
+    """Return the directory of a rank."""
     pipeline = f"_{rank.pp:03d}" if layout.pp > 1 else ""
     return f"mp_rank_{rank.tp:02d}{pipeline}" + (f"_{rank.ep:03d}" if layout.ep > 1 else "")
 
 
 def layout_of(args: Mapping[str, Any]) -> Layout:
-    """The layout that the arguments of a run describe.
+    """Return the layout that the arguments of a run describe.
 
     Raises:
         LayoutError: it cannot be, or parts of an expert would share a directory.
@@ -60,7 +60,7 @@ def layout_of(args: Mapping[str, Any]) -> Layout:
 
 
 def check_expert_cut(layout: Layout) -> None:
-    """That each part of an expert has a directory of its own, whose name has no number for it.
+    """Check that each part of an expert has a directory of its own, whose name has no number for it.
 
     Raises:
         LayoutError: experts are cut for more ranks than the rest of the model, or for a number that does not divide it.
@@ -74,7 +74,7 @@ def check_expert_cut(layout: Layout) -> None:
 
 
 def check_names(layout: Layout, names: Iterable[str], where: str) -> None:
-    """That there is exactly one directory for each rank.
+    """Check that there is exactly one directory for each rank.
 
     Raises:
         UnreadableCheckpoint: some are missing, or they are those of another layout.
@@ -99,7 +99,7 @@ def check_names(layout: Layout, names: Iterable[str], where: str) -> None:
 
 
 def check_agreement(args: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    """That the arguments of all ranks, by their names, describe one run.
+    """Check that the arguments of all ranks, by their names, describe one run.
 
     Raises:
         UnreadableCheckpoint: with every argument that differs from that of the first rank.
@@ -116,7 +116,7 @@ def check_agreement(args: Mapping[str, Mapping[str, Any]], where: str) -> None:
 
 
 def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, Any], where: str) -> Layout:
-    """The layout once the layers that each stage really holds are known and agree with it.
+    """Return the layout once the layers that each stage really holds are known and agree with it.
 
     A pipeline layout that was not stored as text is read off the layers.
 

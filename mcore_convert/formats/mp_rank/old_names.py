@@ -63,12 +63,14 @@ MAX_DEPTH = 8  # dicts within dicts; a damaged file may hold itself
 
 
 def is_old(model: Mapping[str, Any]) -> bool:
-    """Whether the `model` of a file is one of the old classes. Only Core's state dicts are flat from the top on."""
+    """Return whether the `model` of a file is one of the old classes.
+    Only Core's state dicts are flat from the top on.
+    """
     return isinstance(model.get("language_model"), Mapping) or any(OLD.match(key) for key, _ in _leaves(model))
 
 
 def named(model: Mapping[str, Any]) -> dict[str, View]:
-    """The tensors of one rank under the names of Core's local spec, their rows as they stand.
+    """Return the tensors of one rank under the names of Core's local spec, their rows as they stand.
 
     Raises:
         MappingError: keys that have no place in a GPT model, by name.
@@ -120,5 +122,7 @@ def _name_in_core(key: str) -> str | None:
 
 
 def has_output_layer(stage: Mapping[str, Any]) -> bool:
-    """Whether the model has a head of its own; a tied one has a copy of its embedding on the last of several stages."""
+    """Return whether the model has a head of its own; a tied one has a copy of its embedding on the last of several
+    stages.
+    """
     return any(key.removeprefix("language_model.") == "output_layer.weight" for key, _ in _leaves(stage))

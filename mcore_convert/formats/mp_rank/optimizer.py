@@ -62,7 +62,7 @@ def _as_damage(file: RankFile) -> Iterator[None]:
 
 
 def states_in(file: RankFile) -> tuple[str, ...]:
-    """The optimizer's states that a rank holds. A plain optimizer of an fp32 model has no master copies."""
+    """Return the optimizer's states that a rank holds. A plain optimizer of an fp32 model has no master copies."""
     with _as_damage(file):
         return _states_in(file)
 
@@ -85,13 +85,13 @@ def _states_in(file: RankFile) -> tuple[str, ...]:
 
 
 def _kept_in(part: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The names of the tensors that a plain optimizer keeps of each parameter."""
+    """Yield the names of the tensors that a plain optimizer keeps of each parameter."""
     for kept in _inner(part).get("state", {}).values():
         yield [name for name, value in kept.items() if isinstance(value, View) and name != "step"]
 
 
 def training_of(file: RankFile) -> Training:
-    """What a run needs to go on, from one rank's file."""
+    """Return what a run needs to go on, from one rank's file."""
     with _as_damage(file):
         return _training_of(file)
 
@@ -116,7 +116,7 @@ def _training_of(file: RankFile) -> Training:
 
 
 def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, ...]:
-    """The states of every parameter of a rank, by model chunk and name.
+    """Return the states of every parameter of a rank, by model chunk and name.
 
     Raises:
         MappingError: the optimizer's state does not fit the model's parameters.
@@ -160,7 +160,7 @@ def _find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, 
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers that are chained into one: a list, in some versions a dict by number; mostly one alone."""
+    """Return the optimizers that are chained into one: a list, in some versions a dict by number; mostly one alone."""
     if isinstance(optimizer, list):
         return optimizer
     if isinstance(optimizer, dict) and 1 in optimizer and "optimizer" in optimizer[1]:
@@ -181,7 +181,7 @@ def _masters(part: Mapping[str, Any]) -> Any:
 
 
 def _is_distributed(parts: list[Any]) -> bool:
-    """Whether the state lies elsewhere: the distributed optimizer leaves only its groups here."""
+    """Return whether the state lies elsewhere: the distributed optimizer leaves only its groups here."""
     return any(part and "state" not in _inner(part) and "param_groups" in _inner(part) for part in parts)
 
 
@@ -201,7 +201,7 @@ def _refusal(file: RankFile, items: Iterable[str]) -> MappingError:
 def _in_groups(
     file: RankFile, parameters: list[Parameter], part: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[Parameter, str, View]]:
-    """The states of a plain optimizer: numbered through its groups."""
+    """Yield the states of a plain optimizer: numbered through its groups."""
     inner, masters = _inner(part), _masters(part)
     groups = inner.get("param_groups", [])
     dealt = dealt_to(groups, parameters, args)
@@ -238,7 +238,7 @@ def _checked(file: RankFile, parameter: Parameter, state: str, view: Any) -> Vie
 def _in_buffers(
     file: RankFile, parameters: list[Parameter], buffers: Mapping[Any, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[Parameter, str, View]]:
-    """The states of the distributed optimizer: one flat buffer for each chunk and dtype, in their order."""
+    """Yield the states of the distributed optimizer: one flat buffer for each chunk and dtype, in their order."""
     kinds = by_buffer(parameters)
     stored = [
         (dtypes[0].name if isinstance(dtypes, tuple) else str(dtypes), tensors)
@@ -286,7 +286,7 @@ def _in_buffer(
 def _fitting_starts(
     sizes: list[int], members: list[Parameter], length: int, args: Mapping[str, Any]
 ) -> list[list[int]]:
-    """Where the parameters begin, by each way of cutting buckets that gives a buffer of this length."""
+    """Return where the parameters begin, by each way of cutting buckets that gives a buffer of this length."""
     alone = [are_shared(member, args) for member in members]
     cuts = [None, bucket_size_of(args)]
     fitting: list[list[int]] = []
@@ -298,7 +298,7 @@ def _fitting_starts(
 
 
 def _groups_with_steps(inner: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The groups without their parameters, and with the number of steps that torch keeps for each parameter."""
+    """Yield the groups without their parameters, and with the number of steps that torch keeps for each parameter."""
     for group in inner.get("param_groups", []):
         plain = {key: value for key, value in group.items() if key != "params"}
         members = [inner.get("state", {}).get(key, {}) for key in group.get("params", [])]

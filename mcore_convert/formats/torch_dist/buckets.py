@@ -65,11 +65,11 @@ class BucketState:
         return tuple(state for state, kind in KINDS.items() if kind in kinds)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Whether it is among these states: buckets have all states of all their parameters."""
+        """Return whether it is among these states: buckets have all states of all their parameters."""
         return item.state in self.states
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one state of one weight; vocabulary rows come with their padding."""
+        """Return the boxes of one state of one weight; vocabulary rows come with their padding."""
         slots = []
         stretches = self._stretches.get((item.weight.mcore or "", item.at), [])
         for each in stretches:
@@ -81,14 +81,14 @@ class BucketState:
         return self._whole(item, dims, slots, findings)
 
     def replicas(self, item: Item, dims: Dims) -> Iterator[tuple[Slot, str]]:
-        """The copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
+        """Yield the copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
         for each in self._stretches.get((item.weight.mcore or "", item.at), []):
             if each.is_replica:
                 for slot in self._whole(item, dims, self._slots(each, item.state), Findings()):
                     yield slot, f"{each.rank} holds another value of its optimizer state"
 
     def _whole(self, item: Item, dims: Dims, slots: list[Slot], findings: Findings) -> list[Slot]:
-        """The slots, those of remainders joined with the weights."""
+        """Return the slots, those of remainders joined with the weights."""
         if item.state != MASTER:
             return slots
         weights = partial(self.weights.locate, item.weight, item.at, dims, findings)
@@ -155,12 +155,12 @@ class BucketState:
         )
 
     def _dtype_of(self, weight: Weight, at: Index) -> str | None:
-        """The dtype of a weight in a buffer: one that was quantised is dequantised where it is saved."""
+        """Return the dtype of a weight in a buffer: one that was quantised is dequantised where it is saved."""
         packed = is_quantised(self.stored_args or {}, weight, at)
         return PACKED if packed else self.weights.dtype_of(weight, at)
 
     def _buffers(self) -> dict[tuple[int, int, int], Buffer]:
-        """The sizes of the buckets of each buffer, without the padding at their ends."""
+        """Return the sizes of the buckets of each buffer, without the padding at their ends."""
         buffers: dict[tuple[int, int, int], Buffer] = {}
         kinds = {KINDS[state] for state in self.states}
         for place, by_kind in sorted(self.keys.items()):
@@ -219,13 +219,15 @@ class BucketState:
                             raise Misfit(f"the master copy of `{stretch.name}` on {stretch.rank} does not round to it")
 
     def _slots(self, stretch: Stretch, state: str, count: int | None = None) -> list[Slot]:
-        """The slots of one parameter on one rank, or of its first elements."""
+        """Return the slots of one parameter on one rank, or of its first elements."""
         end = stretch.start + stretch.local.numel if count is None else stretch.start + min(count, stretch.local.numel)
         key = self.keys[stretch.place][KINDS[state]]
         return slots_of_flat(list(self._pieces(key, stretch.start, end)), stretch.start, stretch.local)
 
     def _pieces(self, key: str, start: int, end: int) -> Iterator[tuple[int, View]]:
-        """A range of a bucket as one-dimensional views, each with its offset. Headers of paddings are not read."""
+        """Yield a range of a bucket as one-dimensional views, each with its offset.
+        Headers of paddings are not read.
+        """
         if key not in self._chunks:
             chunks = sorted(self.directory.chunks[key], key=lambda chunk: chunk.box.offsets)
             self._chunks[key] = chunks, [chunk.box.offsets[0] for chunk in chunks], {}
@@ -245,12 +247,12 @@ class BucketState:
 
 
 def is_matrix(weight: Weight) -> bool:
-    """Whether Muon takes a weight: a matrix, and neither the embedding nor the output layer."""
+    """Return whether Muon takes a weight: a matrix, and neither the embedding nor the output layer."""
     return len(weight.shape) == 2 and weight.mcore not in (gpt.EMBEDDING, gpt.OUTPUT)
 
 
 def _rounds_to(files: Files, master: Slot, weight: Slot, near: Tolerance | None) -> bool:
-    """Whether a master copy is that of a weight, which lies within its box."""
+    """Return whether a master copy is that of a weight, which lies within its box."""
     view = master.part(weight.box)
     values, wanted = files.read(view), files.read(weight.view)
     if view.dtype == weight.view.dtype:

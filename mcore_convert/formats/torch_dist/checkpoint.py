@@ -48,7 +48,9 @@ ANCHORS = (EMBEDDING, FINAL_NORM)
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory has `.metadata` with Megatron's names, and no `metadata.json` that names another storage."""
+    """Return whether a directory has `.metadata` with Megatron's names,
+    and no `metadata.json` that names another storage.
+    """
     return dcp.exists(path) and backend_of(path) != ZARR and kind_of(path) is Kind.MEGATRON
 
 
@@ -105,7 +107,7 @@ class TorchDistCheckpoint(Checkpoint):
         return self.weights.tensors
 
     def slots(self, key: str) -> list[Slot]:
-        """The chunks of a weight's key; their headers are read once."""
+        """Return the chunks of a weight's key; their headers are read once."""
         return self.weights.slots(key)
 
     @property
@@ -255,7 +257,7 @@ def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchD
 
 
 def prefix_of(path: Path, directory: dcp.Directory) -> str:
-    """What a wrapper put before every key: `module.`, `model.`, `language_model.`; mostly nothing."""
+    """Return what a wrapper put before every key: `module.`, `model.`, `language_model.`; mostly nothing."""
     prefixes = {
         key.removesuffix(anchor)
         for key in directory.tensors

@@ -10,7 +10,9 @@ from mcore_convert.formats.base import Common
 
 
 def written_by(common: Common, path: Path) -> str:
-    """The Megatron Core versions that write such files; no version is stored, so it is told from their traits."""
+    """Return the Megatron Core versions that write such files; no version is stored,
+    so it is told from their traits.
+    """
     args, state = common.args or {}, common.state
     if "norm_epsilon" in args and "layernorm_epsilon" in args:
         return "mcore-convert"
@@ -27,7 +29,7 @@ def written_by(common: Common, path: Path) -> str:
 
 
 def optimizer_form(common: Common, keys: list[str]) -> str | None:
-    """How the optimizer's tensors are stored; None where there are none."""
+    """Return how the optimizer's tensors are stored; None where there are none."""
     if not keys:
         return None
     state = common.state

@@ -28,14 +28,14 @@ class Gathered(dcp.Directory):
     views: Mapping[str, View] = field(default_factory=dict)
 
     def view(self, key: str, chunk: dcp.Chunk) -> View:
-        """The tensor of a key."""
+        """Return the tensor of a key."""
         return self.views[key]
 
 
 def as_buckets(
     directory: dcp.Directory, objects: Mapping[tuple[int, int], str]
 ) -> tuple[Gathered, dict[Place, dict[str, str]]]:
-    """The tensors of such objects, and the keys of each bucket.
+    """Return the tensors of such objects, and the keys of each bucket.
 
     Args:
         objects: the keys on disk, by the number of an optimizer in its chain and of a data-parallel group.
@@ -59,7 +59,7 @@ def as_buckets(
 
 
 def _tensors(directory: dcp.Directory, on_disk: str) -> Iterator[tuple[int, str, str, View]]:
-    """The tensors of one object: the number and dtype of the buffer, the state, and where it lies."""
+    """Yield the tensors of one object: the number and dtype of the buffer, the state, and where it lies."""
     content: Any = directory.object(on_disk)
     if isinstance(content, list) and len(content) == 1:  # a sharded object is saved as a list of one
         (content,) = content

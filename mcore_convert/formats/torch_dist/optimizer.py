@@ -65,7 +65,7 @@ class NamedState:
         return tuple(state for state in OPTIMIZER_STATES if state in self.by_state)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Whether the optimizer of this weight keeps this state."""
+        """Return whether the optimizer of this weight keeps this state."""
         if item.state not in MOMENTS:
             return True
         by_momentum = MOMENTUM in self.by_state and self.by_state[MOMENTUM].holds(item.weight, item.at)
@@ -77,7 +77,7 @@ class NamedState:
         return next((kept for kept in (ADAM, LION, BY_MOMENTUM) if kept[-1] in self.by_state), ())
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one state of one weight."""
+        """Return the boxes of one state of one weight."""
         if item.state not in self.by_state:
             findings.missing.append(str(item))
             return []
@@ -109,15 +109,15 @@ class ChainedState:
         return tuple(state for state in OPTIMIZER_STATES if state in (*self.named.states, *self.buckets.states))
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Whether the optimizer of this weight keeps this state."""
+        """Return whether the optimizer of this weight keeps this state."""
         return self._of(item).keeps(item, dims)
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one state of one weight."""
+        """Return the boxes of one state of one weight."""
         return self._of(item).locate(item, dims, findings)
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
-        """The copies on further ranks of what lies in buckets."""
+        """Return the copies on further ranks of what lies in buckets."""
         return self._of(item).replicas(item, dims)
 
     def _of(self, item: Item) -> NamedState | BucketState:
@@ -135,7 +135,7 @@ def find(
     common: Mapping[str, Any],
     reserved: Mapping[str, list[Slot]] | None = None,
 ) -> OptimizerState | None:
-    """The optimizer state of a checkpoint; None where it has none.
+    """Return the optimizer state of a checkpoint; None where it has none.
 
     Args:
         prefix: what a wrapper around the model put before every key.
@@ -222,7 +222,7 @@ def _named_state(
 
 
 def _with_remainders(state: NamedState, common: Mapping[str, Any]) -> NamedState:
-    """The state, with master copies read as remainders where they were gathered as numbers.
+    """Return the state, with master copies read as remainders where they were gathered as numbers.
 
     Raises:
         UnreadableCheckpoint: they were, at places that may be shifted (see `_named_state`), which nothing would show.

@@ -66,7 +66,7 @@ CHANGES: tuple[Measure[Change], ...] = (
 def heat_data(
     members: Sequence[Described], measures: Sequence[Measure[Described]], outliers: Sequence[Outlier] = ()
 ) -> Data:
-    """The rows of a heat map, their values and steps, and what is said of single cells."""
+    """Return the rows of a heat map, their values and steps, and what is said of single cells."""
     rows = {(of[0].weight, of[0].state): of for of in folded(members)}
     layers = list(in_layers(members))
     layered = {row: of for row, of in rows.items() if of[0].layer is not None}
@@ -114,7 +114,7 @@ def _value(measure: Measure[Described], cell: Sequence[Described]) -> float | No
 
 
 def _steps(measure: Measure[Described], values: Mapping[Row, list[float | None]]) -> dict[Row, list[int | None]]:
-    """The steps of every row, on a scale for each row or on one for all."""
+    """Return the steps of every row, on a scale for each row or on one for all."""
 
     def scale(listed: Sequence[float | None]) -> list[int | None]:
         return logarithmic(listed, STEPS) if measure.style == "number" else linear(listed, STEPS)
@@ -130,7 +130,7 @@ def _steps(measure: Measure[Described], values: Mapping[Row, list[float | None]]
 
 
 def _notes(outliers: Sequence[Outlier], row: Row) -> dict[int, list[str]]:
-    """What is said of the layers of a weight."""
+    """Return what is said of the layers of a weight."""
     notes: dict[int, list[str]] = {}
     for outlier in outliers:
         if (outlier.weight, outlier.state) == row:
@@ -140,7 +140,7 @@ def _notes(outliers: Sequence[Outlier], row: Row) -> dict[int, list[str]]:
 
 
 def _short(value: float | None) -> float | str | None:
-    """A number of few digits; infinity, which JSON does not have, in a word."""
+    """Return a number of few digits; infinity, which JSON does not have, in a word."""
     if value is None or math.isnan(value):
         return None
     return "infinite" if math.isinf(value) else float(f"{value:.{DIGITS}g}")

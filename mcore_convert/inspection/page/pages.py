@@ -28,7 +28,7 @@ Data = Mapping[str, Any]
 
 
 def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | None) -> str:
-    """A page of everything that is known of a checkpoint, with the loss curve of its run where there is one."""
+    """Return a page of everything that is known of a checkpoint, with the loss curve of its run where there is one."""
     metrics = find_metrics(Path(inspection.path))
     curve = curve_data(read_metrics(metrics), inspection.iteration) if metrics else None
     layouts = layout_data(opened.model, planned) if opened.model is not None else None
@@ -66,7 +66,7 @@ def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | No
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """A page of what changed."""
+    """Return a page of what changed."""
     heat = heat_data(comparison.changes, CHANGES)
     largest = max(comparison.changes, key=lambda change: change.largest, default=None)
     cards = [
@@ -98,7 +98,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def _name(path: Path) -> str:
-    """What to call a checkpoint: its directory, or the run that the iteration belongs to."""
+    """Return what to call a checkpoint: its directory, or the run that the iteration belongs to."""
     parts = [part for part in path.absolute().parts if not re.fullmatch(r"iter_\d+|release|checkpoints", part)]
     return parts[-1] if parts else str(path)
 
@@ -135,7 +135,7 @@ def _cards(inspection: Inspection, dims: Dims | None, layouts: Data | None) -> l
 
 
 def _facts(inspection: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
-    """What is known beside the cards; the architecture in the words of `config.json`."""
+    """Return what is known beside the cards; the architecture in the words of `config.json`."""
     layout = inspection.layout or {}
     shown_already = (
         "num_hidden_layers",
@@ -191,7 +191,7 @@ def _curve_words(curve: Data | None) -> str:
 
 
 def _table(heat: Data) -> list[Data]:
-    """The numbers of a heat map: a line for each weight, its layers folded into a range."""
+    """Return the numbers of a heat map: a line for each weight, its layers folded into a range."""
     rows: list[Data] = []
     for row in [*heat["rows"], *heat["alone"]]:
         is_alone = not isinstance(next(iter(row["values"].values())), list)

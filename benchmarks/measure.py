@@ -31,7 +31,7 @@ def seconds(command: Command, code: int = 0) -> float:
 
 
 def peak_anonymous_bytes(command: Command, code: int = 0) -> int:
-    """The most anonymous memory that a command and its children held together; it must end with an exit code.
+    """Return the most anonymous memory that a command and its children held together; it must end with an exit code.
 
     Anonymous memory is what a process allocates. Pages of mapped files are not in it: the kernel drops them at need.
     """
@@ -49,7 +49,7 @@ def peak_anonymous_bytes(command: Command, code: int = 0) -> int:
 
 
 def _family_of(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return a process and all that descend from it."""
     family = [pid]
     for member in family:  # grows while it is walked
         for task in Path(f"/proc/{member}/task").glob("*/children"):

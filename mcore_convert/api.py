@@ -256,7 +256,7 @@ def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:
 
 
 def _changed(layout: Layout) -> dict[str, Any]:
-    """The fields of a layout that are not what a single rank has."""
+    """Return the fields of a layout that are not what a single rank has."""
     return {name: value for name, value in vars(layout).items() if value != getattr(Layout(), name)}
 
 

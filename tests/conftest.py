@@ -33,7 +33,7 @@ def hf_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> HfMaker:
 
 
 def real_checkpoint(name: str) -> Path:
-    """A checkpoint that Megatron-LM wrote; the test is skipped where they are not at hand."""
+    """Return a checkpoint that Megatron-LM wrote; the test is skipped where they are not at hand."""
     path = SHARED / name
     if not path.is_dir():
         pytest.skip(f"the real Megatron-LM checkpoint {name} is not at hand")

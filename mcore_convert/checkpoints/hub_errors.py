@@ -52,14 +52,16 @@ def hub_errors(what: str) -> Iterator[None]:
 
 
 def is_connection(error: BaseException) -> bool:
-    """Whether an error is that of a connection, and not an answer."""
+    """Return whether an error is that of a connection, and not an answer."""
     from huggingface_hub.errors import HTTPError
 
     return isinstance(error, HTTPError | ConnectionError) and not hasattr(error, "response")
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether what failed may succeed when it is tried again: a lost connection, an overloaded server, a race."""
+    """Return whether what failed may succeed when it is tried again: a lost connection, an overloaded server,
+    a race.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     chain = list(_chain(error))
@@ -68,36 +70,36 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it comes from, the innermost last."""
+    """Yield an error and what it comes from, the innermost last."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _words(error: Exception) -> str:
-    """What the server said, or else the client."""
-    said = getattr(error, "server_message", None)
-    return said.strip().splitlines()[0] if isinstance(said, str) and said.strip() else first_line(error)
+    """Return the server's message, or else the client's."""
+    message = getattr(error, "server_message", None)
+    return message.strip().splitlines()[0] if isinstance(message, str) and message.strip() else first_line(error)
 
 
-def _refusal(what: str, status: int, said: str) -> HubError:
+def _refusal(what: str, status: int, answer: str) -> HubError:
     if status == 401:
         place = (
             "HF_TOKEN, which goes before that of `hf auth login`" if os.environ.get("HF_TOKEN") else "`hf auth login`"
         )
-        message = "the Hub does not accept the token: it is invalid, or its time is up"
-        return HubError(message, items=[f"it is that of {place}"], hint=LOGIN)
+        reason = "the Hub does not accept the token: it is invalid, or its time is up"
+        return HubError(reason, items=[f"it is that of {place}"], hint=LOGIN)
     if status == 403:
         hint = f"a token needs write access to the repository's owner, see {TOKENS}; or choose an owner that is yours"
-        return HubError(f"{what}: {said}", hint=hint)
+        return HubError(f"{what}: {answer}", hint=hint)
     if status == 404:
-        return HubError(f"{what}: {said}", hint="is the name right, and may the token see it?")
+        return HubError(f"{what}: {answer}", hint="is the name right, and may the token see it?")
     if status == 409:
-        return HubError(f"{what}: {said}", hint="something of that name is there: choose another name")
+        return HubError(f"{what}: {answer}", hint="something of that name is there: choose another name")
     if status == 412:
         return HubError(f"{what}: someone else has just changed it", hint=AGAIN)
     if status == 429:
         return HubError(f"{what}: too many requests", hint="wait some minutes, then run the same command again")
     if status >= 500:
-        return HubError(f"{what}: the Hub fails with {status}: {said}", hint=AGAIN)
-    return HubError(f"{what}: the Hub answers {status}: {said}")
+        return HubError(f"{what}: the Hub fails with {status}: {answer}", hint=AGAIN)
+    return HubError(f"{what}: the Hub answers {status}: {answer}")

@@ -39,8 +39,8 @@ class Model:
 
     `args` are normalised Megatron arguments of the architecture; `config` is the original `config.json` where one is
     known: that of the directory, the one supplied, or the one carried along since the checkpoint came from there.
-    `folder` is where its tokenizer and the like are. `vocab_is_said` is false where all rows of the embedding are taken
-    for the vocabulary, since nothing says which of them are padding.
+    `folder` is where its tokenizer and the like are. `vocab_is_stated` is false where nothing says which rows of the
+    embedding are padding, so that all of them are taken for the vocabulary.
     Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusal` says
     why. `choice` is how the family of a Megatron model was found. `ignored` are the unknown keys of its `config.json`
     that a user says change nothing, with their values.
@@ -54,7 +54,7 @@ class Model:
     notes: tuple[str, ...] = field(default=())
     refusal: ConfigError | None = None
     folder: Path | None = None
-    vocab_is_said: bool = True
+    vocab_is_stated: bool = True
     choice: Choice | None = None
     ignored: tuple[str, ...] = ()
 
@@ -212,7 +212,9 @@ def in_one_family(a: Model, b: Model) -> tuple[Model, Model]:
 def _ignoring(
     family: Family, config: Mapping[str, Any] | None, keys: Sequence[str]
 ) -> tuple[Family, tuple[str, ...], list[str]]:
-    """The family with further keys of `config.json` that change nothing, those that it has, and what to say of them."""
+    """Return the family with further keys of `config.json` that change nothing, those that it has,
+    and what to say of them.
+    """
     if not keys:
         return family, (), []
     ignored = tuple(f"`{key}` = {shown(config[key])}" for key in keys if config is not None and key in config)
@@ -230,16 +232,18 @@ def _identify_by_config(
     dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)
     opened = checkpoint.named_for(family)
     if dims.mtp_num_layers and not _predicts(opened, family, dims):
-        said = [f"`{key}` = {shown(config[key])}" for key in family.config.keys_of("mtp_num_layers") if config.get(key)]
-        if said:
-            notes.append(f"config.json says {said[0]}, but no file has such layers: converted without them")
+        stated = [
+            f"`{key}` = {shown(config[key])}" for key in family.config.keys_of("mtp_num_layers") if config.get(key)
+        ]
+        if stated:
+            notes.append(f"config.json says {stated[0]}, but no file has such layers: converted without them")
         args = {**args, "mtp_num_layers": None}
         dims = replace(dims, mtp_num_layers=0)
     return Model(opened, family, dims, args, config, tuple(notes), folder=opened.companions, ignored=ignored)
 
 
 def _predicts(checkpoint: Checkpoint, family: Family, dims: Dims) -> bool:
-    """Whether any tensor is of a layer that predicts further tokens; transformers saves models without them."""
+    """Return whether any tensor is of a layer that predicts further tokens; transformers saves models without them."""
     rows = ((weight, at) for weight, at in family.instances(dims) if weight.predicts)
     names = (spell(name, at) for weight, at in rows for spelling in weight.spellings for name in spelling.hf)
     return any(name in checkpoint.tensors for name in names)
@@ -308,7 +312,7 @@ def _identify_megatron(
         config,
         tuple(notes),
         refusal,
-        vocab_is_said=stated is not None,
+        vocab_is_stated=stated is not None,
         choice=choice,
         ignored=ignored,
     )

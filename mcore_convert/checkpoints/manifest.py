@@ -91,7 +91,7 @@ def manifest_lines(
     headers: Mapping[str, TensorMeta],
     tensors: Iterable[tuple[str, Mapping[str, Any]]],
 ) -> Iterator[bytes]:
-    """The content of a manifest, line by line."""
+    """Yield the content of a manifest, line by line."""
 
     def pairs(entries: Iterable[tuple[str, Any]]) -> Iterator[str]:
         before = "\n"
@@ -124,7 +124,7 @@ def write_manifest(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def _last_line(checksum: str) -> bytes:
-    """What ends a manifest: the checksum of all bytes before."""
+    """Return what ends a manifest: the checksum of all bytes before."""
     return f'"checksum": "{checksum}"}}\n'.encode()
 
 
@@ -149,11 +149,11 @@ def read_manifest(path: Path) -> Manifest | None:
     if begins is None or int(begins[1]) != FORMAT:
         return None
     start = text.rfind(b'"checksum": "')
-    found = CHECKSUM.fullmatch(text, start)
-    if found is None or checksum_of(memoryview(text)[:start]) != found[1].decode():
+    checksum = CHECKSUM.fullmatch(text, start)
+    if checksum is None or checksum_of(memoryview(text)[:start]) != checksum[1].decode():
         raise _damaged(path)
     try:
-        return _parsed(path, text[:start], found[1].decode())
+        return _parsed(path, text[:start], checksum[1].decode())
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error
 
@@ -176,7 +176,7 @@ def _damaged(path: Path) -> UnreadableCheckpoint:
 
 
 def _entries(text: bytes) -> Iterator[tuple[str, str, Any]]:
-    """The entries of a manifest without its last line: section (none for facts), name and value.
+    """Yield the entries of a manifest without its last line: section (none for facts), name and value.
 
     They are read line by line, as they were written, so that what all are together need not be in memory.
     """
@@ -216,7 +216,7 @@ def _parsed(path: Path, text: bytes, checksum: str) -> Manifest:
 
 
 def _parts(name: str, entries: Iterable[Mapping[str, Any]], files: Mapping[str, File], block: int) -> Iterator[Part]:
-    """The parts of a tensor, each of which lies in its file and has a checksum for each block, or none."""
+    """Yield the parts of a tensor, each of which lies in its file and has a checksum for each block, or none."""
     for entry in entries:
         start, end = map(int, entry["bytes"])
         if not 0 <= start <= end <= files[entry["file"]].size:
@@ -262,7 +262,7 @@ def check_manifest(checkpoint: Checkpoint) -> None:
 
 
 def sizes_that_differ(manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
-    """The files that are not there, or have another size than the manifest says, a line each."""
+    """Yield the files that are not there, or have another size than the manifest says, a line each."""
     for name in sorted(names):
         try:
             size = (manifest.folder / name).stat().st_size
@@ -274,7 +274,7 @@ def sizes_that_differ(manifest: Manifest, names: Iterable[str]) -> Iterator[str]
 
 
 def _elsewhere(manifest: Manifest, views: Mapping[str, View]) -> Iterator[str]:
-    """The tensors that lie in another place of a file than they were written to."""
+    """Yield the tensors that lie in another place of a file than they were written to."""
     for part in manifest.parts:
         view = views.get(part.tensor)
         if view is not None and view.nbytes and (view.path, view.offset) != (manifest.folder / part.file, part.start):

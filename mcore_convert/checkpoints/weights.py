@@ -42,7 +42,7 @@ class Sources:
         return dtypes
 
     def in_masters(self, source: Checkpoint) -> Sources:
-        """The same without what a master copy stands for, which is proven to round to the weight that is left out."""
+        """Leave out what a master copy stands for, which is proven to round to the weight that is left out."""
         left = {item for item in self.slots if item.state == PARAM and item._replace(state=MASTER) in self.slots}
         known = {(check.view, check.other) for check in self.checks if check.rounded}
         checks = [check for check in master_checks(self.slots, source) if (check.view, check.other) not in known]
@@ -77,12 +77,12 @@ def find_weights(
             slots[item] = slots[family.original_of(item)]
             checks += _copy_checks(item, dims, source, slots[item], findings)
             continue
-        found = without_padding(item.weight, dims, source.locate(item, dims, findings))
-        slots[item] = found
-        if not found:
+        places = without_padding(item.weight, dims, source.locate(item, dims, findings))
+        slots[item] = places
+        if not places:
             continue
-        reason = untiled([slot.box for slot in found], family.shape(item.weight, dims))
-        dtypes = sorted({slot.view.dtype for slot in found})
+        reason = untiled([slot.box for slot in places], family.shape(item.weight, dims))
+        dtypes = sorted({slot.view.dtype for slot in places})
         if reason is not None:
             broken.append(f"{item}: {reason}")
         if not set(dtypes) <= DTYPES.keys():
@@ -91,11 +91,11 @@ def find_weights(
             broken.append(f"{item} is made of {' and '.join(dtypes)} parts")
         if item.weight.mcore is None:
             failure = f"`{item}` in `{source.path}` is not zero, and Megatron Core has no place for it"
-            checks += [Check(slot.view, None, failure) for slot in found]
+            checks += [Check(slot.view, None, failure) for slot in places]
         for replica, where in () if allow_drift else source.replicas(item, dims):
             failure = f"the ranks do not agree on `{item}`: {where} differs from the first"
-            checks += equal_checks(replica, found, failure, hint=DRIFT_HINT)
-    if source.found_by_order:
+            checks += equal_checks(replica, places, failure, hint=DRIFT_HINT)
+    if source.matched_by_order:
         checks += master_checks(slots, source)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
@@ -119,12 +119,14 @@ def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift:
         for item, slots in both.slots.items()
         if item.state == PARAM
     }
-    proofs = () if source.found_by_order else tuple(master_checks(both.slots, source))
+    proofs = () if source.matched_by_order else tuple(master_checks(both.slots, source))
     return Sources(taken, (*both.checks, *proofs))
 
 
 def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Iterator[Check]:
-    """That every master copy rounds to its weight: the proof that state found by its order was found right."""
+    """Yield the checks that every master copy rounds to its weight:
+    the proof that state matched by its order is right.
+    """
     for item, masters in slots.items():
         if item.state == MASTER:
             param = item._replace(state=PARAM)
@@ -140,35 +142,37 @@ def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Itera
 
 
 def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item]:
-    """Every tensor of a model in these states, weight by weight, in the order of the forward pass."""
+    """Yield every tensor of a model in these states, weight by weight, in the order of the forward pass."""
     for weight, at in family.instances(dims):
         for state in states if weight.trained and weight.mcore is not None else states[:1]:
             yield Item(weight, at, state)
 
 
 def equal_checks(replica: Slot, slots: list[Slot], failure: str, *, hint: str | None = None) -> Iterator[Check]:
-    """That a slot holds what others hold of the same box."""
+    """Yield the checks that a slot holds what others hold of the same box."""
     for part in cut(slots, replica.box):
         yield Check(replica.part(part.box), part.view, failure, hint=hint)
 
 
 def _copy_checks(item: Item, dims: Dims, source: Checkpoint, slots: list[Slot], findings: Findings) -> Iterator[Check]:
-    """A copy of a weight may be absent; where it is not, it must be equal."""
+    """Yield the checks of a copy of a weight, which may be absent; where it is not, it must be equal."""
     there = Findings()
-    found = source.locate(item, dims, there)
+    places = source.locate(item, dims, there)
     if there.missing or not there.used:
         return
     findings.used |= there.used
     findings.misshapen += there.misshapen
     failure = f"`{item}` in `{source.path}` differs from the `{item.weight.copy_of}` that it should be a copy of"
-    for slot in found:
+    for slot in places:
         yield from equal_checks(slot, slots, failure)
 
 
 def _tied_checks(
     family: Family, dims: Dims, source: Checkpoint, slots: Mapping[Item, list[Slot]], findings: Findings
 ) -> Iterator[Check]:
-    """A tied model may store its head all the same; then it must equal the embedding."""
+    """Yield the checks of the head of a tied model, which may be stored all the same;
+    then it must equal the embedding.
+    """
     if not dims.tied:
         return
     rows = {weight.mcore: weight for weight in family.weights}
@@ -176,13 +180,13 @@ def _tied_checks(
         return
     head, embedding = rows[OUTPUT], rows[EMBEDDING]
     there = Findings()
-    found = without_padding(head, dims, source.locate(Item(head, Index()), dims, there))
+    places = without_padding(head, dims, source.locate(Item(head, Index()), dims, there))
     if there.missing:
         return
     findings.used |= there.used
     findings.misshapen += there.misshapen
     failure = f"the model in `{source.path}` is tied, but its `{next(iter(there.used))}` differs from its embedding"
-    for slot in found:
+    for slot in places:
         yield from equal_checks(slot, slots[Item(embedding, Index())], failure)
 
 

@@ -108,11 +108,11 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         raise VerificationError("the models have different sizes", items=items)
     family, states, notes = _common_ground(a, b)
     with phase(progress, "checking"):
-        found = [_found(each, family, states) for each in (a, b)]
+        sources = [_proven_sources(each, family, states) for each in (a, b)]
         if a.checkpoint.weights_are_masters != b.checkpoint.weights_are_masters:
-            found = [each.in_masters(model.checkpoint) for each, model in zip(found, (a, b), strict=True)]
-            prove(check for each in found for check in each.checks if check.rounded)
-        mine, theirs = (each.slots for each in found)
+            sources = [each.in_masters(model.checkpoint) for each, model in zip(sources, (a, b), strict=True)]
+            prove(check for each in sources for check in each.checks if check.rounded)
+        mine, theirs = (each.slots for each in sources)
     apart = sorted({item.state for item in mine.keys() ^ theirs.keys()})
     if apart:  # of optimizers that are chained by kinds of weights
         notes = [*notes, f"only one has {', '.join(apart)} of some weights"]
@@ -134,7 +134,7 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
 
 
 def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[str]]:
-    """The rows and states in which two checkpoints can be compared, and what is left out."""
+    """Return the rows and states in which two checkpoints can be compared, and what is left out."""
     first, second = a.checkpoint, b.checkpoint
     if Side.HUGGING_FACE in (first.side, second.side):
         if a.refusals:
@@ -148,12 +148,12 @@ def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[st
 
 
 def sizes_of(model: Model) -> Mapping[str, Any]:
-    """The sizes in which two checkpoints of a model agree, however each is padded."""
+    """Return the sizes in which two checkpoints of a model agree, however each is padded."""
     return {name: value for name, value in vars(model.dims).items() if name != "padded_vocab_size"}
 
 
 def config_differences(a: Model, b: Model) -> list[str]:
-    """What the configurations of two checkpoints mean differently, a line each."""
+    """Return what the configurations of two checkpoints mean differently, a line each."""
     if a.refusals or b.refusals:  # no family can put both into the words of a `config.json`
         first, second = ({name: model.args.get(name) for name in (*NEUTRAL, *NEUTRAL_OF_EXPERTS)} for model in (a, b))
     else:
@@ -166,8 +166,8 @@ def config_differences(a: Model, b: Model) -> list[str]:
     ]
 
 
-def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
-    """The weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
+def _proven_sources(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
+    """Return the weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
     model.checkpoint.check_whole()
     sources = find_weights(family, model.dims, model.checkpoint, states)
     check_sums(model.checkpoint)
@@ -185,7 +185,7 @@ def _difference(item: Item, mine: list[Slot], theirs: list[Slot], gap: Gap, file
 
 
 def _is_loss(coded: list[Slot], exact: list[Slot], files: Files) -> bool:
-    """Whether each element of a weight that is quantised on one side may be what the other's was rounded to."""
+    """Return whether each element of a weight that is quantised on one side may be what the other's was rounded to."""
     if not any(slot.view.coded for slot in coded) or not exact or any(slot.view.coded for slot in exact):
         return False
     for slot in coded:

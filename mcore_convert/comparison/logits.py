@@ -28,7 +28,7 @@ BATCH, LENGTH = 2, 64
 def compare_logits(
     a: Model, b: Model, *, tolerance: float = TOLERANCE, progress: Progress | None = None
 ) -> LogitsReport:
-    """The largest difference of the logits of two checkpoints, in fp32 on the CPU, on seeded random tokens.
+    """Compute the largest difference of the logits of two checkpoints, in fp32 on the CPU, on seeded random tokens.
 
     Args:
         tolerance: allowed difference, as a share of the largest logit, or absolute where no logit exceeds 1.
@@ -47,7 +47,7 @@ def compare_logits(
 
 
 def run(model: Model, tokens: Tensor, progress: Progress | None = None) -> Tensor:
-    """The logits of a checkpoint, `[batch, length, vocab_size]` in fp32."""
+    """Compute the logits of a checkpoint, `[batch, length, vocab_size]` in fp32."""
     chosen = _run_hf if model.checkpoint.side is Side.HUGGING_FACE else _run_megatron
     return chosen(model, tokens, progress)
 
@@ -86,7 +86,9 @@ def _run_megatron(model: Model, tokens: Tensor, progress: Progress | None) -> Te
 
 
 def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The global tensors of a checkpoint by their Megatron names, one after the other, without vocabulary padding."""
+    """Yield the global tensors of a checkpoint by their Megatron names, one after the other,
+    without vocabulary padding.
+    """
     import torch
 
     sources = find_weights(model.family, model.dims, model.checkpoint)

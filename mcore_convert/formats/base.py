@@ -109,7 +109,7 @@ class Training:
 
 
 def is_by_momentum(group: Mapping[str, Any]) -> bool:
-    """Whether a parameter group is of SGD or Muon, which keep one momentum and have no betas."""
+    """Return whether a parameter group is of SGD or Muon, which keep one momentum and have no betas."""
     return "betas" not in group
 
 
@@ -300,6 +300,6 @@ class Checkpoint(ABC):
         return False
 
     @property
-    def found_by_order(self) -> bool:
+    def matched_by_order(self) -> bool:
         """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
         return False

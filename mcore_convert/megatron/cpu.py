@@ -131,7 +131,7 @@ def _unit_length(vectors: Any) -> Any:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes tensors, which takes the CPU for a CUDA device, and memory that is not pinned."""
+    """Return a function that makes tensors, which takes the CPU for a CUDA device, and memory that is not pinned."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -149,11 +149,11 @@ def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(type_of)
     def named(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        found = type_of(tensor, *args, **kwargs)
+        answer = type_of(tensor, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if isinstance(found, str) and caller.startswith("megatron.core.optimizer"):
-            return found.replace("torch.", "torch.cuda.", 1)
-        return found
+        if isinstance(answer, str) and caller.startswith("megatron.core.optimizer"):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
 
     return named
 

@@ -128,7 +128,7 @@ def upload(
 
 
 def checked(destination: Destination, *, writable: bool = True) -> Destination:
-    """A destination with its owner's name, who is the holder of the token unless said; asks the Hub once.
+    """Return a destination with its owner's name, who is the holder of the token unless said; asks the Hub once.
 
     Raises:
         HubError: there is no token, it is not accepted, or with `writable` it can only read.
@@ -145,7 +145,7 @@ def checked(destination: Destination, *, writable: bool = True) -> Destination:
 
 
 def has_model(repo: str, branch: str) -> bool:
-    """Whether a branch of a repository on the Hub holds a whole model.
+    """Return whether a branch of a repository on the Hub holds a whole model.
 
     Raises:
         HubError: the Hub refuses, or cannot be reached.
@@ -166,7 +166,7 @@ Refs = dict[tuple[str, str], str]
 
 
 def _refs(api: HfApi, repo: str) -> Refs | None:
-    """The commits of a repository's branches and tags; None where there is no such repository."""
+    """Return the commits of a repository's branches and tags; None where there is no such repository."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
@@ -178,7 +178,7 @@ def _refs(api: HfApi, repo: str) -> Refs | None:
 
 
 def _make_branch(api: HfApi, repo: str, branch: str) -> str:
-    """The head of a branch that is made where it lacks, of the first commit: that has no model."""
+    """Create a branch if missing, of the first commit, which has no model; return its head."""
     refs = _refs(api, repo) or {}
     if ("branch", branch) not in refs:
         first: str = api.list_repo_commits(repo)[-1].commit_id
@@ -231,27 +231,28 @@ def _compared(
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The files to send by their names in the repository; hidden ones stay, and so do other models in folders below.
+    """Return the files to send by their names in the repository; hidden ones stay,
+    and so do other models in folders below.
 
     Raises:
         UnreadableCheckpoint: there are none.
     """
     shown = {name: path for name, path in files_in(folder).items() if not any(p[0] == "." for p in Path(name).parts)}
     others = [f"{Path(name).parent}/" for name in shown if Path(name).name == CONFIG and "/" in name]
-    found = {name: path for name, path in shown.items() if not name.startswith(tuple(others))}
-    if not found:
+    own = {name: path for name, path in shown.items() if not name.startswith(tuple(others))}
+    if not own:
         raise UnreadableCheckpoint(f"`{folder}` has no files to send")
-    return found
+    return own
 
 
 def _tree(api: HfApi, repo: str, revision: str) -> dict[str, Any]:
-    """The files of a commit by their names."""
+    """Return the files of a commit by their names."""
     entries = api.list_repo_tree(repo, recursive=True, revision=revision)
     return {entry.path: entry for entry in entries if hasattr(entry, "blob_id")}
 
 
 def _is_same(path: Path, there: Any) -> bool:
-    """Whether a file is what the Hub has: by the SHA-256 of a large one, by the git object id of a small one."""
+    """Return whether a file is what the Hub has: by the SHA-256 of a large one, by the git object id of a small one."""
     size = path.stat().st_size
     if size != there.size:
         return False

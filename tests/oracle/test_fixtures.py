@@ -25,7 +25,7 @@ def digests(path: Path) -> dict[str, str]:
 
 
 def load(path: Path) -> Any:
-    """The model as transformers reads it, with no key missing or left over."""
+    """Return the model as transformers reads it, with no key missing or left over."""
     model, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
     return model

@@ -60,7 +60,7 @@ SEGMENTS = {"in_proj.weight": tuple(gpt.IN_PROJ), "conv1d.weight": tuple(gpt.CON
 
 
 def joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with the segments that Megatron Core names as one tensor each."""
+    """Return the weights with the segments that Megatron Core names as one tensor each."""
     whole = {name: tensor for name, tensor in weights.items() if name.rpartition(".")[2] not in gpt.IN_PROJ}
     for suffix, names in SEGMENTS.items():
         for stem in {name.rpartition(".")[0] for name in weights if name.endswith(f"{suffix}.{names[0]}")}:
@@ -76,12 +76,12 @@ def test_what_megatron_saves_is_read(dialect: Dialect, tmp_path: Path) -> None:
         gpt.IN_PROJ
     )
     save_torch_dist(MIXED, weights, tmp_path, dialect=dialect, moe_norm="transformer_engine")
-    found = identify(tmp_path)
-    assert getattr(found.checkpoint, "dialect", None) == dialect
-    rows = found.dims.vocab_size
+    model = identify(tmp_path)
+    assert getattr(model.checkpoint, "dialect", None) == dialect
+    rows = model.dims.vocab_size
     cut = {name: each[:rows] if each.shape[0] == 32 and "embed" in name else each for name, each in weights.items()}
     cut["output_layer.weight"] = weights["output_layer.weight"][:rows]
-    assert_same_tensors(dict(tensors_of(found)), joined(cut))
+    assert_same_tensors(dict(tensors_of(model)), joined(cut))
 
 
 LOCAL: dict[str, Any] = {"implementation": "local", "for_megatron": "0.16"}
@@ -96,20 +96,20 @@ def test_segments_go_through_every_tensor_parallelism(tmp_path: Path) -> None:
     reshard(tmp_path / "4", tmp_path / "back", to="torch", tp=1, **LOCAL)
     args = {**MIXED, "transformer_impl": "local"}
     load = partial(load_mp_rank, args, state, tmp_path / "2/iter_0000010", distributed=True, tp=2)
-    for found in run_ranks(2, load):
-        assert not found.differing
-        assert set(found.steps) == {STEP}
+    for result in run_ranks(2, load):
+        assert not result.differing
+        assert set(result.steps) == {STEP}
     first, last = (content(tmp_path / name / "iter_0000010/mp_rank_00") for name in ("1", "back"))
     assert_same_tensors(first, last)
 
 
 def content(folder: Path) -> dict[str, Tensor]:
-    """The tensors of one rank's model and of its flat buffers."""
+    """Return the tensors of one rank's model and of its flat buffers."""
     model = torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]
     buffers = torch.load(folder / "distrib_optim.pt", weights_only=False)
-    found = {name: each for name, each in model.items() if isinstance(each, Tensor) and "_extra_state" not in name}
+    result = {name: each for name, each in model.items() if isinstance(each, Tensor) and "_extra_state" not in name}
     (of_dtype,) = buffers[0].values()
-    return found | {name: each for name, each in of_dtype.items() if isinstance(each, Tensor)}
+    return result | {name: each for name, each in of_dtype.items() if isinstance(each, Tensor)}
 
 
 def test_a_trained_norm_is_exported_from_its_master_copy(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ REPO = "ada/model"
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    with client_of_a_hub(tmp_path) as found:
-        yield found
+    with client_of_a_hub(tmp_path) as result:
+        yield result
 
 
 def test_a_manifest_goes_along(hub: Hub, hf_checkpoint: HfMaker, tmp_path: Path) -> None:

@@ -88,12 +88,12 @@ def blocks_of(page: Path) -> list[Block]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The Hub that commands talk to, as `ada`."""
-    with running_hub() as found:
-        found.tokens["hf_ada"] = Token("ada")
-        settings = {"HF_ENDPOINT": found.url, "HF_TOKEN": "hf_ada", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    with running_hub() as result:
+        result.tokens["hf_ada"] = Token("ada")
+        settings = {"HF_ENDPOINT": result.url, "HF_TOKEN": "hf_ada", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        yield found
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.Fix
 
 
 def demo_output(folder: Path) -> Path:
-    """What `make demo` leaves, with a model that has not learned much: where what the README shows is run."""
+    """Return what `make demo` leaves, with a model that has not learned much: where what the README shows is run."""
     left = folder / "demo_output"
     done = subprocess.run(
         [sys.executable, "-m", "fixtures.demo", left, "12"],
@@ -188,7 +188,7 @@ def make_texts(folder: Path) -> None:
 
 
 def make_345m(folder: Path) -> None:
-    """A model in the form of `megatron_lm_345m`."""
+    """Make a model in the form of `megatron_lm_345m`."""
     from fixtures.old_classes import save_345m
     from tests.oracle.test_old_classes import GPT, gpt2
 
@@ -196,7 +196,7 @@ def make_345m(folder: Path) -> None:
 
 
 def install(pyproject: Path) -> None:
-    """What `pip install --editable` makes of a project: metadata with its entry points, in a folder of the path."""
+    """Do what `pip install --editable` makes of a project: metadata with its entry points, in a folder of the path."""
     project = tomllib.loads(pyproject.read_text())["project"]
     info = pyproject.parent / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir()
@@ -243,7 +243,9 @@ def run(command: str, expected: list[str], folder: Path, start: Iterable[Path]) 
 
 
 def matches(lines: list[str], expected: list[str]) -> bool:
-    """Whether lines are as expected. A line `...` is any lines, ` ... ` any words; rounding errors may differ."""
+    """Return whether lines are as expected. A line `...` is any lines, ` ... ` any words;
+    rounding errors may differ.
+    """
     pattern = ""
     for line in expected:
         if line.strip() == "...":

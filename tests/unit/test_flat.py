@@ -26,8 +26,8 @@ def test_a_range_of_elements_is_a_few_boxes(shape: tuple[int, ...], data: st.Dat
     start = data.draw(st.integers(0, tensor.numel()))
     stop = data.draw(st.integers(start, tensor.numel()))
     boxes = boxes_of_range(shape, start, stop)
-    found = [element for box, first in boxes for element in part(tensor, box).flatten().tolist()]
-    assert found == list(range(start, stop))
+    result = [element for box, first in boxes for element in part(tensor, box).flatten().tolist()]
+    assert result == list(range(start, stop))
     assert all(part(tensor, box).flatten()[0] == first for box, first in boxes)
     assert len(boxes) <= 2 * len(shape) - 1
 
@@ -49,7 +49,7 @@ def test_a_tensor_is_found_in_any_pieces_of_its_buffer(
 ) -> None:
     shape = (rows * tp * len(shard.parts), columns * tp)
     whole = torch.arange(shape[0] * shape[1]).reshape(shape)
-    found = torch.full(shape, -1)
+    result = torch.full(shape, -1)
     boxes = []
     for rank in range(tp):
         local = local_of(shard, shape, tp, rank)
@@ -68,9 +68,9 @@ def test_a_tensor_is_found_in_any_pieces_of_its_buffer(
         for slot in slots_of_flat(pieces, start, local):
             view = slot.view
             value = buffer.as_strided(view.shape, tuple(s // 8 for s in view.strides), view.offset // 8)
-            part(found, slot.box).copy_(value)
+            part(result, slot.box).copy_(value)
             boxes.append(slot.box)
         if shard.dim is None:
             break
-    assert torch.equal(found, whole)
+    assert torch.equal(result, whole)
     assert untiled(boxes, shape) is None

@@ -50,19 +50,19 @@ SHARED = ("base", "format", "random_states", "registry", "request", "traits", "f
 
 
 def files() -> dict[str, Path]:
-    """Every module of the installed packages, by its name."""
-    found = {}
+    """Return every module of the installed packages, by its name."""
+    result = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
-    return found
+            result[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return result
 
 
 MODULES = files()
 
 
 def imported(module: str) -> Iterator[str]:
-    """The modules of the project that a module imports, inside functions and for type checking too."""
+    """Yield the modules of the project that a module imports, inside functions and for type checking too."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -138,7 +138,7 @@ def test_families_are_found_and_not_imported() -> None:
 
 
 def is_light(module: str) -> bool:
-    """Whether a module is one that must not bring torch in. Training has torch in all but its configuration."""
+    """Return whether a module is one that must not bring torch in. Training has torch in all but its configuration."""
     training = is_in(module, "train_entry") and module != "train_entry" and not is_in(module, "train_entry.config")
     return not training and "megatron" not in module and not module.endswith("__main__")
 
@@ -195,12 +195,12 @@ def test_each_module_can_be_imported_first() -> None:
 
 
 def loaded(code: str) -> list[str]:
-    """Which heavy packages a fresh interpreter has loaded after running this."""
+    """Return which heavy packages a fresh interpreter has loaded after running this."""
     report = f"\nimport sys, json\nsys.stderr.write(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stderr.splitlines()[-1])
-    return found
+    result: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return result
 
 
 def command(*arguments: str) -> str:

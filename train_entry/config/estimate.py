@@ -43,7 +43,7 @@ class Estimate:
 
 
 def estimate(config: Config, args: Mapping[str, Any], world_size: int) -> Estimate:
-    """What a run on so many ranks needs.
+    """Return what a run on so many ranks needs.
 
     Args:
         args: normalised Megatron-LM arguments of the model, with both sizes of its vocabulary.

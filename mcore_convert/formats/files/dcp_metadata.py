@@ -22,7 +22,7 @@ def metadata_bytes(
     unflattened: Mapping[str, Shape] = MappingProxyType({}),
     paths: Mapping[str, tuple[str, ...]] | None = None,
 ) -> bytes:
-    """The content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it.
+    """Return the content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it.
 
     `unflattened` is as Directory has it, for Megatron Core 0.8 to 0.15. `paths` say where each key stood in the nested
     state dict that torch's own planner makes of them (`default_planner.py`, `DefaultSavePlanner`).
@@ -68,5 +68,5 @@ def _size(shape: Shape) -> Call:
 
 @lru_cache
 def _dcp(name: str) -> Global:
-    """A class of torch's metadata; always the same object, so that its name is written once."""
+    """Return a class of torch's metadata; always the same object, so that its name is written once."""
     return Global("torch.distributed.checkpoint.metadata", name)

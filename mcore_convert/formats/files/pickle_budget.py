@@ -59,7 +59,7 @@ class Unfinished(ValueError):
 
 
 def end_of(data: bytes) -> int:
-    """Where the pickle at the beginning of `data` ends.
+    """Return where the pickle at the beginning of `data` ends.
 
     Raises:
         Unfinished: not in `data`.
@@ -109,13 +109,13 @@ def end_of(data: bytes) -> int:
 
 
 def _check_entry(number: int, at: int) -> None:
-    """A pickle numbers what it remembers from 0."""
+    """Check an entry of the memo, which a pickle numbers from 0."""
     if number > at:
         raise ValueError(f"it remembers something as number {number:,}")
 
 
 def _check_density(data: bytes) -> None:
-    """A bound from above: these bytes occur in strings, too."""
+    """Check a bound from above: these bytes occur in strings, too."""
     count = sum(map(data.count, _CONTAINERS))
     if count > FREE_CONTAINERS + len(data) // DENSITY:
         raise ValueError(f"it has up to {count:,} lists and dicts in {len(data):,} bytes")

@@ -166,7 +166,7 @@ class _Writer:
             self._frames[names] = self._frame(kind, list(state))
 
     def _frame(self, kind: Global, names: list[str]) -> list[bytes]:
-        """The bytes before each part of a state and behind the last, when all names have numbers."""
+        """Return the bytes before each part of a state and behind the last, when all names have numbers."""
         one = len(names) == 1
         begin = (
             self._memo[kind] + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + (b"" if one else pickle.MARK)
@@ -195,7 +195,7 @@ class _Writer:
         self.content += pickle.TUPLE + pickle.REDUCE
 
     def _other(self, item: Any) -> None:
-        """A value of a class of Python's own, such as a set or bytes, as Python writes it."""
+        """Write a value of a class of Python's own, such as a set or bytes, as Python writes it."""
         buffer = io.BytesIO()
         writer = _PythonWriter(buffer, protocol=2)
         writer.fast = True  # without numbers, which would be those of this pickle
@@ -250,13 +250,13 @@ def _integer(item: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _integers(items: tuple[int, ...]) -> bytes:
-    """A tuple of integers alone, as shapes are: many are equal."""
+    """Return a tuple of integers alone, as shapes are: many are equal."""
     parts = b"".join(map(_integer, items))
     return parts + _TUPLES[len(items)] if len(items) <= 3 else pickle.MARK + parts + pickle.TUPLE
 
 
 def dumps(tree: Any) -> bytes:
-    """The pickle of a tree of plain values, Namespaces and the records of this module."""
+    """Return the pickle of a tree of plain values, Namespaces and the records of this module."""
     writer = _Writer()
     writer.write(tree)
     return bytes(writer.content + pickle.STOP)

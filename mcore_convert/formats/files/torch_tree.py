@@ -24,7 +24,7 @@ class Hole:
 
     @staticmethod
     def number(value: float, shape: tuple[int, ...] = ()) -> Hole:
-        """A tensor of one fp32 number."""
+        """Return a tensor of one fp32 number."""
         return Hole(TensorMeta(shape, "float32"), struct.pack("<f", value))
 
 
@@ -43,7 +43,7 @@ def reserve_tree(path: Path, tree: Any, reservation: Reservation) -> Any:
 
 
 def replaced(tree: Any, by: Callable[[Hole], Any]) -> Any:
-    """The tree with something else for every hole; dicts, lists, tuples and Namespaces are rebuilt.
+    """Return the tree with something else for every hole; dicts, lists, tuples and Namespaces are rebuilt.
 
     Equal strings become one, since a pickle refers back to what it has written: equal trees have equal bytes.
     """

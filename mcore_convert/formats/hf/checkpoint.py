@@ -35,7 +35,7 @@ WEIGHT_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory is a Hugging Face model."""
+    """Return whether a directory is a Hugging Face model."""
     return path.is_dir() and any((path / name).is_file() for name in WEIGHT_FILES)
 
 
@@ -120,11 +120,11 @@ class HfCheckpoint(HfNames):
         return replace(self, prefix=family.optional_prefix)
 
     def meta_of(self, name: str) -> TensorMeta | None:
-        """The shape and the dtype of a tensor; None where there is none of this name."""
+        """Return the shape and the dtype of a tensor; None where there is none of this name."""
         return self.tensors.get(name)
 
     def parts_of(self, name: str) -> list[Slot]:
-        """The parts of a tensor, as they lie in files."""
+        """Return the parts of a tensor, as they lie in files."""
         view = self.views[name]
         return [Slot(view, Box.whole(view.shape))]
 
@@ -139,13 +139,13 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
         UnreadableCheckpoint: a file is missing or damaged, or the index and the files disagree.
     """
     config = read_json(path / CONFIG)
-    found = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
-    if found is None:
+    file = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
+    if file is None:
         raise UnreadableCheckpoint(f"`{path}` has no weights", hint=f"one of {', '.join(WEIGHT_FILES)} should be there")
-    if found.endswith(".json"):
-        views, sums = _read_indexed(path, found)
+    if file.endswith(".json"):
+        views, sums = _read_indexed(path, file)
     else:
-        views, sums = _read_file(path / found)
+        views, sums = _read_file(path / file)
     read = read_quantised(views, config)
     if read.quantised is not None:
         config = {key: value for key, value in config.items() if key != KEY}
@@ -153,7 +153,7 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
 
 
 def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, ...]]:
-    """The tensors of a sharded directory; the index must name exactly those that the files hold."""
+    """Return the tensors of a sharded directory; the index must name exactly those that the files hold."""
     weight_map = read_json(path / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnreadableCheckpoint(f"`{path / index}` has no `weight_map` from tensors to files")
@@ -268,7 +268,7 @@ def _lay_out(
 
 
 def _shards(groups: Iterable[Mapping[str, TensorMeta]], limit: int) -> Iterable[dict[str, TensorMeta]]:
-    """The tensors of each file, those of a group in one."""
+    """Yield the tensors of each file, those of a group in one."""
     shard: dict[str, TensorMeta] = {}
     size = 0
     for group in groups:

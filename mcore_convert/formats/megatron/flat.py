@@ -30,7 +30,7 @@ class Local:
 
 @lru_cache(maxsize=4096)
 def local_of(shard: Shard, shape: Shape, tp: int, rank: int) -> Local:
-    """What tensor-parallel rank `rank` holds of a global tensor: its boxes one after the other along the cut."""
+    """Return what tensor-parallel rank `rank` holds of a global tensor: its boxes one after the other along the cut."""
     boxes = shard.boxes(shape, tp, rank)
     if shard.dim is None:
         return Local(shape, ((boxes[0], boxes[0]),))
@@ -47,7 +47,9 @@ def local_of(shard: Shard, shape: Shape, tp: int, rank: int) -> Local:
 
 
 def starts_of(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where tensors of these sizes, in the order of the modules, begin in a flat buffer, and the buffer's end."""
+    """Return where tensors of these sizes, in the order of the modules, begin in a flat buffer,
+    and the buffer's end.
+    """
     starts = []
     end = 0
     for size in reversed(list(sizes)):
@@ -72,7 +74,7 @@ def slots_in_global(slots: Iterable[Slot], local: Local) -> Iterator[Slot]:
 
 
 def slots_of_flat(pieces: Sequence[tuple[int, View]], start: int, local: Local) -> list[Slot]:
-    """The slots of a local tensor that lies in a flat buffer from `start` on.
+    """Return the slots of a local tensor that lies in a flat buffer from `start` on.
 
     Args:
         pieces: the buffer in one-dimensional views, each with its offset in the buffer; a boundary may cut a row.

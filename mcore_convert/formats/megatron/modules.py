@@ -80,7 +80,9 @@ MTP_ORDER = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layern
 
 
 def implementation_in(names: Collection[str], args: Mapping[str, Any]) -> str:
-    """The layer spec whose names these are; where both have them, as with no norm in attention, what the run said."""
+    """Return the layer spec whose names these are; where both have them, as with no norm in attention,
+    what the run said.
+    """
     if any(fused in name for name in names for fused in FUSED_NORMS):
         return TRANSFORMER_ENGINE
     says_nothing = any(LATENT in name for name in names) and not any("kv_layernorm." in name for name in names)
@@ -95,7 +97,7 @@ def experts_in(names: Iterable[str]) -> str:
 
 @lru_cache
 def name_in_module(name: str, implementation: str, experts: str) -> str:
-    """The template of a weight in the `torch` format, from its template in `torch_dist`."""
+    """Return the template of a weight in the `torch` format, from its template in `torch_dist`."""
     if EXPERT in name:
         if experts == SEQUENTIAL:
             return name.replace(EXPERT, "mlp.experts.local_experts.{expert}.")
@@ -107,7 +109,8 @@ def name_in_module(name: str, implementation: str, experts: str) -> str:
 
 
 def in_module_order(weights: Iterable[Weight], implementation: str) -> list[Weight]:
-    """The rows as a model's `parameters()` have them: embedding, layers, final norm, layers that predict, output layer.
+    """Return the rows as a model's `parameters()` have them: embedding, layers, final norm, layers that predict,
+    output layer.
 
     Rows of a layer are ordered by the parts of LOCAL_ORDER; where norms are fused, they precede the layer's weight.
     """
@@ -132,14 +135,16 @@ def _place_of(name: str, order: tuple[str, ...]) -> int:
 
 
 def has_extra_state(module: str, *, norms: bool) -> bool:
-    """Whether a module of this name saves a state of its own: a linear layer, or a norm of Transformer Engine's."""
+    """Return whether a module of this name saves a state of its own: a linear layer,
+    or a norm of Transformer Engine's.
+    """
     is_norm = module.endswith("layernorm") or module in ("enorm", "hnorm", "out_norm")
     is_linear = module.startswith("linear_") or module in ("eh_proj", "in_proj", "out_proj")
     return is_linear or (norms and is_norm)
 
 
 def is_down_projection(weight: Weight) -> bool:
-    """Whether it is one of DOWN_PROJECTIONS."""
+    """Return whether it is one of DOWN_PROJECTIONS."""
     return weight.mcore is not None and weight.mcore.endswith(DOWN_PROJECTIONS)
 
 

@@ -69,7 +69,9 @@ class _Model:
     release: Release
 
     def state(self, rank: Rank, vpp: int) -> State:
-        """The state dict of a model chunk: its tensors in the order of the modules, each module's extra state last."""
+        """Return the state dict of a model chunk: its tensors in the order of the modules,
+        each module's extra state last.
+        """
         shared = Hole(TensorMeta((len(EXTRA_STATE),), "uint8"), EXTRA_STATE)
         extra = shared if self.implementation == TRANSFORMER_ENGINE else None
         state: State = {}
@@ -92,7 +94,7 @@ class _Model:
         return state
 
     def moments(self, rank: Rank, vpp: int) -> dict[str, tuple[str, ...]]:
-        """The moments that the optimizer keeps of each tensor of a model chunk, by its name."""
+        """Return the moments that the optimizer keeps of each tensor of a model chunk, by its name."""
         return {
             name: tuple(moment for moment in MOMENTS if Item(weight, at, moment) in self.dtype_of)
             for name, weight, at in self._entries(Stage(vpp, rank.pp), rank.ep)
@@ -103,7 +105,7 @@ class _Model:
         return Holding(self.layout, self.layout.stages(self.dims.num_layers))
 
     def _has_extra_state(self, module: str) -> bool:
-        """Every linear layer has one, and with Transformer Engine every norm that is a module of its own.
+        """Return whether a module has one: every linear layer, and with Transformer Engine every norm of its own.
 
         The norm at the end is Transformer Engine's wherever that is installed, in Megatron's own layer spec too
         (`transformer_block.py`, `LayerNormImpl`).
@@ -113,7 +115,7 @@ class _Model:
         return has_extra_state(module.rpartition(".")[2], norms=self.implementation == TRANSFORMER_ENGINE)
 
     def _entries(self, stage: Stage, ep: int) -> Iterator[tuple[str, Weight, Index]]:
-        """The tensors of a chunk as its modules register them."""
+        """Yield the tensors of a chunk as its modules register them."""
         for held in self._holding.held_on(self.rows, self.dims, stage, ep, grouped=self.experts == GROUPED):
             assert held.weight.mcore is not None
             template = held.copied_as or held.weight.mcore
@@ -224,12 +226,12 @@ def _reserve_rank(
 
 
 def _random(request: Request, rank: Rank) -> dict[str, Any]:
-    """The random states of a rank, where they go along."""
+    """Return the random states of a rank, where they go along."""
     return {} if request.random_states is None else {KEY: request.random_states.of_rank(rank)}
 
 
 def _planned(path: Path, state: State, moments: Mapping[str, tuple[str, ...]]) -> Chunk:
-    """A chunk before it is laid out: its tensors' shapes and dtypes count, their offsets do not."""
+    """Return a chunk before it is laid out: its tensors' shapes and dtypes count, their offsets do not."""
     held = {key: hole for key, hole in state.items() if hole is not None and hole.content is None}
     return {
         name_of_weight(key): LocalTensor(key, View.of(path, 0, hole.meta), moments=moments[key])

@@ -123,7 +123,8 @@ def _metadata(content: _Content, args: Mapping[str, Any], form: Form) -> bytes:
 
 
 def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[TensorMeta, list[dcp.Chunk]]:
-    """A key and its chunks in the shape `(*grid, elements of a cell)` (Megatron Core 0.12, `strategies/resharding.py`).
+    """Return a key and its chunks in the shape `(*grid, elements of a cell)` (Megatron Core 0.12,
+    `strategies/resharding.py`).
 
     Each cell of the grid was flattened on its own, so that a chunk of some of its rows is a range of it. Cells are as
     small as those of Megatron: reading two parts of one cell on one rank fails there (`strategies/torch.py`,
@@ -143,7 +144,7 @@ def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[
 def _common_state(
     common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], form: Form, *, listed: bool
 ) -> torch_file.Archive:
-    """The archive of the common state, complete: as it stands, or `listed` as objects are saved."""
+    """Return the archive of the common state, complete: as it stands, or `listed` as objects are saved."""
     state = {**common, "args": argparse.Namespace(**common["args"])}
 
     def tree(refs: list[Any]) -> Any:
@@ -187,19 +188,19 @@ def _reserve_weight(
 
 @lru_cache(maxsize=4096)
 def _cells(shard: Shard, shape: Shape, tp: int, dtype: str) -> tuple[list[Box], list[Box]]:
-    """What tensor-parallel ranks hold of a tensor, and the same in boxes that are small enough."""
+    """Return what tensor-parallel ranks hold of a tensor, and the same in boxes that are small enough."""
     cells = shard.grid(shape, tp)
     return cells, [box for cell in cells for box in bounded(cell, dtype)]
 
 
 def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
-    """A key has one dtype for all its layers and experts."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    """Refuse keys of several dtypes: a key has one for all its layers and experts."""
+    dtypes_of: dict[tuple[str, str], dict[str, str]] = {}
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
             key = spell(drop(item.weight.mcore, *axes_written(item.weight.mcore, dims)), item.at)
-            found.setdefault((key, item.state), {}).setdefault(dtype, str(item))
-    mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
+            dtypes_of.setdefault((key, item.state), {}).setdefault(dtype, str(item))
+    mixed = [f"{name} is {dtype}" for dtypes in dtypes_of.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
     if mixed:
         raise MappingError(
             "a weight has another dtype in other layers, which `torch_dist` cannot hold", items=fold(mixed)

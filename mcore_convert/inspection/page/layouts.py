@@ -79,7 +79,7 @@ def layout_data(model: Model, planned: Layout | None) -> Data | None:
 
 
 def _weight(weight: Weight, model: Model) -> Data:
-    """A row of the family: where it is, how it is cut, and which Hugging Face tensors lie in it."""
+    """Return a row of the family: where it is, how it is cut, and which Hugging Face tensors lie in it."""
     name = weight.name
     held = placeholders_of(name)
     row = next((each for each in model.family.weights if each.mcore == name), weight)
@@ -102,7 +102,9 @@ def _weight(weight: Weight, model: Model) -> Data:
 
 
 def _bands(row: Weight, dims: Dims) -> list[tuple[int, int, int]]:
-    """Which rows of the global tensor come from which Hugging Face tensor: its number, the first row, how many."""
+    """Return which rows of the global tensor come from which Hugging Face tensor: its number, the first row,
+    how many.
+    """
     if len(row.hf) < 2:
         return []
     pieces = row.pack.pieces(dims.shape(row.shape), dims)
@@ -111,7 +113,7 @@ def _bands(row: Weight, dims: Dims) -> list[tuple[int, int, int]]:
 
 
 def _cuts(weights: Iterable[Weight], dims: Dims, tp: int) -> Data:
-    """The boxes of every weight on each tensor-parallel rank: offsets and sizes."""
+    """Return the boxes of every weight on each tensor-parallel rank: offsets and sizes."""
     cuts = []
     for weight in weights:
         shape = dims.shape(weight.shape)
@@ -123,7 +125,7 @@ def _cuts(weights: Iterable[Weight], dims: Dims, tp: int) -> Data:
 
 
 def _pipe(layout: Layout) -> Layout:
-    """A layout's pipeline alone, in one spelling."""
+    """Return a layout's pipeline alone, in one spelling."""
     chunks = layout.num_virtual_stages
     return replace(layout, tp=1, ep=1, etp=None, vpp=chunks if chunks > 1 else None)
 
@@ -145,23 +147,23 @@ def _pipeline(layout: Layout, num_layers: int) -> Data:
 
 
 def _pipelines(dims: Dims, *wanted: Layout) -> list[Layout]:
-    """The pipelines to choose from, those that are wanted among them, from few ranks to many."""
+    """Return the pipelines to choose from, those that are wanted among them, from few ranks to many."""
     regular = (Layout(pp=pp, vpp=vpp) for pp in PP_CHOICES for vpp in VPP_CHOICES if pp > 1 or vpp is None)
     fitting = [layout for layout in regular if _fits(dims, layout)][:MOST_PIPELINES]
-    found = list(dict.fromkeys([*fitting, *map(_pipe, wanted)]))
-    return sorted(found, key=lambda layout: (layout.pp, layout.num_virtual_stages))
+    layouts = list(dict.fromkeys([*fitting, *map(_pipe, wanted)]))
+    return sorted(layouts, key=lambda layout: (layout.pp, layout.num_virtual_stages))
 
 
 def _expert_choices(dims: Dims, *wanted: Layout) -> Data:
-    """The experts of each rank, for every expert-parallel size; that of a model without experts is 1."""
+    """Return the experts of each rank, for every expert-parallel size; that of a model without experts is 1."""
     if not dims.num_experts:
         return {"1": [None]}
     sizes = {layout.ep for layout in wanted} | {ep for ep in TP_CHOICES if dims.num_experts % ep == 0}
-    found = {}
+    choices = {}
     for ep in sorted(sizes):
         ranges = [Layout(ep=ep).experts(dims.num_experts, rank) for rank in range(ep)]
-        found[str(ep)] = [[experts.start, experts.stop] for experts in ranges]
-    return found
+        choices[str(ep)] = [[experts.start, experts.stop] for experts in ranges]
+    return choices
 
 
 def _fits(dims: Dims, layout: Layout) -> bool:
@@ -173,7 +175,7 @@ def _fits(dims: Dims, layout: Layout) -> bool:
 
 
 def _proposed(dims: Dims, start: Layout) -> Layout:
-    """Some other layout, to begin with."""
+    """Return some other layout, to begin with."""
     ranks = start.tp * start.pp
     tps = [tp for tp in (8, 4, 2, 1) if ranks % tp == 0]
     as_many = [Layout(tp=tp, pp=ranks // tp, ep=start.ep) for tp in tps]  # the widest TP within a node first
@@ -196,4 +198,4 @@ def _optimizer_bytes(model: Model) -> tuple[int, bool]:
     first = next(weight for weight in family_of(model).weights if weight.trained and weight.mcore is not None)
     at = Index(0 if first.per_layer else None)
     slots = [checkpoint.locate(Item(first, at, state), model.dims, Findings()) for state in states]
-    return sum(found[0].view.itemsize for found in slots if found), True
+    return sum(slots_of_state[0].view.itemsize for slots_of_state in slots if slots_of_state), True

@@ -124,10 +124,6 @@ def _rebuild_from_type(rebuild: Callable[..., Any], kind: Any, args: tuple[Any, 
     return rebuild(*args)
 
 
-def _size(values: Any = ()) -> tuple[int, ...]:
-    return tuple(values)
-
-
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
     """Do what `_codecs.encode` does in pickles: return bytes written by protocol 2."""
     if encoding not in ("latin1", "latin-1", "utf-8"):
@@ -153,7 +149,7 @@ _ALLOWED: dict[str, Any] = {
     "pathlib.PosixPath": StandIn,
     "pathlib.WindowsPath": StandIn,
     "pathlib._local.PosixPath": StandIn,
-    "torch.Size": _size,
+    "torch.Size": tuple,  # three of every chunk: a function of ours would take half of the time of reading
     "torch.Tensor": StandIn,
     "torch.nn.parameter.Parameter": StandIn,
     "torch._utils._rebuild_tensor": _rebuild_tensor,

@@ -154,7 +154,8 @@ def test_the_drawn_boxes_hold_the_values_of_the_ranks(browser: Browser, run: Pat
                 page.locator('#weight [data-pick="layer"]').select_option(str(layer))
                 tensor = whole[f"decoder.layers.{short}"][layer]
                 for which, layout in layouts.items():
-                    stage, local = layout.stage_of(layer, 8)
+                    stage, layers = next(each for each in layout.stages(8).items() if layer in each[1])
+                    local = layer - layers.start
                     caption = page.locator(f'[data-figure="{which}"] figcaption').inner_text()
                     assert f"on pp {stage.pp}" in caption
                     drawn = boxes(page, which)

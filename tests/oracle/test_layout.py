@@ -134,7 +134,7 @@ def test_stages_are_those_of_megatron_core(num_layers: int, options: dict[str, A
     assert stages == stages_by_megatron(num_layers, layout)
     for stage, layers in stages.items():
         for local, layer in enumerate(layers):
-            assert layout.stage_of(layer, num_layers) == (stage, local)
+            assert layout.stages(num_layers)[stage][local] == layer
 
 
 @pytest.mark.parametrize(

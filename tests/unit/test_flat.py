@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_convert.formats.megatron.flat import Local, boxes_of_range, local_of, slots_of_flat, starts_of
+from mcore_convert.formats.megatron.flat import Local, boxes_of_range, local_of, slots_of_flat
+from mcore_convert.formats.mp_rank.parameters import buffer_starts
 from mcore_convert.spec import Box, Shard
 from mcore_convert.storage.views import TensorMeta, View, untiled
 
@@ -34,7 +35,7 @@ def test_a_range_of_elements_is_a_few_boxes(shape: tuple[int, ...], data: st.Dat
 
 def test_starts_are_reversed_and_aligned() -> None:
     """The dump of a two-layer model: output layer first, and the norm before the next multiple of 64."""
-    assert starts_of([384, 16, 512]) == ([576, 512, 0], 960)
+    assert buffer_starts([384, 16, 512], [False] * 3) == ([576, 512, 0], 960)
 
 
 @given(
@@ -57,7 +58,7 @@ def test_a_tensor_is_found_in_any_pieces_of_its_buffer(
         tensor = torch.empty(local.shape, dtype=torch.int64)
         for inside, outside in local.boxes:
             part(tensor, inside).copy_(part(whole, outside))
-        (start, _), end = starts_of([local.numel, 7])
+        (start, _), end = buffer_starts([local.numel, 7], [False] * 2)
         buffer = torch.full((end,), -2)
         buffer[start : start + local.numel] = tensor.flatten()
         bounds = sorted({0, end, *(cut for cut in cuts if cut < end)})

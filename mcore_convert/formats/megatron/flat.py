@@ -46,19 +46,6 @@ def local_of(shard: Shard, shape: Shape, tp: int, rank: int) -> Local:
     return Local(tuple(local), tuple(pairs))
 
 
-def starts_of(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return where tensors of these sizes, in the order of the modules, begin in a flat buffer,
-    and the buffer's end.
-    """
-    starts = []
-    end = 0
-    for size in reversed(list(sizes)):
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        starts.append(start)
-        end = start + size
-    return starts[::-1], end
-
-
 def slots_in_global(slots: Iterable[Slot], local: Local) -> Iterator[Slot]:
     """Yield slots of a local tensor as slots of the global tensor that it is a part of."""
     for view, box in slots:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mcore_convert.checkpoints.checks import Check
 from mcore_convert.errors import MappingError, counted, fold
@@ -31,7 +32,7 @@ class Sources:
     slots: Mapping[Item, list[Slot]]
     checks: tuple[Check, ...]
 
-    @property
+    @cached_property
     def dtype_of(self) -> dict[Item, str]:
         """The dtype of every weight; that of the one before where the source has none, as for a must-be-zero row."""
         dtypes: dict[Item, str] = {}
@@ -82,13 +83,13 @@ def find_weights(
         if not places:
             continue
         reason = untiled([slot.box for slot in places], family.shape(item.weight, dims))
-        dtypes = sorted({slot.view.dtype for slot in places})
+        dtypes = {slot.view.dtype for slot in places}
         if reason is not None:
             broken.append(f"{item}: {reason}")
-        if not set(dtypes) <= DTYPES.keys():
-            broken.append(f"{item} is stored as {' and '.join(dtypes)}: codes without scales are not converted")
+        if not dtypes <= DTYPES.keys():
+            broken.append(f"{item} is stored as {' and '.join(sorted(dtypes))}: codes without scales are not converted")
         elif len(dtypes) > 1:
-            broken.append(f"{item} is made of {' and '.join(dtypes)} parts")
+            broken.append(f"{item} is made of {' and '.join(sorted(dtypes))} parts")
         if item.weight.mcore is None:
             failure = f"`{item}` in `{source.path}` is not zero, and Megatron Core has no place for it"
             checks += [Check(slot.view, None, failure) for slot in places]

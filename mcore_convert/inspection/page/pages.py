@@ -13,7 +13,7 @@ from mcore_convert.comparison.distance import Compared, Comparison
 from mcore_convert.errors import fold
 from mcore_convert.inspection.describe import Inspection
 from mcore_convert.inspection.page.curve import curve_data, find_metrics, read_metrics
-from mcore_convert.inspection.page.heat import CHANGES, STATISTICS, heat_data
+from mcore_convert.inspection.page.heat import CHANGES, STATISTICS, expert_data, heat_data
 from mcore_convert.inspection.page.layouts import layout_data
 from mcore_convert.inspection.page.render import render
 from mcore_convert.spec.dims import Dims
@@ -32,13 +32,14 @@ def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | No
     metrics = find_metrics(Path(inspection.path))
     curve = curve_data(read_metrics(metrics), inspection.iteration) if metrics else None
     layouts = layout_data(opened.model, planned) if opened.model is not None else None
-    heat = heat_data(inspection.statistics, STATISTICS, inspection.outliers) if inspection.statistics else None
-    path = Path(inspection.path)
+    heat = heat_data(found.statistics, STATISTICS, found.outliers) if found.statistics else None
+    experts = expert_data(found.statistics, STATISTICS, found.outliers) if found.statistics else None
+    path = Path(found.path)
     dims = opened.model.dims if opened.model is not None else None
     return render(
         "inspect.html.j2",
-        ["layout.js", "ranks.js", "tensor.js", "layouts.js", "heat.js", "curve.js"],
-        inspection=inspection,
+        ["layout.js", "ranks.js", "tensor.js", "layouts.js", "heat.js", "experts.js", "curve.js"],
+        found=found,
         name=_name(path),
         kind=", ".join(filter(None, [inspection.family or "unknown family", _format(inspection)])),
         cards=_cards(inspection, dims, layouts),
@@ -47,6 +48,7 @@ def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | No
         layouts=layouts,
         optimizer_words=_optimizer_words(layouts),
         heat=heat,
+        experts=experts,
         table=_table(heat) if heat else [],
         outliers=inspection.outliers[:MOST_OUTLIERS],
         more_outliers=max(0, len(inspection.outliers) - MOST_OUTLIERS),
@@ -78,9 +80,9 @@ def comparison_page(comparison: Comparison) -> str:
         cards.insert(2, _card("Largest", in_digits(largest.largest), f"in {largest.name}"))
     return render(
         "diff.html.j2",
-        ["heat.js"],
-        names=[_name(Path(side.path)) for side in (comparison.a, comparison.b)],
-        sides=[_side(letter, side) for letter, side in (("a", comparison.a), ("b", comparison.b))],
+        ["heat.js", "experts.js"],
+        names=[_name(Path(side.path)) for side in (found.a, found.b)],
+        sides=[_side(letter, side) for letter, side in (("a", found.a), ("b", found.b))],
         cards=cards,
         notes=comparison.notes,
         lists=[
@@ -92,6 +94,7 @@ def comparison_page(comparison: Comparison) -> str:
             ),
         ],
         heat=heat,
+        experts=expert_data(found.changes, CHANGES),
         table=_table(heat),
         most=[{"name": change.name, **in_words(change)} for change in comparison.most_changed(MOST_CHANGED)],
     )
@@ -134,18 +137,12 @@ def _cards(inspection: Inspection, dims: Dims | None, layouts: Data | None) -> l
     return cards
 
 
-def _facts(inspection: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
-    """Return what is known beside the cards; the architecture in the words of `config.json`."""
-    layout = inspection.layout or {}
-    shown_already = (
-        "num_hidden_layers",
-        "n_layer",
-        "hidden_size",
-        "n_embd",
-        "vocab_size",
-        "architectures",
-        "model_type",
-    )
+def _facts(found: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
+    """What is known beside the cards; the architecture in the words of `config.json`."""
+    layout = found.layout or {}
+    # experts that are whole are worth a word where the rest is cut
+    sizes = [(name, n) for name, n in layout.items() if name != "world_size" and (n != 1 or name == "etp")]
+    told = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size", "architectures", "model_type")
     plain = {
         name: value
         for name, value in inspection.architecture.items()
@@ -155,7 +152,7 @@ def _facts(inspection: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
         names = ("num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "num_experts")
         plain = {name: value for name in names if (value := getattr(dims, name)) is not None}
     return [
-        ("layout", ", ".join(f"{name} {size}" for name, size in layout.items() if size != 1 and name != "world_size")),
+        ("layout", ", ".join(f"{name} {size}" for name, size in sizes)),
         ("ranks", layout.get("world_size")),
         ("embeddings", None if inspection.tied is None else "tied" if inspection.tied else "untied"),
         *(

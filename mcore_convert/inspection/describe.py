@@ -165,7 +165,7 @@ def dtype_of(model: Model) -> str:
 
 
 def _layout_sizes(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The sizes of the layout that stored arguments tell; None where they tell none."""
+    """Return the sizes of the layout that stored arguments tell; None where they tell none."""
     tp, etp = args.get("tensor_model_parallel_size"), args.get("expert_tensor_parallel_size")
     sizes = {
         "tp": tp,

@@ -108,7 +108,7 @@ def heat_data(
 
 
 def expert_data(
-    said: Sequence[Said], measures: Sequence[Measure[Said]], outliers: Sequence[Outlier] = ()
+    said: Sequence[Described], measures: Sequence[Measure[Described]], outliers: Sequence[Outlier] = ()
 ) -> Data | None:
     """The heat maps of experts: for each weight that they have, a row for each layer and a column for each expert.
 
@@ -137,7 +137,7 @@ def expert_data(
     return {"steps": STEPS, "measures": _measures(measures), "matrices": matrices} if matrices else None
 
 
-def _measures(measures: Sequence[Measure[Said]]) -> list[Data]:
+def _measures(measures: Sequence[Measure[Described]]) -> list[Data]:
     return [
         {"key": m.key, "label": m.label, "style": m.style, "explained": m.explained, "perRow": m.per_row}
         for m in measures
@@ -148,7 +148,7 @@ def _in_rows(listed: Sequence[int | None], width: int) -> list[Sequence[int | No
     return [listed[start : start + width] for start in range(0, len(listed), width)]
 
 
-def _expert_notes(outliers: Sequence[Outlier], members: Mapping[str, Said], state: str) -> dict[str, list[str]]:
+def _expert_notes(outliers: Sequence[Outlier], members: Mapping[str, Described], state: str) -> dict[str, list[str]]:
     """What is said of single experts, by layer and expert."""
     found: dict[str, list[str]] = {}
     for outlier in outliers:
@@ -157,24 +157,23 @@ def _expert_notes(outliers: Sequence[Outlier], members: Mapping[str, Said], stat
     return found
 
 
-def _value(measure: Measure[Said], cell: Sequence[Said]) -> float | None:
+def _value(measure: Measure[Described], cell: Sequence[Described]) -> float | None:
     return measure.value(cell) if cell else None
 
 
 def _steps(measure: Measure[Described], values: Mapping[Row, list[float | None]]) -> dict[Row, list[int | None]]:
     """Return the steps of every row, on a scale for each row or on one for all."""
-
     if measure.per_row:
         return {row: _scaled(measure, of) for row, of in values.items()}
     every = _scaled(measure, [value for of in values.values() for value in of])
-    found, start = {}, 0
+    rows_of, start = {}, 0
     for row, of in values.items():
         rows_of[row] = every[start : start + len(of)]
         start += len(of)
     return rows_of
 
 
-def _scaled(measure: Measure[Said], listed: Sequence[float | None]) -> list[int | None]:
+def _scaled(measure: Measure[Described], listed: Sequence[float | None]) -> list[int | None]:
     return logarithmic(listed, STEPS) if measure.style == "number" else linear(listed, STEPS)
 
 

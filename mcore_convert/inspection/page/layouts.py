@@ -126,7 +126,7 @@ def _bands(row: Weight, dims: Dims) -> list[tuple[int, int, int]]:
 
 
 def _cut(weights: Iterable[Weight], dims: Dims, tp: int) -> Data:
-    """The boxes of every weight on each tensor-parallel rank: offsets and sizes; none of what experts have."""
+    """Return the boxes of every weight on each tensor-parallel rank: offsets and sizes; none of what experts have."""
     return {"tp": tp, "weights": [None if is_of_expert(weight) else _boxes(weight, dims, tp) for weight in weights]}
 
 

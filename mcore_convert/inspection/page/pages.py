@@ -32,14 +32,14 @@ def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | No
     metrics = find_metrics(Path(inspection.path))
     curve = curve_data(read_metrics(metrics), inspection.iteration) if metrics else None
     layouts = layout_data(opened.model, planned) if opened.model is not None else None
-    heat = heat_data(found.statistics, STATISTICS, found.outliers) if found.statistics else None
-    experts = expert_data(found.statistics, STATISTICS, found.outliers) if found.statistics else None
-    path = Path(found.path)
+    heat = heat_data(inspection.statistics, STATISTICS, inspection.outliers) if inspection.statistics else None
+    experts = expert_data(inspection.statistics, STATISTICS, inspection.outliers) if inspection.statistics else None
+    path = Path(inspection.path)
     dims = opened.model.dims if opened.model is not None else None
     return render(
         "inspect.html.j2",
         ["layout.js", "ranks.js", "tensor.js", "layouts.js", "heat.js", "experts.js", "curve.js"],
-        found=found,
+        inspection=inspection,
         name=_name(path),
         kind=", ".join(filter(None, [inspection.family or "unknown family", _format(inspection)])),
         cards=_cards(inspection, dims, layouts),
@@ -81,8 +81,8 @@ def comparison_page(comparison: Comparison) -> str:
     return render(
         "diff.html.j2",
         ["heat.js", "experts.js"],
-        names=[_name(Path(side.path)) for side in (found.a, found.b)],
-        sides=[_side(letter, side) for letter, side in (("a", found.a), ("b", found.b))],
+        names=[_name(Path(side.path)) for side in (comparison.a, comparison.b)],
+        sides=[_side(letter, side) for letter, side in (("a", comparison.a), ("b", comparison.b))],
         cards=cards,
         notes=comparison.notes,
         lists=[
@@ -94,7 +94,7 @@ def comparison_page(comparison: Comparison) -> str:
             ),
         ],
         heat=heat,
-        experts=expert_data(found.changes, CHANGES),
+        experts=expert_data(comparison.changes, CHANGES),
         table=_table(heat),
         most=[{"name": change.name, **in_words(change)} for change in comparison.most_changed(MOST_CHANGED)],
     )
@@ -137,12 +137,20 @@ def _cards(inspection: Inspection, dims: Dims | None, layouts: Data | None) -> l
     return cards
 
 
-def _facts(found: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
-    """What is known beside the cards; the architecture in the words of `config.json`."""
-    layout = found.layout or {}
+def _facts(inspection: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
+    """Return what is known beside the cards; the architecture in the words of `config.json`."""
+    layout = inspection.layout or {}
     # experts that are whole are worth a word where the rest is cut
     sizes = [(name, n) for name, n in layout.items() if name != "world_size" and (n != 1 or name == "etp")]
-    told = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size", "architectures", "model_type")
+    shown_already = (
+        "num_hidden_layers",
+        "n_layer",
+        "hidden_size",
+        "n_embd",
+        "vocab_size",
+        "architectures",
+        "model_type",
+    )
     plain = {
         name: value
         for name, value in inspection.architecture.items()

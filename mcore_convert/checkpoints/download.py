@@ -31,7 +31,31 @@ def local_path(source: str, revision: str | None = None) -> Path:
     Raises:
         UnreadableCheckpoint: neither a directory nor a model on the Hub, or a slip in the name of a path.
     """
-    return _path_of(source, revision, _files_of_model)
+    return existing(source) or downloaded(source, revision)
+
+
+def existing(source: str | Path) -> Path | None:
+    """Return the path that a source names; None where there is none, so that it may be a model of the Hub.
+
+    Raises:
+        UnreadableCheckpoint: it is a URL, and nothing is there; or what is there is not whole.
+    """
+    path = source_at(source)
+    if path.exists():
+        return path
+    if isinstance(path, RemotePath):
+        raise absent(path)
+    return None
+
+
+def downloaded(source: str, revision: str | None = None) -> Path:
+    """Download the Hub's model of a name, and return its directory.
+
+    Raises:
+        UnreadableCheckpoint: as `local_path`.
+    """
+    _check_name(source, revision)
+    return _download(source, revision, _files_of_model)
 
 
 def tokenizer_path(source: str) -> Path:
@@ -41,7 +65,11 @@ def tokenizer_path(source: str) -> Path:
     Raises:
         UnreadableCheckpoint: neither a directory nor a model on the Hub, or a slip in the name of a path.
     """
-    return _path_of(source, None, lambda files: [*TOKENIZER_FILES])
+    path = existing(source)
+    if path is None:
+        _check_name(source, None)
+        path = _download(source, None, lambda files: [*TOKENIZER_FILES])
+    return path
 
 
 def unreachable() -> str | None:
@@ -73,16 +101,6 @@ def _no_sign_of(endpoint: str) -> str | None:
     asking.start()
     asking.join(patience)
     return reasons[0] if reasons else f"no answer in {patience:g} s"
-
-
-def _path_of(source: str, revision: str | None, patterns: Callable[[list[str]], list[str]]) -> Path:
-    path = source_at(source)
-    if path.exists():
-        return path
-    if isinstance(path, RemotePath):
-        raise absent(path)
-    _check_name(source, revision)
-    return _download(source, revision, patterns)
 
 
 def _files_of_model(files: list[str]) -> list[str]:

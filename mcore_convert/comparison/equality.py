@@ -13,6 +13,7 @@ from mcore_convert.checkpoints.checksums import check_sums
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.weights import Sources, find_weights
 from mcore_convert.comparison.change import Gap, gaps_between
+from mcore_convert.comparison.logits import LogitsReport, compare_logits
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.base import Side
 from mcore_convert.spec import gpt
@@ -42,20 +43,6 @@ class Difference:
     largest: float
     dtypes: tuple[str, str]
     is_loss: bool = False
-
-
-@dataclass(frozen=True)
-class LogitsReport:
-    """The largest difference of two models' logits on the same tokens, and what was allowed."""
-
-    difference: float
-    tolerance: float
-    largest_logit: float
-    num_tokens: int
-
-    @property
-    def within(self) -> bool:
-        return self.difference <= self.tolerance
 
 
 @dataclass(frozen=True)
@@ -91,10 +78,13 @@ class Verification:
         return not self.config_differences and within
 
 
-def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verification:
+def compare(a: Model, b: Model, *, tolerance: float | None = None, progress: Progress | None = None) -> Verification:
     """Compare the weights and configurations of two checkpoints; those of Megatron with their optimizer state.
 
     Vocabulary padding is left out, and a tied head is the embedding.
+
+    Args:
+        tolerance: also compare the logits, which may differ by this share of the largest one.
 
     Raises:
         ConvertError: one of them is not whole, or contradicts itself.
@@ -108,7 +98,7 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         raise VerificationError("the models have different sizes", items=items)
     family, states, notes = _common_ground(a, b)
     with phase(progress, "checking"):
-        sources = [_proven_sources(each, family, states) for each in (a, b)]
+        whole = sources = [_proven_sources(each, family, states) for each in (a, b)]
         if a.checkpoint.weights_are_masters != b.checkpoint.weights_are_masters:
             sources = [each.in_masters(model.checkpoint) for each, model in zip(sources, (a, b), strict=True)]
             prove(check for each in sources for check in each.checks if check.rounded)
@@ -123,6 +113,7 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         gaps = gaps_between(pairs, files, Meter(sum(nbytes), progress), norms=False)
     with Files() as files:
         differences = [_difference(i, mine[i], theirs[i], gap, files) for i, gap in zip(mine, gaps, strict=True)]
+    logits = None if tolerance is None else compare_logits((a, b), whole, tolerance=tolerance, progress=progress)
     return Verification(
         a.family.name,
         len(mine),
@@ -130,6 +121,7 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         tuple(config_differences(a, b)),
         tuple(difference for difference in differences if difference is not None),
         tuple(dict.fromkeys([*a.notes, *b.notes, *notes, *a.checkpoint.remarks(), *b.checkpoint.remarks()])),
+        logits,
     )
 
 

@@ -5,7 +5,7 @@ Reads headers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,10 +27,14 @@ ALONE_HINT = "the optimizer's state is not that of these weights: --no-optimizer
 
 @dataclass(frozen=True)
 class Sources:
-    """The weights of a checkpoint found: their slots without padding, and what must be checked in the data."""
+    """The weights of a checkpoint found: their slots without padding, and what must be checked in the data.
+
+    `names` are the tensors of the checkpoint that each is made of.
+    """
 
     slots: Mapping[Item, list[Slot]]
     checks: tuple[Check, ...]
+    names: Mapping[Item, Collection[str]]
 
     @cached_property
     def dtype_of(self) -> dict[Item, str]:
@@ -48,7 +52,7 @@ class Sources:
         known = {(check.view, check.other) for check in self.checks if check.rounded}
         checks = [check for check in master_checks(self.slots, source) if (check.view, check.other) not in known]
         slots = {item: places for item, places in self.slots.items() if item not in left}
-        return Sources(slots, (*self.checks, *checks))
+        return Sources(slots, (*self.checks, *checks), self.names)
 
 
 def find_weights(
@@ -72,15 +76,18 @@ def find_weights(
     findings = Findings()
     slots: dict[Item, list[Slot]] = {}
     checks: list[Check] = []
+    names: dict[Item, Collection[str]] = {}
     broken = []
     for item in (item for item in items_of(family, dims, states) if source.keeps(item, dims)):
         if item.weight.copy_of is not None:
-            slots[item] = slots[family.original_of(item)]
+            slots[item], names[item] = slots[family.original_of(item)], names[family.original_of(item)]
             checks += _copy_checks(item, dims, source, slots[item], findings)
             continue
-        places = without_padding(item.weight, dims, source.locate(item, dims, findings))
-        slots[item] = places
-        if not places:
+        own = Findings()
+        found = without_padding(item.weight, dims, source.locate(item, dims, own))
+        findings.add(own)
+        slots[item], names[item] = found, tuple(own.used)
+        if not found:
             continue
         reason = untiled([slot.box for slot in places], family.shape(item.weight, dims))
         dtypes = {slot.view.dtype for slot in places}
@@ -100,7 +107,7 @@ def find_weights(
         checks += master_checks(slots, source)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
-    return Sources(slots, tuple(checks))
+    return Sources(slots, tuple(checks), names)
 
 
 def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift: bool = False) -> Sources:
@@ -120,8 +127,9 @@ def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift:
         for item, slots in both.slots.items()
         if item.state == PARAM
     }
-    proofs = () if source.matched_by_order else tuple(master_checks(both.slots, source))
-    return Sources(taken, (*both.checks, *proofs))
+    proofs = () if source.found_by_order else tuple(master_checks(both.slots, source))
+    names = {item: both.names.get(item._replace(state=MASTER), both.names[item]) for item in taken}
+    return Sources(taken, (*both.checks, *proofs), names)
 
 
 def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Iterator[Check]:

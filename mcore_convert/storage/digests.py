@@ -174,6 +174,11 @@ class Region:
                 self._hash = None
         self._at = at + done
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of its bytes were taken."""
+        return self._at == self.end
+
     def finish(self, fd: int) -> None:
         """Read what was not taken in order from the file itself."""
         while self._at < self.end:

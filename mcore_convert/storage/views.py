@@ -135,6 +135,8 @@ class View(NamedTuple):
 
     def moved(self, place: Callable[[Path], Path]) -> View:
         """The view of the same bytes of other files."""
+        if self.is_plain:
+            return View(place(self.path), *self[1:])
         coded = self.coded
         if coded is not None:
             coded = replace(coded, parts=tuple(part.moved(place) for part in coded.parts))

@@ -84,10 +84,10 @@ def find_weights(
             checks += _copy_checks(item, dims, source, slots[item], findings)
             continue
         own = Findings()
-        found = without_padding(item.weight, dims, source.locate(item, dims, own))
+        places = without_padding(item.weight, dims, source.locate(item, dims, own))
         findings.add(own)
-        slots[item], names[item] = found, tuple(own.used)
-        if not found:
+        slots[item], names[item] = places, tuple(own.used)
+        if not places:
             continue
         reason = untiled([slot.box for slot in places], family.shape(item.weight, dims))
         dtypes = {slot.view.dtype for slot in places}
@@ -127,7 +127,7 @@ def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift:
         for item, slots in both.slots.items()
         if item.state == PARAM
     }
-    proofs = () if source.found_by_order else tuple(master_checks(both.slots, source))
+    proofs = () if source.matched_by_order else tuple(master_checks(both.slots, source))
     names = {item: both.names.get(item._replace(state=MASTER), both.names[item]) for item in taken}
     return Sources(taken, (*both.checks, *proofs), names)
 

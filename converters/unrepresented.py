@@ -10,7 +10,6 @@ AFTER = "norms after attention and MLP, which Megatron Core has not"
 EMBEDDING = "the embedding is multiplied by sqrt(hidden_size), and the MLP is gated by gelu: Megatron-LM has neither"
 MULTIPLIERS = "multipliers of embeddings and residuals, which Megatron-LM has not"
 STATE = "state-space layers, which a `GPTModel` has not"
-HYBRID = "Mamba layers among others, which are a `MambaModel` of Megatron Core, whose weights no family describes yet"
 LATENT = "multi-latent attention without experts, which no family describes yet"
 MIXED = "layers with a window among layers without one, which no family describes yet"
 TOWER = "a vision tower; its text model is converted once transformers has saved it by itself"
@@ -54,7 +53,6 @@ UNREPRESENTED = {
     "MinistralForCausalLM": MIXED,
     "MptForCausalLM": ALIBI,
     "NanoChatForCausalLM": "norms without weights, queries and keys normed after rotation, soft caps",
-    "NemotronHForCausalLM": HYBRID,
     "OPTForCausalLM": "the activation ReLU, and learned positions that are shifted by two",
     "Olmo2ForCausalLM": f"{AFTER}, and none before them; norms of queries and keys over all heads at once",
     "Olmo3ForCausalLM": f"{AFTER}, and none before them; norms of queries and keys over all heads at once",

@@ -27,6 +27,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import spell
 from mcore_convert.spec.shard import Box
+from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.paths import absent
 from mcore_convert.storage.remote import located
 
@@ -101,6 +102,7 @@ def open_any(path: Path, **options: Unpack[ModelOptions]) -> Opened:
         return Opened(checkpoint, None, error)
 
 
+@without_collection()
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open a directory in whatever format it has, headers only; of a training run its newest checkpoint.
 

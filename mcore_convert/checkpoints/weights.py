@@ -5,8 +5,9 @@ Reads headers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mcore_convert.checkpoints.checks import Check
 from mcore_convert.errors import MappingError, counted, fold
@@ -26,12 +27,16 @@ ALONE_HINT = "the optimizer's state is not that of these weights: --no-optimizer
 
 @dataclass(frozen=True)
 class Sources:
-    """The weights of a checkpoint found: their slots without padding, and what must be checked in the data."""
+    """The weights of a checkpoint found: their slots without padding, and what must be checked in the data.
+
+    `names` are the tensors of the checkpoint that each is made of.
+    """
 
     slots: Mapping[Item, list[Slot]]
     checks: tuple[Check, ...]
+    names: Mapping[Item, Collection[str]]
 
-    @property
+    @cached_property
     def dtype_of(self) -> dict[Item, str]:
         """The dtype of every weight; that of the one before where the source has none, as for a must-be-zero row."""
         dtypes: dict[Item, str] = {}
@@ -47,7 +52,7 @@ class Sources:
         known = {(check.view, check.other) for check in self.checks if check.rounded}
         checks = [check for check in master_checks(self.slots, source) if (check.view, check.other) not in known]
         slots = {item: places for item, places in self.slots.items() if item not in left}
-        return Sources(slots, (*self.checks, *checks))
+        return Sources(slots, (*self.checks, *checks), self.names)
 
 
 def find_weights(
@@ -71,24 +76,27 @@ def find_weights(
     findings = Findings()
     slots: dict[Item, list[Slot]] = {}
     checks: list[Check] = []
+    names: dict[Item, Collection[str]] = {}
     broken = []
     for item in (item for item in items_of(family, dims, states) if source.keeps(item, dims)):
         if item.weight.copy_of is not None:
-            slots[item] = slots[family.original_of(item)]
+            slots[item], names[item] = slots[family.original_of(item)], names[family.original_of(item)]
             checks += _copy_checks(item, dims, source, slots[item], findings)
             continue
-        places = without_padding(item.weight, dims, source.locate(item, dims, findings))
-        slots[item] = places
+        own = Findings()
+        places = without_padding(item.weight, dims, source.locate(item, dims, own))
+        findings.add(own)
+        slots[item], names[item] = places, tuple(own.used)
         if not places:
             continue
         reason = untiled([slot.box for slot in places], family.shape(item.weight, dims))
-        dtypes = sorted({slot.view.dtype for slot in places})
+        dtypes = {slot.view.dtype for slot in places}
         if reason is not None:
             broken.append(f"{item}: {reason}")
-        if not set(dtypes) <= DTYPES.keys():
-            broken.append(f"{item} is stored as {' and '.join(dtypes)}: codes without scales are not converted")
+        if not dtypes <= DTYPES.keys():
+            broken.append(f"{item} is stored as {' and '.join(sorted(dtypes))}: codes without scales are not converted")
         elif len(dtypes) > 1:
-            broken.append(f"{item} is made of {' and '.join(dtypes)} parts")
+            broken.append(f"{item} is made of {' and '.join(sorted(dtypes))} parts")
         if item.weight.mcore is None:
             failure = f"`{item}` in `{source.path}` is not zero, and Megatron Core has no place for it"
             checks += [Check(slot.view, None, failure) for slot in places]
@@ -99,7 +107,7 @@ def find_weights(
         checks += master_checks(slots, source)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
-    return Sources(slots, tuple(checks))
+    return Sources(slots, tuple(checks), names)
 
 
 def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift: bool = False) -> Sources:
@@ -120,7 +128,8 @@ def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift:
         if item.state == PARAM
     }
     proofs = () if source.matched_by_order else tuple(master_checks(both.slots, source))
-    return Sources(taken, (*both.checks, *proofs))
+    names = {item: both.names.get(item._replace(state=MASTER), both.names[item]) for item in taken}
+    return Sources(taken, (*both.checks, *proofs), names)
 
 
 def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Iterator[Check]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,8 @@ def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[st
 
 def sizes_of(model: Model) -> Mapping[str, Any]:
     """Return the sizes in which two checkpoints of a model agree, however each is padded."""
-    return {name: value for name, value in vars(model.dims).items() if name != "padded_vocab_size"}
+    named = (each.name for each in fields(model.dims))  # and not what it has computed from them
+    return {name: getattr(model.dims, name) for name in named if name != "padded_vocab_size"}
 
 
 def config_differences(a: Model, b: Model) -> list[str]:

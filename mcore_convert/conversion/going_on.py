@@ -10,6 +10,7 @@ from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.files.yaml_file import yaml_text
 from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.registry import target_named
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.config import bridge
 from mcore_convert.spec.layout import Layout
 
@@ -29,6 +30,10 @@ def run_config(model: Model, args: Mapping[str, Any], *, optimizer: bool, random
     recorded = model.checkpoint.common.recorded
     if recorded is not None and recorded.tree is not None:
         return yaml_text(bridge.rewritten(recorded.tree, args, optimizer=optimizer, random=random))
+    if hybrid.is_hybrid(
+        args
+    ):  # Megatron-Bridge's class of them, and its field for the pattern, changed in every release
+        return None
     if model.refusals:  # of a model that no family knows, the stored arguments say more than a partial one
         return None
     return bridge.run_config({**args, "vocab_size": model.dims.vocab_size, "tokenizer_type": None}, model.family.name)

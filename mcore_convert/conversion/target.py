@@ -18,6 +18,7 @@ from mcore_convert.conversion.target_arguments import (
     layout_arguments,
     modules_of,
     optimizer_arguments,
+    pattern_arguments,
 )
 from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, Side, Training
@@ -160,6 +161,7 @@ def lay_out_megatron(
     dtype_of = _whole_states(sources.dtype_of if target.format == model.checkpoint.format else of_run)
     args = _stored_arguments(model, dims, target, of_run, hf_folder, carried)
     release = target.release or releases.of_run(args) or releases.NEWEST
+    args |= pattern_arguments(layout, dims, release)
     args |= modules_of(model.checkpoint.layer_spec, args, target.options.get("implementation"))
     if training is not None:
         resume = target_named(target.format).resume(training, release, args)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Training
 from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.traits import LayerSpec
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.dims import Dims
+from mcore_convert.spec.layers import EXPERTS
 from mcore_convert.spec.layout import Layout
+from mcore_convert.spec.releases import EXPERTS_IN_HYBRIDS, PATTERN_WITH_STAGES, Release, spelled
 
 
 def implementation_of(args: Mapping[str, Any]) -> str:
@@ -79,3 +83,42 @@ def layout_arguments(layout: Layout, dims: Dims) -> dict[str, Any]:
         "padded_vocab_size": dims.padded_vocab_size,
         "world_size": layout.ranks_per_stage * layout.pp,
     }
+
+
+# What says how the stages of a `GPTModel` are cut. In a hybrid the borders of stages within the pattern do.
+NO_STAGES: dict[str, Any] = {
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
+}
+
+
+def pattern_arguments(layout: Layout, dims: Dims, release: Release) -> dict[str, Any]:
+    """The arguments that say the layers of a hybrid, and the stages that are not of equal size; none for other models.
+
+    Both names of the pattern are stored where any release may load it, each of which reads its own
+    (`load_args_from_checkpoint`).
+
+    Raises:
+        LayoutError: the release has no such stages, or no such layers.
+    """
+    if dims.pattern is None:
+        return {}
+    if dims.layers_with(EXPERTS) and release < EXPERTS_IN_HYBRIDS:
+        raise LayoutError(f"experts in a hybrid need Megatron-LM {spelled(EXPERTS_IN_HYBRIDS)} or later")
+    since = spelled(PATTERN_WITH_STAGES)
+    fixed = {"is_hybrid_model": True, **dict.fromkeys(hybrid.RATIOS, 0.0)}  # beside a pattern 0.17 refuses the latter
+    only_ends = layout.pipeline_layout is None and not (layout.account_for_embedding or layout.account_for_loss)
+    if layout.num_virtual_stages == 1 and only_ends:
+        newer = {} if release < PATTERN_WITH_STAGES else {hybrid.PATTERN: dims.pattern}
+        return {**fixed, hybrid.PATTERN: None, hybrid.OLD_PATTERN: dims.pattern, **newer}
+    if release < PATTERN_WITH_STAGES:
+        raise LayoutError(
+            f"the stages of a hybrid are even, but for the first and the last, before Megatron-LM {since}"
+        )
+    pattern = hybrid.with_stages(dims.pattern, map(len, layout.stages(dims.num_layers).values()))
+    return {**fixed, **NO_STAGES, hybrid.PATTERN: pattern, hybrid.OLD_PATTERN: None}

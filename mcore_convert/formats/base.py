@@ -43,6 +43,12 @@ class Findings:
     missing: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
 
+    def add(self, other: Findings) -> None:
+        """Add what was seen while one of the weights was looked up."""
+        self.used |= other.used
+        self.missing += other.missing
+        self.misshapen += other.misshapen
+
     def expect(self, key: str, meta: TensorMeta | None, shape: Shape, *, rows_at_least: bool = False) -> bool:
         """Note that `key` is used; whether it is there in the shape that the configuration demands.
 

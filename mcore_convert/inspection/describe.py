@@ -166,11 +166,13 @@ def dtype_of(model: Model) -> str:
 
 def _layout_sizes(args: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the sizes of the layout that stored arguments tell; None where they tell none."""
+    tp, etp = args.get("tensor_model_parallel_size"), args.get("expert_tensor_parallel_size")
     sizes = {
-        "tp": args.get("tensor_model_parallel_size"),
+        "tp": tp,
         "pp": args.get("pipeline_model_parallel_size"),
         "vpp": args.get("virtual_pipeline_model_parallel_size"),
         "ep": args.get("expert_model_parallel_size"),
+        "etp": etp if args.get("num_experts") and etp != tp else None,
         "cp": args.get("context_parallel_size"),
         "world_size": args.get("world_size"),
     }

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.megatron.cpu import import_megatron
+from mcore_convert.spec import gpt, hybrid
 from mcore_convert.spec.config.arguments import YARN_DEFAULTS, YARN_FIELDS
 from mcore_convert.spec.layers import GATED_DELTA_NET, plain_frequency
 
@@ -83,6 +84,9 @@ SAME_OF_LINEAR_ATTENTION = (
     "linear_num_value_heads",
 )
 
+# The same, of hybrids.
+SAME_OF_HYBRIDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "is_hybrid_model")
+
 # Arguments of another name, older spellings last.
 RENAMED = {
     "norm_epsilon": "layernorm_epsilon",
@@ -108,9 +112,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_encoded_json": (),
     "experimental_attention_variant": (GATED_DELTA_NET,),
     "linear_attention_type": (),
-    "hybrid_layer_pattern": (),
-    "hybrid_override_pattern": (),
-    "is_hybrid_model": (False,),
     "qk_l2_norm": (False,),
     "mrope_section": (),
     "apply_residual_connection_post_layernorm": (False,),
@@ -143,6 +144,7 @@ def config_of(
     same = (*SAME, *SAME_OF_EXPERTS) if args.get("num_experts") else SAME
     same = (*same, *SAME_OF_LATENT_ATTENTION) if is_latent else same
     same = (*same, *SAME_OF_LINEAR_ATTENTION) if args.get("experimental_attention_variant") else same
+    same = (*same, *SAME_OF_HYBRIDS) if hybrid.is_hybrid(args) else same
     fields = {**RENAMED, **{name: name for name in same}, **(STAGES if pp > 1 else {})}
     chosen = {field: args[name] for name, field in fields.items() if args.get(name) is not None}
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in chosen]
@@ -163,6 +165,8 @@ def config_of(
         chosen["attention_output_gate"] = True
     if is_latent:
         chosen["q_lora_rank"] = args.get("q_lora_rank")  # None says that there is none
+    if hybrid.is_hybrid(args):
+        chosen["use_mamba_mem_eff_path"] = False  # a kernel of its own
     if args.get("mtp_num_layers"):
         chosen["mtp_num_layers"] = args["mtp_num_layers"]
     activation, gated = activation_of(args)
@@ -217,7 +221,8 @@ def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], tor
 
 def _refuse_unknown_mathematics(args: Mapping[str, Any]) -> None:
     is_scaled = args.get("multi_latent_attention") or has_yarn(args)
-    bad = [
+    bad = gpt.refusals(args) if hybrid.is_hybrid(args) else []
+    bad += [
         f"{name} = {args[name]!r}"
         for name, allowed in {**ONLY, **({} if is_scaled else ONLY_ELSEWHERE)}.items()
         if args.get(name) is not None and args[name] not in allowed

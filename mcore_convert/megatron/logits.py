@@ -48,6 +48,9 @@ def logits(model: GPTModel | Sequence[GPTModel], tokens: torch.Tensor) -> torch.
 @contextlib.contextmanager
 def _without_predicting(chunk: GPTModel) -> Iterator[None]:
     """A scope in which the layers that predict further tokens are left out: with them a model wants labels."""
+    if not chunk.config.mtp_num_layers:
+        yield
+        return
     layers, process = chunk.config.mtp_num_layers, chunk.mtp_process
     chunk.config.mtp_num_layers, chunk.mtp_process = None, False
     try:

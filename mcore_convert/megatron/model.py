@@ -11,7 +11,8 @@ import torch
 from mcore_convert.errors import ConfigError
 from mcore_convert.megatron.config import config_of
 from mcore_convert.megatron.cpu import import_megatron, without_cuda
-from mcore_convert.spec.layers import EXPERTS, LINEAR, Parts, parts_of
+from mcore_convert.spec import hybrid
+from mcore_convert.spec.layers import ATTENTION, EXPERTS, LINEAR, MLP, Parts, parts_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -56,6 +57,10 @@ def build_model(
     choices = choices or Choices()
     config = config_of(args, dtype=dtype, settings=choices.settings)
     positions = _position_embedding_of(args)
+    if hybrid.is_hybrid(args):
+        return (
+            _build_hybrid(args, config, positions, pre_process=pre_process, post_process=post_process).to(dtype).eval()
+        )
     layers = (choices.block_spec or local_block_spec)(config, vp_stage)
     with without_cuda():
         model = (choices.model_class or GPTModel)(
@@ -77,6 +82,31 @@ def build_model(
         )
     # norms and position embeddings do not follow params_dtype; rotary frequencies are no buffer and stay float32
     return model.to(dtype).eval()
+
+
+def _build_hybrid(args: Mapping[str, Any], config: TransformerConfig, positions: str, **stage: bool) -> Any:
+    """A `MambaModel` in the place of a `GPTModel`: 0.16.1 has no virtual stages of it, and no pattern with borders."""
+    from mcore_convert.megatron.mixers import hybrid_stack, import_hybrids
+
+    import_hybrids()
+    from megatron.core.models.mamba import MambaModel
+
+    _bind_what_is_not_installed(config)
+    dense = _local_layer(config, frozenset({ATTENTION, MLP}))
+    sparse = _local_layer(config, frozenset({ATTENTION, EXPERTS})) if config.num_moe_experts else None
+    with without_cuda():
+        return MambaModel(
+            config,
+            hybrid_stack(config, dense, sparse),
+            vocab_size=_required(args, "padded_vocab_size", "vocab_size"),
+            max_sequence_length=_required(args, "max_position_embeddings", "seq_length"),
+            hybrid_override_pattern=hybrid.letters_of(args, config.num_layers),
+            share_embeddings_and_output_weights=not args.get("untie_embeddings_and_output_weights", False),
+            position_embedding_type=positions,
+            rotary_base=args.get("rotary_base") or 10000,
+            rotary_percent=args.get("rotary_percent") or 1.0,
+            **stage,
+        )
 
 
 def build_stages(
@@ -104,12 +134,23 @@ def build_stages(
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's local layer spec, with torch's norms wherever Apex or Transformer Engine would bring theirs."""
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from mcore_convert.megatron.norm import Norm
+
+    _bind_what_is_not_installed(config)
+    parts = parts_of_config(config)
+    specs = {each: _local_layer(config, each) for each in set(parts)}
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(layer_specs=[specs[parts[layer]] for layer in mine], layer_norm=Norm)
+
+
+def _bind_what_is_not_installed(config: TransformerConfig) -> None:
+    """Bind names of Transformer Engine that Megatron Core asks for without having looked whether it is installed."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
 
     if config.num_moe_experts and not hasattr(moe_utils, "te_general_gemm"):
         # the router asks whether it is None, but without Transformer Engine the name is never bound (0.16.1)
@@ -117,11 +158,6 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
     if not isinstance(multi_latent_attention.TELinear, type):
         # it takes Transformer Engine for installed where the module that asks for it can be imported (0.16.1)
         multi_latent_attention.HAVE_TE = False
-    parts = parts_of_config(config)
-    specs = {each: _local_layer(config, each) for each in set(parts)}
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(layer_specs=[specs[parts[layer]] for layer in mine], layer_norm=Norm)
 
 
 def predicting_spec(config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None) -> Any:

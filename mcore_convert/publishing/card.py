@@ -13,7 +13,7 @@ from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.checkpoints.runs import History, Run
 from mcore_convert.formats.files.model_folder import CARD
 from mcore_convert.spec.config.arguments import normalise
-from mcore_convert.spec.layers import EXPERTS, LINEAR, MLP
+from mcore_convert.spec.layers import ATTENTION, EXPERTS, LINEAR, MAMBA, MLP
 from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.sources import Limit, text_of
 from mcore_convert.version import VERSION
@@ -127,12 +127,15 @@ def _model_words(card: Card) -> str:
     return f'"{card.repo}"' + (f', revision="{card.revision}"' if card.revision else "")
 
 
+ACTIVATIONS = {"swiglu": "SwiGLU", "quick_geglu": "gated quick GELU", "squared_relu": "squared ReLU"}
+
+
 def _architecture(card: Card) -> Iterator[tuple[str, str]]:
     dims, args = card.model.dims, card.model.args
     heads = str(dims.num_attention_heads)
     if dims.num_query_groups != dims.num_attention_heads:
         heads += f", {dims.num_query_groups} for keys and values"
-    activation = "SwiGLU" if args.get("swiglu") else "gated quick GELU" if args.get("quick_geglu") else "GELU"
+    activation = next((words for name, words in ACTIVATIONS.items() if args.get(name)), "GELU")
     rope = f"rotary, base {args.get('rotary_base'):,}" if args.get("rotary_base") else "rotary"
     if args.get("use_rope_scaling"):
         rope += f", scaled by {args.get('rope_scaling_factor'):g}"
@@ -142,10 +145,15 @@ def _architecture(card: Card) -> Iterator[tuple[str, str]]:
     yield "layers", str(dims.num_layers)
     yield "hidden size", f"{dims.hidden_size:,}"
     yield "attention heads", heads
+    if mixers := dims.layers_with(MAMBA):
+        heads_of = f"{dims.mamba_num_heads} heads of {dims.mamba_head_dim}"
+        yield "Mamba", f"in {len(mixers)} of {dims.num_layers} layers, {heads_of}"
+        yield "attention", f"in {len(dims.layers_with(ATTENTION))} of {dims.num_layers} layers"
     if linear := dims.layers_with(LINEAR):
         yield "linear attention", f"in {len(linear)} of {dims.num_layers} layers, by the gated delta rule"
-    if dims.layers_with(MLP):
-        yield "feed-forward size", f"{dims.ffn_hidden_size:,}, {activation}"
+    if mlps := dims.layers_with(MLP):
+        where = f", in {len(mlps)} of {dims.num_layers} layers" if dims.pattern else ""
+        yield "feed-forward size", f"{dims.ffn_hidden_size:,}, {activation}{where}"
     if dims.num_experts:
         count = len(dims.layers_with(EXPERTS))
         where = "in each layer" if count == dims.num_layers else f"in {count} of {dims.num_layers} layers"

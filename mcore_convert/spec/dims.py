@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec.layers import ATTENTION, EXPERTS, LINEAR, MLP, Parts, are_stacked, parts_of
+from mcore_convert.spec import hybrid
+from mcore_convert.spec.layers import ATTENTION, EXPERTS, LINEAR, MAMBA, MLP, Parts, are_stacked, parts_of
 from mcore_convert.spec.shard import Shape, Shard
 
 MAX_LAYERS = 10_000  # a damaged number must not keep us busy
@@ -23,7 +24,8 @@ class Dims:
     attention are None where attention is of another kind, `q_lora_rank` also where queries are made in one step.
     `output_gate`: queries have a gate beside them. The sizes of linear attention are None where no layer has it.
     `mtp_num_layers` layers after those of the decoder predict further tokens, each with the parts of the last of these.
-    With `expert_bias` experts and their router have biases, and Megatron Core cuts no expert over ranks.
+    With `expert_bias` experts and their router have biases, and Megatron Core cuts no expert over ranks. `pattern` has
+    a letter for each layer of a hybrid, and the sizes of Mamba mixers are None where no layer is one.
     """
 
     num_layers: int
@@ -58,6 +60,11 @@ class Dims:
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
     expert_bias: bool = False
+    pattern: str | None = None
+    mamba_state_dim: int | None = None
+    mamba_head_dim: int | None = None
+    mamba_num_groups: int | None = None
+    mamba_num_heads: int | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -99,6 +106,7 @@ class Dims:
         latent = _latent(args) if args.get("multi_latent_attention") else {}
         parts = parts_of(args, args["num_layers"])
         linear = _linear(args) if any(LINEAR in each for each in parts) else {}
+        mamba = _mamba(args) if any(MAMBA in each for each in parts) else {}
         mtp = args.get("mtp_num_layers") or 0
         if not isinstance(mtp, int) or not 0 <= mtp <= MAX_LAYERS:
             raise ConfigError(f"`mtp_num_layers` = {mtp!r} is not a number of layers")
@@ -121,6 +129,8 @@ class Dims:
             output_gate=bool(args.get("attention_output_gate")),
             **linear,
             expert_bias=has_expert_bias(args),
+            pattern=hybrid.letters_of(args, args["num_layers"]),
+            **mamba,
         )
 
     @property
@@ -151,6 +161,11 @@ class Dims:
         gated = 2 if self.output_gate else 1
         key_heads, value_heads = self.linear_num_key_heads or 0, self.linear_num_value_heads or 0
         keys, values = key_heads * (self.linear_key_head_dim or 0), value_heads * (self.linear_value_head_dim or 0)
+        mamba_heads = self.mamba_num_heads or 0
+        mamba, states = (
+            mamba_heads * (self.mamba_head_dim or 0),
+            (self.mamba_num_groups or 0) * (self.mamba_state_dim or 0),
+        )
         return {
             "vocab": self.vocab_size,
             "positions": self.max_position_embeddings,
@@ -180,6 +195,12 @@ class Dims:
             "linear_in": 2 * keys + 2 * values + 2 * value_heads,
             "linear_conv": 2 * keys + values,
             "linear_kernel": self.linear_conv_kernel_dim or 0,
+            "mamba_inner": mamba,
+            "mamba_states": states,
+            "mamba_heads": mamba_heads,
+            "mamba_in": 2 * mamba + 2 * states + mamba_heads,
+            "mamba_conv": mamba + 2 * states,
+            "mamba_kernel": hybrid.KERNEL,
             "twice_hidden": 2 * self.hidden_size,
             "one": 1,
         }
@@ -212,6 +233,11 @@ class Dims:
     def _shapes(self) -> dict[tuple[str, ...], Shape]:
         return {}  # asked for every expert of every layer
 
+    @cached_property
+    def packed(self) -> dict[tuple[Any, Shape], Any]:
+        """What packs make of a shape in a model of these sizes, for `pack.packed`."""
+        return {}
+
 
 def has_expert_bias(args: Mapping[str, Any]) -> bool:
     """Whether experts and their router have biases as they do since Megatron Core 0.15, which came with `softmax_type`.
@@ -238,6 +264,16 @@ def _linear(args: Mapping[str, Any]) -> dict[str, Any]:
     keys, values = found["linear_num_key_heads"], found["linear_num_value_heads"]
     if values % keys:
         raise ConfigError(f"`linear_num_value_heads` = {values} cannot be shared by `linear_num_key_heads` = {keys}")
+    return found
+
+
+def _mamba(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of Mamba mixers (Megatron Core 0.12 to 0.19, `MambaMixer`)."""
+    found = {**{name: args.get(name) for name in hybrid.SIZES}, "mamba_num_heads": hybrid.num_heads(args)}
+    _refuse_no_sizes(found, tuple(found), "a Mamba mixer")
+    heads, groups = found["mamba_num_heads"], found["mamba_num_groups"]
+    if heads % groups:
+        raise ConfigError(f"`mamba_num_heads` = {heads} cannot be shared by `mamba_num_groups` = {groups}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Every weight of a Megatron Core `GPTModel`, from its arguments: what resharding needs, where no family is involved.
+"""Every weight of a Megatron Core `GPTModel` or of a hybrid, from its arguments, for resharding without a family.
 
 Names are those of `torch_dist` with the layer and the expert spelled, as Transformer Engine models have them. The order
 is that of the forward pass.
@@ -11,15 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.config.mapping import ConfigMapping
 from mcore_convert.spec.dims import has_expert_bias
 from mcore_convert.spec.family import Family, Weight, segmented
-from mcore_convert.spec.layers import ATTENTION, EXPERTS, GATED_DELTA_NET, LINEAR, MLP, linear_layers
+from mcore_convert.spec.layers import ATTENTION, EXPERTS, GATED_DELTA_NET, LINEAR, MAMBA, MLP, linear_layers
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW, Shard
 
 # The output layer of a tied model is the embedding, and has no tensor of its own.
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-FINAL_NORM = "decoder.final_layernorm.weight"
+FINAL_NORM, HYBRID_FINAL_NORM = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
+FINAL_NORMS = (FINAL_NORM, HYBRID_FINAL_NORM)
 LAYER = "decoder.layers.{layer}."
 EXPERT = LAYER + "mlp.experts.experts.{expert}."
 MTP = "mtp.layers.{mtp}."
@@ -28,13 +30,14 @@ MTP = "mtp.layers.{mtp}."
 CONVOLUTION = {"query": "linear_keys", "key": "linear_keys", "value": "linear_values"}
 IN_PROJ = {**CONVOLUTION, "z": "linear_values", "beta": "linear_heads", "alpha": "linear_heads"}
 
+# The same of a Mamba mixer, whose convolution has a bias of the same segments (`mamba_mixer.py`, `sharded_state_dict`).
+MIXER_CONVOLUTION = {"x": "mamba_inner", "B": "mamba_states", "C": "mamba_states"}
+MIXER_IN_PROJ = {"z": "mamba_inner", **MIXER_CONVOLUTION, "dt": "mamba_heads"}
+
 # Arguments that change which weights there are, in ways that are not described here, and their plain values.
 UNKNOWN: dict[str, tuple[Any, ...]] = {
     "mtp_use_repeated_layer": (None, False),
     "mtp_hybrid_override_pattern": (None,),
-    "is_hybrid_model": (None, False),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
     "experimental_attention_variant": (None, GATED_DELTA_NET),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
@@ -67,6 +70,8 @@ def refusals(args: Mapping[str, Any]) -> list[str]:
         again.append(f"`mtp_num_layers` = {args['mtp_num_layers']!r}, with embeddings that are tied")
     if args.get("experimental_attention_variant") == GATED_DELTA_NET:
         again += _refusals_of_linear_attention(args)
+    if hybrid.is_hybrid(args):
+        again += _refusals_of_hybrids(args)
     return again + [f"`{name}` = {args[name]!r}" for name, plain in UNKNOWN.items() if args.get(name) not in plain]
 
 
@@ -79,6 +84,30 @@ def _refusals_of_linear_attention(args: Mapping[str, Any]) -> list[str]:
         # 0.16 gives the layers that predict plain attention, and 0.19 that of the last layer (`gpt_builders.py`)
         return [f"{said} in the last layer, with `mtp_num_layers` = {args['mtp_num_layers']!r}"]
     return []
+
+
+# What layers of a hybrid are not built with, or not by these arguments, and the values that do not ask for it.
+NOT_OF_HYBRIDS: dict[str, tuple[Any, ...]] = {
+    "multi_latent_attention": (None, False),
+    "experimental_attention_variant": (None,),
+    "qk_layernorm": (None, False),  # `mamba_layer_specs.py` has no such norm, and builds none without a word
+    "mtp_num_layers": (None, 0),
+}
+
+
+def _refusals_of_hybrids(args: Mapping[str, Any]) -> list[str]:
+    """What no layer of a hybrid has, and layers that are not described here."""
+    pattern = str(hybrid.stated_pattern(args))
+    said = f"`{hybrid.PATTERN}` = {pattern!r}"
+    lines = [
+        f"{said}, with `{name}` = {args[name]!r}"
+        for name, plain in NOT_OF_HYBRIDS.items()
+        if args.get(name) not in plain
+    ]
+    if hybrid.PREDICTING in pattern:
+        lines.append(f"{said} has layers that predict further tokens")
+    strange = sorted(set(pattern) - {*hybrid.LETTERS, hybrid.STAGE, hybrid.PREDICTING})
+    return lines + ([f"{said} has the layers {', '.join(strange)}"] if strange else [])
 
 
 def family(args: Mapping[str, Any]) -> Family:
@@ -106,9 +135,11 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
         rows += [*_latent_attention(args, norm_bias, bias), *_sinks(args)]
     else:
         linear = args.get("experimental_attention_variant") == GATED_DELTA_NET
+        is_hybrid = hybrid.is_hybrid(args)
         attention = [*_attention(args, norm_bias, bias, qkv_bias), *_sinks(args)]
-        rows += [replace(weight, part=ATTENTION) for weight in attention] if linear else attention
+        rows += [replace(weight, part=ATTENTION) for weight in attention] if linear or is_hybrid else attention
         rows += [replace(weight, part=LINEAR) for weight in _gated_delta_net(norm_bias)] if linear else []
+        rows += [replace(weight, part=MAMBA) for weight in _mixer(norm_bias)] if is_hybrid else []
     mlp = _norm(LAYER + "mlp.linear_fc1.layer_norm_", norm_bias)
     mlp += _linear(LAYER + "mlp.linear_fc1.", up_shape + "ffn", "hidden", up, bias)
     mlp += _linear(LAYER + "mlp.linear_fc2.", "hidden", "ffn", ROW, bias)
@@ -116,7 +147,7 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
     if args.get("num_experts"):
         rows += [replace(weight, part=EXPERTS) for weight in _experts(args, norm_bias, bias, up, up_shape)]
     layers = [weight for weight in rows if weight.per_layer]
-    rows += _norm("decoder.final_layernorm.", norm_bias)
+    rows += _norm("decoder.final_norm." if hybrid.is_hybrid(args) else "decoder.final_layernorm.", norm_bias)
     if args.get("mtp_num_layers"):
         rows += [row for name in ("enorm.", "hnorm.") for row in _norm(MTP + name, norm_bias)]
         rows.append(_row(MTP + "eh_proj.weight", "hidden twice_hidden", COLUMN))
@@ -157,6 +188,20 @@ def _gated_delta_net(norm_bias: bool) -> list[Weight]:
         segmented(prefix + "conv1d.weight", "linear_conv one linear_kernel", segments=CONVOLUTION),
         *_norm(prefix + "out_norm.", norm_bias, "linear_head"),
         _row(prefix + "out_proj.weight", "hidden linear_values", ROW),
+    ]
+
+
+def _mixer(norm_bias: bool) -> list[Weight]:
+    """A Mamba mixer, whose linear layers never have biases (`mamba_mixer.py`)."""
+    prefix = LAYER + "mixer."
+    return [
+        *(_row(prefix + name, "mamba_heads", COLUMN) for name in ("dt_bias", "A_log", "D")),
+        *_norm(prefix + "in_proj.layer_norm_", norm_bias),
+        segmented(prefix + "in_proj.weight", "mamba_in hidden", segments=MIXER_IN_PROJ),
+        segmented(prefix + "conv1d.weight", "mamba_conv one mamba_kernel", segments=MIXER_CONVOLUTION),
+        segmented(prefix + "conv1d.bias", "mamba_conv", segments=MIXER_CONVOLUTION),
+        _row(prefix + "norm.weight", "mamba_inner", COLUMN),
+        _row(prefix + "out_proj.weight", "hidden mamba_inner", ROW),
     ]
 
 

@@ -1,7 +1,6 @@
 """The parts of each decoder layer, from Megatron's arguments: layers need not be alike.
 
-A row of a table may belong to one part, and exists in the layers that have it. A kind of layer that is yet to come
-(a Mamba mixer) is a part of its own, and says here where it stands.
+A row of a table may belong to one part, and exists in the layers that have it. A layer of a hybrid has one part alone.
 """
 
 from __future__ import annotations
@@ -11,11 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec import hybrid
 
 # The two forms of the second half of a layer, and those of its first half where layers differ in it.
 MLP, EXPERTS = "mlp", "experts"
-ATTENTION, LINEAR = "attention", "linear_attention"
+ATTENTION, LINEAR, MAMBA = "attention", "linear_attention", "mamba"
 GATED_DELTA_NET = "gated_delta_net"  # the one `experimental_attention_variant` that is known
+
+OF_HYBRID = {hybrid.MAMBA: MAMBA, hybrid.ATTENTION: ATTENTION, hybrid.MLP: MLP, hybrid.EXPERTS: EXPERTS}
 
 Parts = tuple[frozenset[str], ...]
 
@@ -26,8 +28,11 @@ def parts_of(args: Mapping[str, Any], num_layers: int) -> Parts:
     """The parts of each layer, from normalised arguments.
 
     Raises:
-        ConfigError: `moe_layer_freq` or `linear_attention_freq` is no pattern of so many layers.
+        ConfigError: what says which layers are alike is no pattern of so many layers.
     """
+    letters = hybrid.letters_of(args, num_layers)
+    if letters is not None:
+        return tuple(frozenset({OF_HYBRID[letter]}) for letter in letters)
     sparse = expert_layers(args.get("moe_layer_freq"), num_layers) if args.get("num_experts") else [False] * num_layers
     return tuple(
         frozenset({EXPERTS if has_experts else MLP, LINEAR if is_linear else ATTENTION})
@@ -41,6 +46,8 @@ def are_stacked(args: Mapping[str, Any]) -> bool:
     A list says that they are not, even one of ones only (Megatron Core 0.10 to 0.19, `transformer_block.py`,
     `sharded_state_dict`).
     """
+    if hybrid.is_hybrid(args):  # each layer has keys of its own (`mamba_block.py`, `sharded_state_dict`)
+        return False
     experts_alike = not args.get("num_experts") or args.get("moe_layer_freq") in (None, 1)
     return experts_alike and args.get("linear_attention_freq") in (None, 1)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_convert.errors import LayoutError
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.layers import MLP
 
@@ -88,6 +89,7 @@ class Layout:
         parsed = args.get("pipeline_model_parallel_layout")
         state = getattr(parsed, "state", None)
         text = state.get("input_data") if isinstance(state, dict) else parsed
+        text = hybrid.pipeline_layout_of(args) or text
         pp = size("pipeline_model_parallel_size")
         return cls(
             tp=size("tensor_model_parallel_size", "model_parallel_size"),
@@ -234,6 +236,8 @@ class Layout:
             sizes["moe_shared_expert_intermediate_size"] = dims.shared_ffn_hidden_size
         if dims.linear_num_key_heads and dims.linear_num_value_heads:
             sizes |= {name: getattr(dims, name) for name in ("linear_num_key_heads", "linear_num_value_heads")}
+        if dims.mamba_num_heads and dims.mamba_num_groups:
+            sizes |= {name: getattr(dims, name) for name in ("mamba_num_heads", "mamba_num_groups")}
         problems = [f"`{name}` = {size} cannot be split over tp = {tp}" for name, size in sizes.items() if size % tp]
         groups = dims.num_query_groups
         if dims.is_latent:

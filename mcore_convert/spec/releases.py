@@ -25,11 +25,16 @@ SINKS: Release = (0, 15)  # offsets of softmax, and biases of the router of expe
 FULLY_RESHARDABLE: Release = (0, 15)  # that form of state; before, `fully_sharded_model_space`
 LION: Release = (0, 19)  # its distributed state is gathered; before, that of Adam alone
 MTP_MODEL_LAYER: Release = (0, 17)  # the name of the module; `transformer_layer` before, and in `torch_dist`
+OWN_CONVOLUTIONS: Release = (0, 19)  # a Mamba mixer's weights of convolution are its own, and no module's
+PATTERN_WITH_STAGES: Release = (0, 17)  # --hybrid-layer-pattern, with borders of stages; before, a hybrid has even ones
+EXPERTS_IN_HYBRIDS: Release = (0, 16)  # layers of experts in a hybrid
 SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; before, as parameters come
 
 # An argument that every run of a release and those after it stores, the newest first. Runs of 0.12 and before have
 # the last one alone; what has none of them was not written by Megatron-LM, or long ago.
 SIGNS: tuple[tuple[Release, str], ...] = (
+    ((0, 19), "mamba_training_ssm_states_dtype"),
+    ((0, 17), "muon_scalar_optimizer"),
     ((0, 16), "batch_invariant_mode"),
     ((0, 15), "dist_ckpt_optim_fully_reshardable"),
     ((0, 14), "full_validation"),

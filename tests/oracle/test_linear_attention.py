@@ -1,5 +1,5 @@
-"""Layers of two kinds, plain attention with a gate and the gated delta rule, as Megatron Core itself saves and loads
-them: in every dialect, at every tensor parallelism, with optimizer state."""
+"""Layers of two kinds, plain attention with a gate and the gated delta rule, and those of hybrids, as Megatron Core
+itself saves and loads them: in every dialect, at every tensor parallelism, with optimizer state."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from mcore_convert.comparison.logits import tensors_of
 from mcore_convert.errors import ConfigError, ConvertError, LayoutError, MappingError
 from mcore_convert.formats.torch_dist.keys import keyed_parts
 from mcore_convert.spec import Dims, Layout, gpt
+from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.spec.config.bridge import MIXED_LAYERS
 from tests.conftest import HfMaker
 from tests.oracle.test_megatron_fixtures import ARGS
@@ -56,49 +57,77 @@ MIXED: dict[str, Any] = {
     "make_vocab_size_divisible_by": 16,
     "bf16": True,
 }
-SEGMENTS = {"in_proj.weight": tuple(gpt.IN_PROJ), "conv1d.weight": tuple(gpt.CONVOLUTION)}
+HYBRID: dict[str, Any] = {
+    **{name: value for name, value in ARGS.items() if name != "swiglu"},
+    "num_layers": 6,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "position_embedding_type": "none",
+    "squared_relu": True,
+    "is_hybrid_model": True,
+    "hybrid_override_pattern": "M*ME-M",
+    "mamba_state_dim": 3,
+    "mamba_head_dim": 5,
+    "mamba_num_groups": 4,
+    "mamba_num_heads": 8,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "vocab_size": 31,
+    "make_vocab_size_divisible_by": 16,
+    "bf16": True,
+}
+MODELS = pytest.mark.parametrize("args", [MIXED, HYBRID], ids=["gated_delta_net", "hybrid"])
 
 
-def joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with the segments that Megatron Core names as one tensor each."""
-    whole = {name: tensor for name, tensor in weights.items() if name.rpartition(".")[2] not in gpt.IN_PROJ}
-    for suffix, names in SEGMENTS.items():
+def joined(weights: dict[str, Tensor], args: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights with the segments that Megatron Core names as one tensor each."""
+    segments = {(row.mcore or "").rpartition("}.")[2]: row.shard.names for row in gpt.weights(args) if row.shard.names}
+    whole = {name: tensor for name, tensor in weights.items() if not name.rpartition(".")[0].endswith(tuple(segments))}
+    for suffix, names in segments.items():
         for stem in {name.rpartition(".")[0] for name in weights if name.endswith(f"{suffix}.{names[0]}")}:
             whole[stem] = torch.cat([weights[f"{stem}.{name}"] for name in names])
     return whole
 
 
+@MODELS
 @pytest.mark.parametrize("dialect", ["per_layer", "singleton"])
-def test_what_megatron_saves_is_read(dialect: Dialect, tmp_path: Path) -> None:
-    weights = random_weights(MIXED)
-    assert sum("linear_qkv.weight" in name for name in weights) == 2  # one of the decoder, and that which predicts
-    assert {name.rpartition(".")[2] for name in weights if "layers.0.self_attention.in_proj.weight" in name} == set(
-        gpt.IN_PROJ
-    )
-    save_torch_dist(MIXED, weights, tmp_path, dialect=dialect, moe_norm="transformer_engine")
-    model = identify(tmp_path)
-    assert getattr(model.checkpoint, "dialect", None) == dialect
-    rows = model.dims.vocab_size
+def test_what_megatron_saves_is_read(dialect: Dialect, args: dict[str, Any], tmp_path: Path) -> None:
+    weights = random_weights(args)
+    # of layers that predict one has plain attention, too
+    assert sum("linear_qkv.weight" in name for name in weights) == (1 if args is HYBRID else 2)
+    names = gpt.MIXER_IN_PROJ if args is HYBRID else gpt.IN_PROJ
+    assert {name.rpartition(".")[2] for name in weights if "layers.0." in name and "in_proj.weight." in name} == {
+        *names
+    }
+    save_torch_dist(args, weights, tmp_path, dialect=dialect, moe_norm="transformer_engine")
+    found = identify(tmp_path)
+    assert getattr(found.checkpoint, "dialect", None) == dialect
+    rows = found.dims.vocab_size
     cut = {name: each[:rows] if each.shape[0] == 32 and "embed" in name else each for name, each in weights.items()}
     cut["output_layer.weight"] = weights["output_layer.weight"][:rows]
-    assert_same_tensors(dict(tensors_of(model)), joined(cut))
+    assert_same_tensors(dict(tensors_of(found)), joined(cut, args))
 
 
 LOCAL: dict[str, Any] = {"implementation": "local", "for_megatron": "0.16"}
 
 
-def test_segments_go_through_every_tensor_parallelism(tmp_path: Path) -> None:
+@MODELS
+def test_segments_go_through_every_tensor_parallelism(args: dict[str, Any], tmp_path: Path) -> None:
     """1 -> 2 -> 4 -> 1, in both formats, with optimizer state, which Megatron Core saves and loads itself."""
-    state = random_state(MIXED)
-    run_ranks(1, partial(save_mp_rank, MIXED, state, tmp_path / "1", optimizer="distributed", dtype=torch.bfloat16))
+    state = random_state(args)
+    run_ranks(1, partial(save_mp_rank, args, state, tmp_path / "1", optimizer="distributed", dtype=torch.bfloat16))
     reshard(tmp_path / "1", tmp_path / "2", to="torch", tp=2, **LOCAL)
     reshard(tmp_path / "2", tmp_path / "4", to="torch_dist", tp=4, **LOCAL)
     reshard(tmp_path / "4", tmp_path / "back", to="torch", tp=1, **LOCAL)
-    args = {**MIXED, "transformer_impl": "local"}
-    load = partial(load_mp_rank, args, state, tmp_path / "2/iter_0000010", distributed=True, tp=2)
-    for result in run_ranks(2, load):
-        assert not result.differing
-        assert set(result.steps) == {STEP}
+    local = {**args, "transformer_impl": "local"}
+    load = partial(load_mp_rank, local, state, tmp_path / "2/iter_0000010", distributed=True, tp=2)
+    for found in run_ranks(2, load):
+        assert not found.differing
+        assert set(found.steps) == {STEP}
     first, last = (content(tmp_path / name / "iter_0000010/mp_rank_00") for name in ("1", "back"))
     assert_same_tensors(first, last)
 
@@ -125,24 +154,26 @@ def test_a_trained_norm_is_exported_from_its_master_copy(tmp_path: Path) -> None
         assert torch.equal(written, wanted)
 
 
-def test_flat_buckets_are_resharded(tmp_path: Path) -> None:
+@MODELS
+def test_flat_buckets_are_resharded(args: dict[str, Any], tmp_path: Path) -> None:
     """Their order is that of the modules, which master copies prove."""
-    state = random_state(MIXED)
-    saved = partial(save_with_optimizer, MIXED, state, tmp_path / "saved", "dp_reshardable", dialect="per_layer", tp=2)
+    state = random_state(args)
+    saved = partial(save_with_optimizer, args, state, tmp_path / "saved", "dp_reshardable", dialect="per_layer", tp=2)
     run_ranks(2, saved)
     reshard(tmp_path / "saved", tmp_path / "moved", to="torch", pp=2, **LOCAL)
     assert verify(tmp_path / "saved", tmp_path / "moved").equal
 
 
+@MODELS
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_segments_are_cut_as_megatron_core_does(tp: int) -> None:
+def test_segments_are_cut_as_megatron_core_does(tp: int, args: dict[str, Any]) -> None:
     """The keys, the boxes and the global shapes of each rank."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 
-    dims = Dims.of(MIXED, vocab_size=31, padded_vocab_size=32)
-    rows = {row.name.rpartition("attention.")[2]: row for row in gpt.weights(MIXED) if row.shard.names}
-    assert set(rows) == set(SEGMENTS)
+    dims = Dims.of(normalise(args), vocab_size=31, padded_vocab_size=32)
+    rows = {row.name.rpartition("}.")[2]: row for row in gpt.weights(args) if row.shard.names}
+    assert [name.partition(".")[2] for name in rows][:2] == ["in_proj.weight", "conv1d.weight"]
     for name, row in rows.items():
         shape, shard = dims.shape(row.shape), dims.sized(row.shard)
         lengths = [dims.size(word) // tp for word in row.shard.parts if isinstance(word, str)]

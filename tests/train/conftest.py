@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 
 from fixtures.tokenizer import make_tokenizer, stories
-from mcore_convert.megatron.cpu import import_megatron
 from train_entry.data.prepare import prepare
 from train_entry.data.tokenizer import Tokenizer, load_tokenizer
 
-# What each rank of a run brings in: once here, before ranks are forked.
-import_megatron()
-for module in ("omegaconf.resolvers", "megatron.core.dist_checkpointing.strategies.torch", "attr"):
-    importlib.import_module(module)
+importlib.import_module("omegaconf.resolvers")  # once here, and not on each rank of a run
 
 VOCABULARY, LENGTH, SEED = 400, 32, 1234
 

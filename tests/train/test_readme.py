@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,6 @@ from tests.unit.test_imports import MODULES, ROOMS, room_of
 from tests.warm import commands
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# In processes that have imported nothing, as a reader's.
-FRESH = ("README.md",)
 FOLDER = "/data"  # how a page writes the folder that its commands run in
 
 # A block of a page, with the HTML comment before it that says what it is:
@@ -104,8 +102,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    start = [] if page.name in FRESH else [request.getfixturevalue("warm")]
+def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, warm: Path, request: pytest.FixtureRequest) -> None:
     if page.name == "export.md":
         request.getfixturevalue("hub")
         make_run(tmp_path / "run", [1000, 2000], name="llama-gqa")
@@ -144,9 +141,9 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.Fix
             assert block.body in (ROOT / block.value).read_text(), f"{block.value} has changed"
         elif block.mark is None and block.kind == "console":
             for command, expected in block.commands:
-                run(command, expected, tmp_path, start)
+                run(command, expected, tmp_path, warm)
         elif block.mark is None and block.kind == "python":
-            run(f"python - <<'END'\n{block.body}\nEND", ["..."], tmp_path, start)
+            run(f"python - <<'END'\n{block.body}\nEND", ["..."], tmp_path, warm)
 
 
 def demo_output(folder: Path) -> Path:
@@ -206,18 +203,18 @@ def install(pyproject: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-def run(command: str, expected: list[str], folder: Path, start: Iterable[Path]) -> None:
+def run(command: str, expected: list[str], folder: Path, start: Path) -> None:
     """Run a command and compare what it prints; one that prints an error must fail, any other must not.
 
     Args:
-        start: folders whose commands come before those that are installed.
+        start: a folder whose commands come before those that are installed.
     """
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
         env=os.environ
         | {
-            "PATH": os.pathsep.join([*map(str, start), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([str(start), str(Path(sys.executable).parent), os.environ["PATH"]]),
             # this source, wherever the command is installed from
             "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "PYTHONUNBUFFERED": "1",  # so that messages stand among the data, as on a terminal

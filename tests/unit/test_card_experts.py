@@ -32,3 +32,10 @@ def test_linear_attention_in_some_layers(hf_checkpoint: HfMaker, tmp_path: Path)
     text = card_of("qwen3_5_moe", hf_checkpoint, tmp_path)
     assert "| linear attention | in 3 of 4 layers, by the gated delta rule |" in text
     assert "| experts | 4 in each layer, of which a token takes 2 |" in text
+
+
+def test_a_hybrid(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    text = card_of("nemotron_h", hf_checkpoint, tmp_path)
+    assert "| Mamba | in 3 of 8 layers, 8 heads of 12 |\n| attention | in 2 of 8 layers |" in text
+    assert "| feed-forward size | 96, squared ReLU, in 2 of 8 layers |" in text
+    assert "| experts | 8 in 1 of 8 layers, of which a token takes 2 |" in text

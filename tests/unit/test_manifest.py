@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors.numpy import load_file
 
 from mcore_convert import convert, reshard, verify_files
 from mcore_convert.checkpoints.identify import open_checkpoint
-from mcore_convert.checkpoints.manifest import MANIFEST, Manifest, read_manifest
+from mcore_convert.checkpoints.manifest import MANIFEST, Manifest, manifest_lines, read_manifest, write_manifest
 from mcore_convert.comparison.integrity import Damage
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.storage import digests
@@ -377,3 +378,23 @@ def test_the_order_of_writing_changes_no_checksum(
 def test_a_planned_conversion_writes_none(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     convert(hf_checkpoint("gpt2"), tmp_path / NAME, dry_run=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_is_read_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line by line, and with a budget for what is kept of the lines: it may be a stranger's."""
+    entries = {f"weight.{number}": {"size": 1} for number in range(4000)}
+    file = tmp_path / MANIFEST
+    write_manifest(file, manifest_lines({}, entries, {}, []))
+    tracemalloc.start()
+    try:
+        manifest = read_manifest(file)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert manifest is not None
+    assert list(manifest.files) == list(entries)
+    budget = 4000 * 450
+    assert peak < budget
+    monkeypatch.setattr("mcore_convert.checkpoints.manifest.MEMORY", budget // 4)
+    with pytest.raises(UnreadableCheckpoint, match=f"would take more than {budget // 4:,} bytes of memory"):
+        read_manifest(file)

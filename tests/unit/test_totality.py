@@ -8,7 +8,7 @@ import pytest
 
 from fixtures import megatron_flags
 from mcore_convert.checkpoints.families import families
-from mcore_convert.spec import gpt
+from mcore_convert.spec import gpt, hybrid
 from mcore_convert.spec.config.arguments import YARN_DEFAULTS
 from mcore_convert.spec.config.latent import WITHOUT_FLAG
 from mcore_convert.spec.config.neutral import NEUTRAL, NEUTRAL_OF_EXPERTS
@@ -46,6 +46,7 @@ def test_what_is_mapped_by_some_families_is_neutral_for_the_others() -> None:
         "attention_dropout",
         "hidden_dropout",
         "bias_dropout_fusion",
+        "moe_grouped_gemm",
     }  # how a model is computed and trained
     beside = {  # what another argument switches on, which is checked
         "rotary_base", "rope_scaling_factor", "bias_gelu_fusion", "num_experts", "ffn_hidden_size", "window_size",
@@ -53,6 +54,7 @@ def test_what_is_mapped_by_some_families_is_neutral_for_the_others() -> None:
         "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
         "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
         "linear_num_key_heads", "linear_num_value_heads",
+        *hybrid.SIZES,
         "rotary_scaling_factor", "mscale", "mscale_all_dim", *WITHOUT_FLAG, *YARN_DEFAULTS,
     }  # fmt: skip
     unchecked = mapped() - everywhere - values - beside - NEUTRAL.keys() - NEUTRAL_OF_EXPERTS.keys()

@@ -11,10 +11,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_convert.errors import LayoutError
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.layout import Layout
 from train_entry.config.schema import Config, Parallel
 
-OF_LINEAR_ATTENTION = ("experimental_attention_variant", "attention_output_gate")
+OF_OTHER_MODELS = (
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "moe_router_enable_expert_bias",
+    "experimental_attention_variant",
+    "attention_output_gate",
+)
 GPUS = 8  # of a node, where one has to be supposed
 
 
@@ -116,7 +123,9 @@ def problems_of_model(config: Config, args: Mapping[str, Any]) -> Iterator[str]:
         args: arguments of the model under Megatron-LM's names. What is missing or None is not looked at.
     """
     parallel, length = config.parallel, config.training.seq_length
-    for name in ("multi_latent_attention", "mtp_num_layers", "moe_router_enable_expert_bias", *OF_LINEAR_ATTENTION):
+    if hybrid.is_hybrid(args):
+        args = {**args, hybrid.PATTERN: hybrid.stated_pattern(args)}
+    for name in (hybrid.PATTERN, *OF_OTHER_MODELS):
         if args.get(name):
             yield f"`{name}` = {args[name]}: such a model is converted and resharded, and not trained here"
     hidden, heads, groups = args.get("hidden_size"), args.get("num_attention_heads"), args.get("num_query_groups")

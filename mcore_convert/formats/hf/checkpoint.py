@@ -22,6 +22,7 @@ from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.formats.traits import Storage
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import spell
+from mcore_convert.spec.pack import packed
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.sources import expect_headers
@@ -206,13 +207,14 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
     coded: dict[str, TensorMeta] = {}
     for (weight, at, state), dtype in request.dtype_of.items():
         pack, whole = weight.pack, family.shape(weight, dims)
-        turned = {piece.tensor for piece in pack.pieces(whole, dims) if piece.transposed} if chosen else set()
-        for number, (template, shape) in enumerate(zip(weight.hf, pack.shapes(whole, dims), strict=True)):
+        shapes, pieces = packed(pack, whole, dims)
+        turned = {piece.tensor for piece in pieces if piece.transposed} if chosen else set()
+        for number, (template, shape) in enumerate(zip(weight.hf, shapes, strict=True)):
             name = spell(template, at)
             if weight.is_joined(template):
                 shape = (dims.num_experts or 0, *shape)
                 if at.expert:  # its tensor is that of the first one
-                    if dtype != request.dtype_of[Item(weight, replace(at, expert=0), state)]:
+                    if dtype != request.dtype_of[Item(weight, at._replace(expert=0), state)]:
                         raise MappingError(f"`{name}` would have experts in {dtype} and in another dtype")
                     continue
             if name in names:

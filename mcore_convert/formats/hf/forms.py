@@ -76,15 +76,14 @@ def _shaped(view: View, grid: Shape, what: str) -> View:
     """Return the view in the shape of the blocks; where there is one for a row or for all, it may lack dimensions."""
     if [size for size in view.shape if size != 1] != [size for size in grid if size != 1]:
         raise Misfit(f"{what} are {list(view.shape)}, and the blocks {list(grid)}")
-    return view._replace(shape=grid, strides=contiguous_strides(grid, view.itemsize))
+    return View(view.path, view.offset, grid, contiguous_strides(grid, view.itemsize), view.dtype)
 
 
 def _bytes_of(view: View) -> View:
     """Return the view of the same bytes, one to an element: the last dimension grows with the size of an element."""
     size = DTYPE_SIZES[view.dtype]
-    return view._replace(
-        shape=(*view.shape[:-1], view.shape[-1] * size), strides=(*view.strides[:-1], 1), dtype="uint8"
-    )
+    shape = (*view.shape[:-1], view.shape[-1] * size) if size > 1 else view.shape
+    return View(view.path, view.offset, shape, (*view.strides[:-1], 1), "uint8")
 
 
 def bind_packed(code: str, block: Block, names: tuple[str, ...], views: tuple[View, ...]) -> Blocks:

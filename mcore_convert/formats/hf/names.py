@@ -9,7 +9,7 @@ from mcore_convert.formats.base import Checkpoint, Findings
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Spelling
 from mcore_convert.spec.names import spell
-from mcore_convert.spec.pack import Every, Piece
+from mcore_convert.spec.pack import Every, Piece, packed
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.shifts import Shifted
 from mcore_convert.storage.views import Slot, TensorMeta, cut
@@ -33,7 +33,8 @@ class HfNames(Checkpoint):
         shape = dims.shape(weight.shape)
         spelling = self._spelling(item)
         tensors = []
-        for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
+        shapes, pieces = packed(spelling.pack, shape, dims)
+        for template, one in zip(spelling.hf, shapes, strict=True):
             name = self.name_of(spell(template, at))
             joined = at.expert if weight.is_joined(template) else None
             expected = one if joined is None else (dims.num_experts or 0, *one)
@@ -43,7 +44,7 @@ class HfNames(Checkpoint):
                 tensors.append(reached if joined is None else [part.select(joined) for part in reached])
         if len(tensors) < len(spelling.hf):
             return []
-        slots = [slot for piece in spelling.pack.pieces(shape, dims) for slot in _slots(piece, tensors[piece.tensor])]
+        slots = [slot for piece in pieces for slot in _slots(piece, tensors[piece.tensor])]
         if not weight.less:
             return slots
         return [slot._replace(view=Shifted.of(str(item), slot.view, -weight.less)) for slot in slots]
@@ -87,6 +88,10 @@ def _slots(piece: Piece, parts: list[Slot]) -> Iterator[Slot]:
     """Yield the boxes of the global tensor that the parts of a Hugging Face tensor hold of a piece."""
     if piece.every is not None:
         parts = [part_of_every(part, piece.every) for part in parts]
+    elif len(parts) == 1 and parts[0].box == piece.hf:  # a tensor in one part is one piece: all that experts have
+        view = parts[0].view
+        yield Slot(view.transposed if piece.transposed else view, piece.mcore)
+        return
     for view, box in cut(parts, piece.hf):
         inside = box.relative_to(piece.hf.offsets)
         there = inside.transposed if piece.transposed else inside

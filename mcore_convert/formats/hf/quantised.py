@@ -74,8 +74,8 @@ def _bound(stored: Mapping[str, View], forms: Iterable[Form], problems: Problems
             base = name.removesuffix(form.stored[1])
             if base + form.stored[0] not in stored:
                 continue
-            absent = [base + end for end in form.stored if base + end not in stored]
-            names = tuple(base + end for end in (*form.stored, *form.may) if base + end in stored)
+            names = tuple([each for end in (*form.stored, *form.may) if (each := base + end) in stored])
+            absent = [base + end for end in form.stored if base + end not in names]
             own = base + form.name
             try:
                 if absent:

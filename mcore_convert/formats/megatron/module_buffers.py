@@ -7,6 +7,7 @@ Follows Megatron Core 0.15 to 0.19: `param_and_grad_buffer.py` (`_ParamAndGradBu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mcore_convert.formats.megatron.flat import ALIGNMENT, Local, local_of
 from mcore_convert.formats.megatron.modules import (
+    CONVOLUTION,
     GROUPED,
     IMPLEMENTATIONS,
     LOCAL,
@@ -27,6 +29,7 @@ from mcore_convert.spec.gpt import EMBEDDING
 from mcore_convert.spec.holding import Holding, is_of_expert
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import Index, spell
+from mcore_convert.spec.releases import NEWEST, OLDEST, OWN_CONVOLUTIONS, Release, spelled
 
 Place = tuple[int, int, int, int]  # which optimizer of a chain, data-parallel group, buffer, bucket
 DtypeOf = Callable[[Weight, Index], str | None]
@@ -37,13 +40,15 @@ class Misfit(Exception):
 
 
 class Order(NamedTuple):
-    """Which layer spec a model was built from, and how its experts are kept."""
+    """Which layer spec a model was built from, how its experts are kept, and of which release its modules are."""
 
     implementation: str
     experts: str
+    release: Release = NEWEST
 
     def __str__(self) -> str:
-        return f"layers of `{self.implementation}`, experts {self.experts}"
+        before = f", of Megatron-LM before {spelled(OWN_CONVOLUTIONS)}" if self.release < OWN_CONVOLUTIONS else ""
+        return f"layers of `{self.implementation}`, experts {self.experts}{before}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,9 @@ def orders_of(run: Run) -> list[Order]:
     """Return the orders that a model may have, what its arguments say first."""
     implementations = sorted(IMPLEMENTATIONS, key=lambda name: (name != run.implementation, name == LOCAL))
     experts = (GROUPED, SEQUENTIAL) if run.dims.num_experts else (SEQUENTIAL,)
-    return [Order(implementation, kept) for implementation in implementations for kept in experts]
+    has_mixers = any(CONVOLUTION in row.name for row in run.rows)
+    releases = (NEWEST, OLDEST) if has_mixers else (NEWEST,)
+    return [Order(*each) for each in itertools.product(implementations, experts, releases)]
 
 
 def arranged(
@@ -205,8 +212,8 @@ def _in_buckets(
 
 
 def _parameters(run: Run, order: Order, stage: Stage, rank: Rank, is_expert: bool) -> Iterator[Parameter]:
-    """Yield what an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
-    rows = in_module_order(run.rows, order.implementation)
+    """What an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
+    rows = in_module_order(run.rows, order.implementation, order.release)
     shares = bool(run.holding.copies_of_embedding(run.dims))
     for weight, at, _, _ in run.holding.held_on(rows, run.dims, stage, rank.ep, grouped=order.experts == GROUPED):
         if run.has_expert_optimizer and is_expert != is_of_expert(weight):

@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from mcore_convert.spec.family import Weight
-from mcore_convert.spec.releases import NEWEST, WHOLE_DOWN_PROJECTIONS, Release
+from mcore_convert.spec.releases import MTP_MODEL_LAYER as MTP_NAMES
+from mcore_convert.spec.releases import NEWEST, OWN_CONVOLUTIONS, WHOLE_DOWN_PROJECTIONS, Release
 from mcore_convert.spec.shard import COLUMN, Shard
 
 # `local` is the spec of Megatron itself; `transformer_engine`, the default, fuses each norm into the layer after it.
@@ -27,7 +28,8 @@ SEQUENTIAL, GROUPED = "sequential", "grouped"
 # and its local modules all accept: a byte tensor of pickle.dumps(None).
 EXTRA_STATE = pickle.dumps(None, protocol=4)
 
-FINAL_NORM, MTP_FINAL_NORM = "decoder.final_layernorm", "mtp.layers.{mtp}.final_layernorm"
+# The norm at the end of a `GPTModel` and of a hybrid, and that of layers that predict.
+FINAL_NORMS, MTP_FINAL_NORM = ("decoder.final_layernorm", "decoder.final_norm"), "mtp.layers.{mtp}.final_layernorm"
 # Layers whose experts were built from the local spec have their pre-MLP norm under the name that dense layers use.
 DENSE_NORM, EXPERT_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 EXPERT = "mlp.experts.experts.{expert}."
@@ -37,12 +39,16 @@ FUSED_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "mixer.in_proj.layer_norm_": "norm.",
 }
 # What only a model with latent attention has, whose local layer spec keeps its own names in `torch_dist`, too.
 LATENT = "self_attention.linear_kv_up_proj.weight"
 
 # The layer within one that predicts further tokens, and what Megatron Core calls it in its modules since 0.17.
 MTP_LAYER, MTP_MODEL_LAYER = ".transformer_layer.", ".mtp_model_layer."
+
+# A mixer's convolution, which is a module up to 0.18, and in `torch_dist` (`mamba_mixer.py`, `sharded_state_dict`).
+CONVOLUTION, OWN_CONVOLUTION = "mixer.conv1d.", "mixer.conv1d_"
 
 # Matrices of latent attention that make vectors of low rank. Megatron's own column-parallel linears cut them, and
 # Transformer Engine's did up to 0.13; since 0.14 each rank has them whole (`gpt_layer_specs.py`, `backend.linear()`).
@@ -51,6 +57,15 @@ DOWN_PROJECTIONS = ("self_attention.linear_q_down_proj.weight", "self_attention.
 # The order of the parts of a layer in `module.parameters()`; within a part that of the rows: weight, then bias.
 LOCAL_ORDER = (
     "input_layernorm.",
+    OWN_CONVOLUTION,
+    "mixer.dt_bias",
+    "mixer.A_log",
+    "mixer.D",
+    "mixer.in_proj.",
+    CONVOLUTION,
+    "mixer.norm.",
+    "mixer.out_proj.",
+    "norm.",
     "self_attention.dt_bias",
     "self_attention.A_log",
     "self_attention.in_proj.",
@@ -97,7 +112,10 @@ def experts_in(names: Iterable[str]) -> str:
 
 @lru_cache
 def name_in_module(name: str, implementation: str, experts: str) -> str:
-    """Return the template of a weight in the `torch` format, from its template in `torch_dist`."""
+    """The template of a weight in the `torch` format, from its template in `torch_dist`.
+
+    Of names that differ by release it is the older (`name_in_release`).
+    """
     if EXPERT in name:
         if experts == SEQUENTIAL:
             return name.replace(EXPERT, "mlp.experts.local_experts.{expert}.")
@@ -108,9 +126,23 @@ def name_in_module(name: str, implementation: str, experts: str) -> str:
     return name
 
 
-def in_module_order(weights: Iterable[Weight], implementation: str) -> list[Weight]:
-    """Return the rows as a model's `parameters()` have them: embedding, layers, final norm, layers that predict,
-    output layer.
+def name_in_release(name: str, release: Release) -> str:
+    """The name that modules of a release have for a local tensor."""
+    name = name.replace(MTP_LAYER, MTP_MODEL_LAYER) if release >= MTP_NAMES else name
+    return _with_convolution(name, release)
+
+
+def _with_convolution(name: str, release: Release) -> str:
+    return name.replace(CONVOLUTION, OWN_CONVOLUTION) if release >= OWN_CONVOLUTIONS else name
+
+
+def name_in_any_release(name: str) -> str:
+    """The name of a local tensor in the oldest release that has it."""
+    return name.replace(MTP_MODEL_LAYER, MTP_LAYER).replace(OWN_CONVOLUTION, CONVOLUTION)
+
+
+def in_module_order(weights: Iterable[Weight], implementation: str, release: Release) -> list[Weight]:
+    """The rows as a model's `parameters()` have them: embedding, layers, final norm, layers that predict, output layer.
 
     Rows of a layer are ordered by the parts of LOCAL_ORDER; where norms are fused, they precede the layer's weight.
     """
@@ -118,9 +150,9 @@ def in_module_order(weights: Iterable[Weight], implementation: str) -> list[Weig
     def place(weight: Weight) -> tuple[int, int, int]:
         assert weight.mcore is not None
         if not weight.per_layer:
-            ends = ("embedding.", FINAL_NORM)
+            ends = (("embedding.",), FINAL_NORMS)
             return next((2 * number for number, end in enumerate(ends) if weight.mcore.startswith(end)), 4), 0, 0
-        name = name_in_module(weight.mcore, implementation, SEQUENTIAL)
+        name = _with_convolution(name_in_module(weight.mcore, implementation, SEQUENTIAL), release)
         if not weight.predicts:
             return 1, 0, _place_of(name.partition("{layer}.")[2], LOCAL_ORDER)
         outer = _place_of(name.partition("{mtp}.")[2], MTP_ORDER)
@@ -135,10 +167,8 @@ def _place_of(name: str, order: tuple[str, ...]) -> int:
 
 
 def has_extra_state(module: str, *, norms: bool) -> bool:
-    """Return whether a module of this name saves a state of its own: a linear layer,
-    or a norm of Transformer Engine's.
-    """
-    is_norm = module.endswith("layernorm") or module in ("enorm", "hnorm", "out_norm")
+    """Whether a module of this name saves a state of its own: a linear layer, or a norm of Transformer Engine's."""
+    is_norm = module.endswith("layernorm") or module in ("enorm", "hnorm", "out_norm", "final_norm")
     is_linear = module.startswith("linear_") or module in ("eh_proj", "in_proj", "out_proj")
     return is_linear or (norms and is_norm)
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mcore_convert.formats.files import dcp
-from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
+from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORMS
 from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import open_error
 
@@ -31,7 +31,7 @@ class Kind(Enum):
 
 SIGNS = {
     Kind.FSDP_DTENSOR: re.compile(rb"\bmodel\d*\.module\.[\w.]*" + re.escape(EMBEDDING.encode())),
-    Kind.MEGATRON: re.compile(b"|".join(re.escape(name.encode()) for name in (EMBEDDING, FINAL_NORM))),
+    Kind.MEGATRON: re.compile(b"|".join(re.escape(name.encode()) for name in (EMBEDDING, *FINAL_NORMS))),
     Kind.HUGGING_FACE: re.compile(rb"\b(embed_tokens|lm_head|wte|embed_in|word_embeddings)\.weight"),
 }
 

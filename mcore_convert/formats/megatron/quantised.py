@@ -16,7 +16,7 @@ from mcore_convert.spec.family import Weight
 from mcore_convert.spec.names import Index
 from mcore_convert.storage.rounding import Tolerance
 
-LINEAR = re.compile(r"decoder\.layers\..*\.linear_\w+\.weight")
+LINEAR = re.compile(r"decoder\.layers\..*\.(linear_\w+|(in|out)_proj)\.weight")
 PACKED = "uint8"  # the dtype of buffers of such weights
 
 # Half a step of the widest gap between neighbours, with a scale that is a power of two or rounded itself, and what lies

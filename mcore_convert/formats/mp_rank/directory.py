@@ -18,7 +18,7 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.megatron.modules import (
     DOWN_PROJECTIONS,
-    FINAL_NORM,
+    FINAL_NORMS,
     experts_in,
     implementation_in,
 )
@@ -40,7 +40,7 @@ from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.releases import NEWEST, OLDEST, Release
 from mcore_convert.storage.sources import expect_headers
 
-NORM_STATE = f"{FINAL_NORM}._extra_state"
+NORM_STATES = {f"{norm}._extra_state" for norm in FINAL_NORMS}
 
 __all__ = ["MpRankCheckpoint", "detect", "open_mp_rank"]
 
@@ -115,7 +115,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
         name = mp_rank_layout.rank_name(rank, layout)
         file = paths[name]
         chunks = chunks_of(trees[name], merged, f"`{file}`")
-        norm_state |= any(NORM_STATE in model for model in models_of(trees[name], f"`{file}`"))
+        norm_state |= any(not NORM_STATES.isdisjoint(model) for model in models_of(trees[name], f"`{file}`"))
         rest = {key: value for key, value in trees[name].items() if not re.fullmatch(r"model\d*", key)}
         files[rank] = RankFile(name, file, rest, chunks, model_sums=archives[name].sums)
     _refuse_different_iterations(files.values(), where)

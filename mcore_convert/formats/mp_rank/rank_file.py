@@ -14,7 +14,7 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files.sharing import refuse_shared, views_in
 from mcore_convert.formats.files.torch_archive import TorchFile
-from mcore_convert.formats.megatron.modules import MTP_LAYER, MTP_MODEL_LAYER
+from mcore_convert.formats.megatron.modules import name_in_any_release
 from mcore_convert.formats.mp_rank import old_classes
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
@@ -157,8 +157,8 @@ def chunks_of(tree: Mapping[str, Any], args: Mapping[str, Any], where: str) -> t
 
 
 def name_of_weight(key: str) -> str:
-    """Return the name of a local tensor, whatever a release calls the layer within one that predicts further tokens."""
-    return key.replace(MTP_MODEL_LAYER, MTP_LAYER)
+    """The name of a local tensor, whatever a release calls its module."""
+    return name_in_any_release(key)
 
 
 def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) -> Iterator[tuple[str, LocalTensor]]:

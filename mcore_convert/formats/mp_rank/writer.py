@@ -16,15 +16,14 @@ from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.flat import local_of
 from mcore_convert.formats.megatron.modules import (
     EXTRA_STATE,
-    FINAL_NORM,
+    FINAL_NORMS,
     GROUPED,
-    MTP_LAYER,
-    MTP_MODEL_LAYER,
     SEQUENTIAL,
     TRANSFORMER_ENGINE,
     has_extra_state,
     in_module_order,
     name_in_module,
+    name_in_release,
     shard_of,
 )
 from mcore_convert.formats.megatron.random_states import KEY
@@ -48,7 +47,6 @@ from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, MOMENTS, Index, spell
-from mcore_convert.spec.releases import MTP_MODEL_LAYER as MTP_NAMES
 from mcore_convert.spec.releases import Release
 from mcore_convert.storage.views import TensorMeta, View
 
@@ -88,7 +86,7 @@ class _Model:
             state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
-                state[f"{module}._extra_state"] = shared if module == FINAL_NORM else extra
+                state[f"{module}._extra_state"] = shared if module in FINAL_NORMS else extra
         if stage == self._holding.last:
             state["output_layer._extra_state"] = None
         return state
@@ -110,7 +108,7 @@ class _Model:
         The norm at the end is Transformer Engine's wherever that is installed, in Megatron's own layer spec too
         (`transformer_block.py`, `LayerNormImpl`).
         """
-        if self.norm_state and module == FINAL_NORM:
+        if self.norm_state and module in FINAL_NORMS:
             return True
         return has_extra_state(module.rpartition(".")[2], norms=self.implementation == TRANSFORMER_ENGINE)
 
@@ -120,9 +118,7 @@ class _Model:
             assert held.weight.mcore is not None
             template = held.copied_as or held.weight.mcore
             name = spell(name_in_module(template, self.implementation, self.experts), held.local)
-            if self.release >= MTP_NAMES:
-                name = name.replace(MTP_LAYER, MTP_MODEL_LAYER)
-            yield name, held.weight, held.at
+            yield name_in_release(name, self.release), held.weight, held.at
 
 
 def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
@@ -158,7 +154,7 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)
     present = [weight for weight in request.family.weights if weight.mcore is not None and weight.exists(dims)]
-    rows = in_module_order(present, spec.implementation)
+    rows = in_module_order(present, spec.implementation, request.release)
     model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts, request.norm_state, request.release)
     apart = bool(dims.num_experts) and layout.ep > 1
     chained = None if training is None else groups_of(training, rows, apart=apart)

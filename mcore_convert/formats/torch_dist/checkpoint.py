@@ -33,7 +33,7 @@ from mcore_convert.formats.torch_dist.training import training_of
 from mcore_convert.formats.traits import Storage
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
-from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
+from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORMS
 from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import PARAM
 from mcore_convert.storage.rounding import Tolerance
@@ -44,7 +44,7 @@ TORCH_DIST, ZARR = "torch_dist", "zarr"
 # Keys that are no weights: optimizer state (plain, distributed and chained), random states, bookkeeping.
 NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state/|rerun_state_machine_state/|common_state/")
 RANDOM_KEY = re.compile(r"rng_state/shard_([\d.]+)_([\d.]+)")
-ANCHORS = (EMBEDDING, FINAL_NORM)
+ANCHORS = (EMBEDDING, *FINAL_NORMS)
 
 
 def detect(path: Path) -> bool:
@@ -209,8 +209,8 @@ class TorchDistCheckpoint(Checkpoint):
     @property
     def _has_norm_state(self) -> bool:
         """Whether the last norm has a state, as wherever Transformer Engine is installed."""
-        key = f"{modules.FINAL_NORM}._extra_state"
-        return any(each.removeprefix(self.prefix).startswith(key) for each in self.directory.objects)
+        keys = tuple(f"{norm}._extra_state" for norm in modules.FINAL_NORMS)
+        return any(each.removeprefix(self.prefix).startswith(keys) for each in self.directory.objects)
 
     def remarks(self) -> list[str]:
         idle = self.directory.unreferenced

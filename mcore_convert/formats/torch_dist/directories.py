@@ -26,7 +26,7 @@ from mcore_convert.formats.megatron.recorded import (
 )
 from mcore_convert.formats.megatron.run_directory import TRACKER, parse_tracker
 from mcore_convert.formats.torch_dist.common_state import COMMON_STATE, OF_OPTIMIZER
-from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORM
+from mcore_convert.spec.gpt import EMBEDDING, FINAL_NORMS
 
 POLICY, ACTOR, MODEL, OPTIMIZER = "policy", "actor", "model", "optimizer"
 
@@ -68,7 +68,7 @@ def _of_role(role: Path) -> Path | None:
 def has_model(directory: dcp.Directory) -> bool:
     """Return whether a directory holds weights, and not an optimizer's state or random states alone."""
     return any(
-        key.endswith((EMBEDDING, FINAL_NORM)) and OPTIMIZER not in key.partition(".")[0] for key in directory.tensors
+        key.endswith((EMBEDDING, *FINAL_NORMS)) and OPTIMIZER not in key.partition(".")[0] for key in directory.tensors
     )
 
 

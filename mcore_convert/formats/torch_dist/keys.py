@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.files import dcp
@@ -24,7 +24,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.names import Index, drop, placeholders_of, spell
 from mcore_convert.spec.shard import Box, Shape, Shard
-from mcore_convert.storage.views import Slot, TensorMeta
+from mcore_convert.storage.views import Slot, TensorMeta, View
 
 ROUTER = "mlp.router.weight"
 
@@ -74,11 +74,7 @@ class StateKeys:
         if key not in self._by_place:
             by_place: dict[tuple[int, ...], list[Slot]] = {}
             for slot in self.slots(key):
-                if not axes:
-                    by_place.setdefault((), []).append(slot)
-                    continue
-                spans = zip(slot.box.offsets[:axes], slot.box.sizes[:axes], strict=True)
-                for place in itertools.product(*(range(start, start + size) for start, size in spans)):
+                for place in _places(slot.box, axes):
                     by_place.setdefault(place, []).append(_select(slot, place))
             self._by_place[key] = by_place
         return self._by_place[key]
@@ -104,14 +100,14 @@ class StateKeys:
         if name not in self.keys and shard.is_gated and f"{name}_w" in self.keys:
             shard = GATED_APART  # gate and up under keys of their own
         parts = keyed_parts(name, dims.shape(weight.shape), dims.sized(shard))
-        leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
-        lead = tuple(leading[axis] for axis in axes)
-        place = tuple(getattr(at, axis) for axis in axes)
+        lead = tuple([dims.num_layers if axis == "layer" else dims.num_experts or 0 for axis in axes])
+        place = tuple([getattr(at, axis) for axis in axes])
         slots: list[Slot] = []
         for part, start, shape in parts:
             meta = self.tensors.get(part)
             wanted = (*lead, *shape)
-            if not findings.expect(f"{self.label}{part}", meta, wanted, rows_at_least=weight.vocab):
+            shown = f"{self.label}{part}" if self.label else part
+            if not findings.expect(shown, meta, wanted, rows_at_least=weight.vocab):
                 continue
             here = self._slots_at(part, len(place)).get(place, ())
             slots += [slot.moved(start) for slot in here] if start else here
@@ -186,9 +182,24 @@ def _fused(key: str, keys: Collection[str]) -> str:
 
 def _select(slot: Slot, place: tuple[int, ...]) -> Slot:
     """Return the part of a chunk that lies at one index of each leading axis, which it reaches, without those axes."""
-    for index in place:
-        slot = slot.select(index)
-    return slot
+    (view, box), axes = slot, len(place)
+    if not axes:
+        return slot
+    if view.high is not None:
+        return reduce(Slot.select, place, slot)
+    offset = view.offset
+    for index, start, step in zip(place, box.offsets, view.strides, strict=False):
+        offset += (index - start) * step
+    inside = View(view.path, offset, view.shape[axes:], view.strides[axes:], view.dtype, view.coded)
+    return Slot(inside, Box(box.offsets[axes:], box.sizes[axes:]))
+
+
+def _places(box: Box, axes: int) -> Iterable[tuple[int, ...]]:
+    """Return the indices of the leading axes that a chunk reaches."""
+    start, sizes = box.offsets[:axes], box.sizes[:axes]
+    if sizes == (1,) * axes:  # one layer, and one expert
+        return (start,)
+    return itertools.product(*(range(at, at + size) for at, size in zip(start, sizes, strict=True)))
 
 
 def _unflattened(slot: Slot, grid: Shape, whole: Shape) -> Iterator[Slot]:

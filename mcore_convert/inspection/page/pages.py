@@ -13,7 +13,7 @@ from mcore_convert.comparison.distance import Compared, Comparison
 from mcore_convert.errors import fold
 from mcore_convert.inspection.describe import Inspection
 from mcore_convert.inspection.page.curve import curve_data, find_metrics, read_metrics
-from mcore_convert.inspection.page.heat import CHANGES, STATISTICS, heat_data
+from mcore_convert.inspection.page.heat import CHANGES, STATISTICS, expert_data, heat_data
 from mcore_convert.inspection.page.layouts import layout_data
 from mcore_convert.inspection.page.render import render
 from mcore_convert.spec.dims import Dims
@@ -33,11 +33,12 @@ def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | No
     curve = curve_data(read_metrics(metrics), inspection.iteration) if metrics else None
     layouts = layout_data(opened.model, planned) if opened.model is not None else None
     heat = heat_data(inspection.statistics, STATISTICS, inspection.outliers) if inspection.statistics else None
+    experts = expert_data(inspection.statistics, STATISTICS, inspection.outliers) if inspection.statistics else None
     path = Path(inspection.path)
     dims = opened.model.dims if opened.model is not None else None
     return render(
         "inspect.html.j2",
-        ["layout.js", "ranks.js", "tensor.js", "layouts.js", "heat.js", "curve.js"],
+        ["layout.js", "ranks.js", "tensor.js", "layouts.js", "heat.js", "experts.js", "curve.js"],
         inspection=inspection,
         name=_name(path),
         kind=", ".join(filter(None, [inspection.family or "unknown family", _format(inspection)])),
@@ -47,6 +48,7 @@ def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | No
         layouts=layouts,
         optimizer_words=_optimizer_words(layouts),
         heat=heat,
+        experts=experts,
         table=_table(heat) if heat else [],
         outliers=inspection.outliers[:MOST_OUTLIERS],
         more_outliers=max(0, len(inspection.outliers) - MOST_OUTLIERS),
@@ -78,7 +80,7 @@ def comparison_page(comparison: Comparison) -> str:
         cards.insert(2, _card("Largest", in_digits(largest.largest), f"in {largest.name}"))
     return render(
         "diff.html.j2",
-        ["heat.js"],
+        ["heat.js", "experts.js"],
         names=[_name(Path(side.path)) for side in (comparison.a, comparison.b)],
         sides=[_side(letter, side) for letter, side in (("a", comparison.a), ("b", comparison.b))],
         cards=cards,
@@ -92,6 +94,7 @@ def comparison_page(comparison: Comparison) -> str:
             ),
         ],
         heat=heat,
+        experts=expert_data(comparison.changes, CHANGES),
         table=_table(heat),
         most=[{"name": change.name, **in_words(change)} for change in comparison.most_changed(MOST_CHANGED)],
     )
@@ -137,6 +140,8 @@ def _cards(inspection: Inspection, dims: Dims | None, layouts: Data | None) -> l
 def _facts(inspection: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
     """Return what is known beside the cards; the architecture in the words of `config.json`."""
     layout = inspection.layout or {}
+    # experts that are whole are worth a word where the rest is cut
+    sizes = [(name, n) for name, n in layout.items() if name != "world_size" and (n != 1 or name == "etp")]
     shown_already = (
         "num_hidden_layers",
         "n_layer",
@@ -155,7 +160,7 @@ def _facts(inspection: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
         names = ("num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "num_experts")
         plain = {name: value for name in names if (value := getattr(dims, name)) is not None}
     return [
-        ("layout", ", ".join(f"{name} {size}" for name, size in layout.items() if size != 1 and name != "world_size")),
+        ("layout", ", ".join(f"{name} {size}" for name, size in sizes)),
         ("ranks", layout.get("world_size")),
         ("embeddings", None if inspection.tied is None else "tied" if inspection.tied else "untied"),
         *(

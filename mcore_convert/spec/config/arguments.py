@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.layers import plain_frequency
 
 Values = Mapping[str, Any]
@@ -145,6 +146,8 @@ def normalise(stored: Values) -> dict[str, Any]:
         args["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
     if args.get("linear_attention_freq") is not None:
         args["linear_attention_freq"] = plain_frequency(args["linear_attention_freq"], "linear_attention_freq")
+    if hybrid.is_hybrid(args):
+        args |= hybrid.normalised(args)
     if (vocab := true_vocab_size(args)) is not None:
         if vocab != args["vocab_size"]:
             args["tokenizer_type"], args["null_tokenizer_eod_id"] = "NullTokenizer", args["vocab_size"]

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.config.arguments import LATENT_DEFAULTS, YARN_FIELDS, Values, normalise
 from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
@@ -209,6 +210,8 @@ def rewritten(tree: Values, args: Values, *, optimizer: bool, random: bool) -> d
     for name, argument in LAYOUT_FIELDS.items():
         if name in inner or args.get(argument):
             inner[name] = args.get(argument)
+    pattern = args.get(hybrid.PATTERN) or args.get(hybrid.OLD_PATTERN)
+    inner |= {name: pattern for name in (hybrid.PATTERN, hybrid.OLD_PATTERN) if inner.get(name) is not None}
     if args.get("tensor_model_parallel_size") == 1 and inner.get("sequence_parallel"):
         inner["sequence_parallel"] = False
     if nested:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.config.arguments import Values, normalise
 from mcore_convert.spec.config.flags import ALL, BUFFERS, OPTIMIZER, YARN, Flags, named
 from mcore_convert.spec.config.latent import WITHOUT_FLAG
@@ -23,6 +24,13 @@ SCRIPTS_ROPE_SCALING_FACTOR = 8.0
 YOUNG = {"no_rope_freq": "0.13", "window_size": "0.15", "softmax_type": "0.15"}
 YOUNG |= {"experimental_attention_variant": "0.16", "attention_output_gate": "0.16"}
 
+# Which script of Megatron-LM builds a hybrid, and which name it has for the pattern of the layers.
+SCRIPT = "the model is a hybrid, which `pretrain_mamba.py` builds, called `pretrain_hybrid.py` since 0.18"
+NEW_PATTERN = (
+    "Megatron-LM has `--hybrid-layer-pattern` since 0.17: --for-megatron 0.16 is for older ones, which know it as "
+    "`--hybrid-override-pattern`"
+)
+
 
 def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
     """The flags of the architecture, layout, dtype and tokenizer, as Megatron-LM 0.12 to main parse them.
@@ -33,11 +41,19 @@ def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
     Args:
         optimizer: whether a run is to go on with its optimizer's state.
     """
-    args = normalise(args)
+    args = {**normalise(args), **(_pattern(args) if hybrid.is_hybrid(args) else {})}
     args["group_query_attention"] = args["num_query_groups"] != args["num_attention_heads"]
     groups = (*ALL, OPTIMIZER, BUFFERS) if optimizer else ALL
     flags = [word for group in groups if group.when(args) for word in _words(group, args)]
     return flags + _tokenizer(args)
+
+
+def _pattern(stored: Values) -> dict[str, Any]:
+    """The layers of a hybrid as they are stored, under one of the two names: 0.17 and later refuse both."""
+    pattern = stored.get(hybrid.PATTERN)
+    old = stored.get(hybrid.OLD_PATTERN) if pattern is None else None
+    layout = stored.get("pipeline_model_parallel_layout")
+    return {hybrid.PATTERN: pattern, hybrid.OLD_PATTERN: old, "pipeline_model_parallel_layout": layout}
 
 
 def _words(group: Flags, args: Values) -> Iterator[str]:
@@ -64,8 +80,8 @@ def _texts(flag: str, value: Any) -> list[str]:
 
 def caveats(args: Values) -> list[str]:
     """What the training scripts of Megatron-LM do not do with these arguments, a line each; mostly none."""
+    lines = [SCRIPT, *([NEW_PATTERN] if args.get(hybrid.PATTERN) else [])] if hybrid.is_hybrid(args) else []
     args = normalise(args)
-    lines = []
     factor, linear = args["rope_scaling_factor"], args.get("rotary_seq_len_interpolation_factor")
     if args["use_rope_scaling"] and factor != SCRIPTS_ROPE_SCALING_FACTOR:
         lines.append(

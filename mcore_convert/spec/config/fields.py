@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,9 @@ def dtype() -> Field:
 
 def _checked(name: str, value: Any, kind: type) -> Any:
     """The value, where its type is what both sides expect; an integer is a float, a bool is no integer."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise Refused(f"`{name}` = {shown(value)} is not a finite number")
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise Refused(f"`{name}` = {shown(value)} is not {'an' if kind is int else 'a'} {kind.__name__}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.config.arguments import Values
 from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
@@ -150,6 +151,13 @@ LINEAR_ATTENTION = Flags(
     named(*NO_LINEAR_ATTENTION),
 )
 
+# `--spec` has two words, and 0.17 and later want one of the two names of the pattern.
+HYBRID = Flags(
+    hybrid.is_hybrid,
+    {"--spec": "spec", **named(hybrid.PATTERN, hybrid.OLD_PATTERN, *hybrid.SIZES)},
+    {"--is-hybrid-model": ("is_hybrid_model", True)},
+)
+
 EXPERTS = Flags(
     lambda args: args.get("num_experts"),
     {
@@ -188,7 +196,7 @@ FSDP = Flags(
 MTP = Flags(lambda args: args.get("mtp_num_layers"), {"--mtp-num-layers": "mtp_num_layers"})
 
 OF_POSITIONS = (ROPE, ROPE_SCALING, YARN)
-OF_ATTENTION = (LATENT_ATTENTION, LINEAR_ATTENTION)
+OF_ATTENTION = (LATENT_ATTENTION, LINEAR_ATTENTION, HYBRID)
 ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, *OF_POSITIONS, *OF_ATTENTION, MTP, EXPERTS, FSDP)
 
 # What an optimizer's state needs. 0.19 finds parameter groups by their learning rates, too (`optimizer.py`,

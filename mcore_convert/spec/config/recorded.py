@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_convert.errors import ConfigError
+from mcore_convert.spec import hybrid
 from mcore_convert.spec.config.completion import PLAIN
 from mcore_convert.spec.config.provider import arguments_of, names_activation
 from mcore_convert.spec.config.symbols import TARGET, name_of, plain_fields, refuse_unknown
@@ -35,6 +36,18 @@ PROVIDERS = re.compile(
       | llama\.\w+\.\w+ | qwen\.\w+\.\w+
       )
     | megatron\.training\.models\.gpt(\.\w+)?\.GPTModelConfig
+    """,
+    re.VERBOSE,
+)
+# The same of hybrids, whose layers a pattern says, under the name of its time.
+HYBRID_PROVIDERS = re.compile(
+    r"""
+    megatron\.bridge\.models\.
+      ( mamba\.mamba_provider\.MambaModelProvider | hybrid\.hybrid_provider\.HybridModelProvider
+      | (mamba|hybrid)\.(mamba|hybrid)_builder\.(Bridge)?(Mamba|Hybrid)ModelConfig
+      | (mamba|nemotronh)\.nemotron_h_provider\.\w+
+      )
+    | megatron\.training\.models\.hybrid\.HybridModelConfig
     """,
     re.VERBOSE,
 )
@@ -114,12 +127,15 @@ def of_bridge(tree: Values, file: str) -> Recorded:
     model = tree.get("model")
     if not isinstance(model, Mapping):
         raise ConfigError(f"{where} has no section `model`", hint="was it written by Megatron-Bridge?")
-    _refuse_class(name_of(model), PROVIDERS, where)
+    is_hybrid = HYBRID_PROVIDERS.fullmatch(name_of(model) or "") is not None
+    _refuse_class(name_of(model), HYBRID_PROVIDERS if is_hybrid else PROVIDERS, where)
     if tree.get("peft") is not None:
         raise ConfigError(f"{where} has a section `peft`: such a checkpoint holds an adapter's weights and no model's")
     nested = model.get("transformer")
     flat = {**nested, **model} if isinstance(nested, Mapping) else dict(model)
     flat.pop("transformer", None)
+    if is_hybrid:
+        flat |= hybrid.recorded(flat)
     args = dict(UNSAID)
     for section, renamed in SECTIONS.items():
         fields = plain_fields(tree.get(section)).items()
@@ -189,7 +205,7 @@ def _are_equal(said: Any, other: Any) -> bool:
 def _refuse_class(name: str | None, known: re.Pattern[str], where: str) -> None:
     if name is None or not known.fullmatch(name):
         raise ConfigError(
-            f"{where} describes a model that is not known as one of Megatron Core's GPT models",
+            f"{where} describes a model that is not known as one of Megatron Core's GPT models or hybrids",
             items=[f"{TARGET}: {name}"],
             hint="--hf-config PATH says the architecture where such a class adds nothing to it: move the file aside",
         )

@@ -1,0 +1,153 @@
+"""The layers of a hybrid: a Mamba mixer, attention, an MLP or experts each, by one letter in Megatron's arguments.
+
+Such a model is Megatron Core's `MambaModel`, and `HybridModel` since 0.18. Facts are from 0.12 to 0.19
+(`ssm/mamba_hybrid_layer_allocation.py`, `models/hybrid/hybrid_layer_allocation.py`, `megatron/training/arguments.py`).
+Up to 0.16 the pattern is `hybrid_override_pattern`, or follows from two ratios, and `hybrid_layer_pattern` since 0.17,
+where `|` stands between pipeline stages and `/` before the layers that predict further tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mcore_convert.errors import ConfigError
+
+MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
+LETTERS = (MAMBA, ATTENTION, MLP, EXPERTS)
+STAGE, PREDICTING = "|", "/"
+PATTERN, OLD_PATTERN = "hybrid_layer_pattern", "hybrid_override_pattern"
+RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")  # the shares of layers that are attention, and MLPs
+
+# The value of `--spec` in both generations, each with that of a model for inference, whose layers are the same.
+SPECS = (
+    ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+    ["megatron.core.models.mamba.mamba_layer_specs", "mamba_inference_stack_spec"],
+    ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+    ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_inference_stack_spec"],
+)
+# Sizes that Megatron-LM has by default; without a number of heads the inner size is twice that of the model.
+SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": None}
+EXPANSION = 2
+KERNEL = 4  # the positions that the convolution sees, which no argument changes
+EPSILON = 1e-5  # of the norm within a mixer, which no argument changes
+
+
+def is_hybrid(args: Mapping[str, Any]) -> bool:
+    """Whether a run with these arguments builds a hybrid."""
+    spec = args.get("spec")
+    return (
+        any(args.get(name) is not None for name in (PATTERN, OLD_PATTERN))
+        or any(args.get(name) for name in ("is_hybrid_model", *RATIOS))
+        or (isinstance(spec, list | tuple) and list(spec) in SPECS)
+    )
+
+
+def stated_pattern(args: Mapping[str, Any]) -> Any:
+    """The pattern as it is stored, or as the ratios make it; None where the model is no hybrid.
+
+    Raises:
+        ConfigError: the ratios are none.
+    """
+    if not is_hybrid(args):
+        return None
+    stored = next((args[name] for name in (PATTERN, OLD_PATTERN) if args.get(name) is not None), None)
+    return stored if stored is not None else _by_ratios(args)
+
+
+def letters_of(args: Mapping[str, Any], num_layers: int) -> str | None:
+    """A letter for each layer of a hybrid; None where the model is none.
+
+    Raises:
+        ConfigError: the pattern has other letters, or is one of another number of layers.
+    """
+    pattern = stated_pattern(args)
+    if pattern is None:
+        return None
+    letters = str(pattern).partition(PREDICTING)[0].replace(STAGE, "")
+    if not isinstance(pattern, str) or len(letters) != num_layers:
+        raise ConfigError(f"`{PATTERN}` = {pattern!r} does not say what each of {num_layers} layers is")
+    strange = sorted(set(letters) - set(LETTERS))
+    if strange:
+        known = "M (Mamba), * (attention), - (MLP) and E (experts)"
+        raise ConfigError(f"`{PATTERN}` = {pattern!r} has the layers {', '.join(strange)}: known are {known}")
+    return letters
+
+
+def normalised(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that make a model a hybrid, in one spelling: the pattern, apart from the stages of a layout."""
+    pattern, layout = stated_pattern(args), pipeline_layout_of(args)
+    sizes = {name: value for name, value in SIZES.items() if args.get(name) is None}
+    return {
+        **sizes,
+        "mamba_num_heads": num_heads({**args, **sizes}),
+        "is_hybrid_model": True,
+        PATTERN: pattern.replace(STAGE, "") if isinstance(pattern, str) else pattern,
+        OLD_PATTERN: None,
+        **dict.fromkeys(RATIOS, 0.0),
+        **({} if layout is None else {"pipeline_model_parallel_layout": layout}),
+    }
+
+
+def recorded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What the configuration of another program, whose class is one of hybrids, says beside its fields."""
+    said: dict[str, Any] = {"is_hybrid_model": True}
+    pattern = next((fields[name] for name in (PATTERN, OLD_PATTERN) if isinstance(fields.get(name), str)), None)
+    if fields.get("num_layers") is None and pattern is not None:
+        said["num_layers"] = len(pattern.partition(PREDICTING)[0].replace(STAGE, ""))
+    return said
+
+
+def num_heads(args: Mapping[str, Any]) -> Any:
+    """The heads of a mixer, from arguments that may leave them to follow from the other sizes."""
+    said, hidden, head = (args.get(name) for name in ("mamba_num_heads", "hidden_size", "mamba_head_dim"))
+    if said is None and isinstance(hidden, int) and isinstance(head, int) and head > 0:
+        return EXPANSION * hidden // head
+    return said
+
+
+def pipeline_layout_of(args: Mapping[str, Any]) -> str | None:
+    """The stages that the pattern has, as a pipeline layout of Megatron's; None where it does not tell them."""
+    pattern = args.get(PATTERN)
+    if not isinstance(pattern, str) or STAGE not in pattern:
+        return None
+    stages = pattern.partition(PREDICTING)[0].split(STAGE)
+    return f"E{STAGE.join('t' * len(stage) for stage in stages)}L"
+
+
+def with_stages(letters: str, counts: Iterable[int]) -> str:
+    """The pattern with the borders of stages of so many layers each."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(letters[start : start + count])
+        start += count
+    return STAGE.join(parts)
+
+
+def _by_ratios(args: Mapping[str, Any]) -> str:
+    """The pattern of the shares of layers that are attention and MLPs (`_allocate_auto`)."""
+    count = args.get("num_layers")
+    shares = [args.get(name) or 0.0 for name in RATIOS]
+    if type(count) is not int or not all(isinstance(each, int | float) and 0 <= each <= 1 for each in shares):
+        raise ConfigError(f"{' and '.join(f'`{name}`' for name in RATIOS)} = {shares} of {count} layers are no shares")
+    attention, mlps = (round(count * share) for share in shares)
+    letters = [MAMBA] * count
+    for place in _spread(range(count), (count - attention) / (attention + 1)):
+        letters[place] = ATTENTION
+    if mlps:
+        free = [place for place, letter in enumerate(letters) if letter == MAMBA]
+        for place in _spread(free, (count - attention - mlps) / mlps):
+            letters[place] = MLP
+    return "".join(letters)
+
+
+def _spread(places: Iterable[int], distance: float) -> list[int]:
+    """The places that follow each other at about a distance, counted from before the first."""
+    chosen, left = [], distance
+    for place in places:
+        if left < 0.5:
+            chosen.append(place)
+            left += distance
+        else:
+            left -= 1
+    return chosen

@@ -1,4 +1,4 @@
-"""How fast this project trains, and what each layout costs: `python -m benchmarks.train` on one GPU, or under torchrun.
+"""Speed of training, and the cost of each layout: `python -m benchmarks.train` on one GPU, or under torchrun.
 
     python -m benchmarks.train [--json FILE] [--steps 5]
     torchrun --nproc-per-node 4 -m benchmarks.train [--json FILE] [--steps 5]

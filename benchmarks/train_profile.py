@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on a GPU: its kernels, by what they are for."""
+"""Times of the kernels of a training step on a GPU, by what they are for."""
 
 from __future__ import annotations
 

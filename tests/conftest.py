@@ -1,4 +1,4 @@
-"""What all tests share: the marker of their kind, and tiny checkpoints, made once in a run and never written to."""
+"""Fixtures of all tests: the marker of their kind, and tiny checkpoints, made once in a run and never written to."""
 
 from __future__ import annotations
 

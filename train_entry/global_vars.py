@@ -1,4 +1,4 @@
-"""What Megatron users ask for anywhere in their own code: the arguments, the tokenizer and a `TransformerConfig`.
+"""Globals that Megatron users ask for in their own code: the arguments, the tokenizer and a `TransformerConfig`.
 
 The names are those of `megatron.training`, which is no part of Megatron Core. They are there from
 `Trainer.initialize()` on.

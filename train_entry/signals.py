@@ -1,4 +1,4 @@
-"""How a run is asked to end early: by a signal, as clusters send it before they take machines back, or by the clock.
+"""Requests that a run end early: by a signal, as clusters send it before they take machines back, or by the clock.
 
 SIGTERM and SIGUSR1 are noted when they come and acted on after the step in which any rank got one: the run saves a
 checkpoint and ends in order, with exit code 0. Started again, it goes on.

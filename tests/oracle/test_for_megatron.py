@@ -1,4 +1,4 @@
-"""What is written for a version of Megatron-LM: forms of optimizer state, orders of groups, where Adam counts steps."""
+"""Output for a version of Megatron-LM: forms of optimizer state, orders of groups, where Adam counts steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron-FSDP saves, made by Megatron Core's own functions and torch's DCP on two ranks; and what it loads."""
+"""Saves of Megatron-FSDP, made by Megatron Core's own functions and torch's DCP on two ranks; and what it loads."""
 
 from __future__ import annotations
 

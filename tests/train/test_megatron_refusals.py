@@ -1,4 +1,4 @@
-"""What a run is refused is what Megatron Core refuses, and sizes are those that it takes."""
+"""Refusals of a run are those of Megatron Core, and sizes are those that it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is run: every console block with its output, every Python block, and the demo.
+"""Examples of README.md and docs/ are run: every console block with its output, every Python block, and the demo.
 
 The README's run in what the demo leaves, as it says.
 """

@@ -1,4 +1,4 @@
-"""How the model is computed in training, against Megatron Core's own attention, layers, loss and optimizer helpers."""
+"""Computation of the model in training, against Megatron Core's own attention, layers, loss and optimizer helpers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training refuses before it starts, against what Megatron Core refuses, and what it does where it does not."""
+"""Refusals of training before it starts, against what Megatron Core refuses, and what it does where it does not."""
 
 from __future__ import annotations
 

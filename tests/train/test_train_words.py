@@ -1,4 +1,4 @@
-"""What training says where users stumble: the last line under torchrun, a missing extra or login, a finished run."""
+"""Messages of training where users stumble: the last line under torchrun, a missing extra or login, a finished run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether boxes tile a tensor: right for any boxes, and fast where a key has one for each expert of each layer."""
+"""Tiling of a tensor by boxes: right for any boxes, and fast where a key has one for each expert of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people who live in a terminal expect: help in groups, completion, exit codes, errors as JSON, logs, reports."""
+"""Conventions of the terminal: help in groups, completion, exit codes, errors as JSON, logs, reports."""
 
 from __future__ import annotations
 

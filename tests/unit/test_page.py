@@ -1,4 +1,4 @@
-"""What pages are made of: curves, layouts, files; and the commands that look."""
+"""Parts of pages: curves, layouts, files; and the commands that look."""
 
 from __future__ import annotations
 

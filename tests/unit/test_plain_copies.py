@@ -1,4 +1,4 @@
-"""Where the kernel cannot copy, map or keep room: the same bytes by plain reads and writes."""
+"""Copies where the kernel cannot copy, map or keep room: the same bytes by plain reads and writes."""
 
 from __future__ import annotations
 

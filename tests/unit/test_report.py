@@ -1,4 +1,4 @@
-"""What a run tells: Megatron's count of operations, time per phase, and numbers that are each kept once."""
+"""The report of a run: Megatron's count of operations, time per phase, and numbers that are each kept once."""
 
 from __future__ import annotations
 

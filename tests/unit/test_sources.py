@@ -1,4 +1,4 @@
-"""What stands in a source file's place, and how much of it is read: an error with a name, at once."""
+"""Substitutes of source files, and how much of them is read: an error with a name, at once."""
 
 from __future__ import annotations
 

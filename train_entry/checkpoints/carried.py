@@ -1,4 +1,4 @@
-"""What travels with a model beside its weights: its tokenizer and its Hugging Face configuration.
+"""Files that travel with a model beside its weights: its tokenizer and its Hugging Face configuration.
 
 Every checkpoint has them in a folder `hf`, as one that was converted from Hugging Face does: whoever converts it back
 finds them there.

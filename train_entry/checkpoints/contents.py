@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: Megatron-LM's state dict, and under `train_entry` what only this project reads."""
+"""Contents of a run's checkpoint: Megatron-LM's state dict, and under `train_entry` what only this project reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run starts from: its own newest checkpoint, another run, or the weights of a model in any format."""
+"""Start of a run: its own newest checkpoint, another run, or the weights of a model in any format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will need, before it starts: parameters, how a batch is dealt out, and bytes of memory on a rank."""
+"""Needs of a run, before it starts: parameters, how a batch is dealt out, and bytes of memory on a rank."""
 
 from __future__ import annotations
 

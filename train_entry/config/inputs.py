@@ -1,4 +1,4 @@
-"""Whether the data, the start and the directory that a run names are there, and what says so is no contradiction."""
+"""Checks of what a run names: data, start and directory are there, and no two of them contradict each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model, its batches and its layout fit each other: a line for each reason why they do not.
+"""Checks that a model, its batches and its layout fit each other: a line for each reason why they do not.
 
 Each reason was read in Megatron Core 0.16.1, or seen: what would end in an assertion of one rank, in a hang of all
 others, or in a model that trains on and learns nothing.

@@ -1,4 +1,4 @@
-"""What a configuration names as `module:name`: a class or a function of the user's own."""
+"""Classes and functions of the user's own, which a configuration names as `module:name`."""
 
 from __future__ import annotations
 

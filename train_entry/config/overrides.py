@@ -1,4 +1,4 @@
-"""What the command line says of a configuration: which choices of groups, and which single values."""
+"""Overrides of a configuration on the command line: choices of groups, and single values."""
 
 from __future__ import annotations
 

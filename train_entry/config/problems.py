@@ -1,4 +1,4 @@
-"""What is wrong with a value of the configuration: the key, what it has, and what it may have."""
+"""Problems of a value of the configuration: the key, what it has, and what it may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before anything starts: configurations that would train garbage without a word, or die late."""
+"""Refusals before anything starts: configurations that would train garbage without a word, or die late."""
 
 from __future__ import annotations
 

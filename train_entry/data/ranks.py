@@ -1,4 +1,4 @@
-"""What rank 0 does before the others, so that they find it done."""
+"""Work that rank 0 does before the others, so that it is done for them."""
 
 from __future__ import annotations
 

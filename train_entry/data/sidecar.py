@@ -1,4 +1,4 @@
-"""What stands beside prepared data, in `PREFIX.json`: with which tokenizer they were made, and what they are."""
+"""The file beside prepared data, `PREFIX.json`: with which tokenizer they were made, and what they are."""
 
 from __future__ import annotations
 

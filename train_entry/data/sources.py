@@ -1,4 +1,4 @@
-"""What data are made from: JSON lines, plain text, Parquet, and data sets of the `datasets` package, read in chunks."""
+"""Sources of data: JSON lines, plain text, Parquet, and data sets of the `datasets` package, read in chunks."""
 
 from __future__ import annotations
 

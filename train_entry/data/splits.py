@@ -1,4 +1,4 @@
-"""Which files and which of their documents a run trains, validates and tests with."""
+"""Splits: the files, and the documents in them, that a run trains, validates and tests with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training algorithm is to the trainer: how a batch goes through the model, and what its loss is.
+"""The interface of a training algorithm: how a batch goes through the model, and what its loss is.
 
 To bring your own, write a class with these three methods and name it: `training.flow=my_module:MyFlow`. It need not
 derive from anything. Attributes may say more of it:

@@ -1,4 +1,4 @@
-"""How long the phases of a step take: on a GPU by its own clock, which nothing waits for until it is read."""
+"""Times of the phases of a step: on a GPU by its own clock, which nothing waits for until it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells, and to whom: rank 0 shows and keeps the numbers, every rank can say a word."""
+"""The report of a run: rank 0 shows and keeps the numbers, every rank can say a word."""
 
 from __future__ import annotations
 

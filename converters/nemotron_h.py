@@ -38,6 +38,7 @@ from mcore_convert.spec.config.hybrid import (
 )
 from mcore_convert.spec.experts import expert_groups, expert_size, num_experts, scaled_weights, sigmoid_router
 from mcore_convert.spec.gpt import MIXER_CONVOLUTION, MIXER_IN_PROJ
+from mcore_convert.spec.hybrid import EPSILON
 from mcore_convert.spec.layers import ATTENTION, EXPERTS, MAMBA, MLP
 
 CONFIG = ConfigMapping(
@@ -76,7 +77,9 @@ CONFIG = ConfigMapping(
         ),
         no_predicted_tokens(),
         inert(output_router_logits=False, moe_shared_expert_overlap=True, hidden_dropout=0.0),
-        inert(rms_norm_eps=1e-5, norm_eps=1e-5, rope_theta=10000.0, partial_rotary_factor=1.0),  # which no class reads
+        only("rms_norm_eps", EPSILON, write=False),  # other names of the epsilon
+        only("norm_eps", EPSILON, write=False),
+        inert(rope_theta=10000.0, partial_rotary_factor=1.0),  # no class rotates
         written(hidden_dropout=0.0),
         unused("bias_gelu_fusion", "openai_gelu", "use_te_activation_func", "rotary_percent", "rotary_interleaved"),
         blank("bos_token_id", "eos_token_id"),

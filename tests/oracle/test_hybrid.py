@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_convert import convert, reshard, verify
 from mcore_convert.checkpoints.identify import identify
+from mcore_convert.conversion.target_arguments import pattern_arguments
 from mcore_convert.errors import ConfigError, ConvertError, LayoutError, MappingError
 from mcore_convert.formats.megatron.modules import in_module_order
 from mcore_convert.megatron.config import config_of
@@ -185,6 +186,14 @@ def test_stages_that_are_not_even_stand_in_the_pattern(tiny: Path, tmp_path: Pat
         convert(tiny, tmp_path / "old", to="torch", pp=2, vpp=2, for_megatron="0.16")
     with pytest.raises(LayoutError, match=r"experts in a hybrid need Megatron-LM 0.16"):
         convert(tiny, tmp_path / "old", to="torch", for_megatron="0.15")
+
+
+def test_mixers_of_another_width_are_for_releases_that_have_a_flag_for_it() -> None:
+    args = normalise({**HYBRID, "hybrid_override_pattern": "M*M--M", "num_experts": None})
+    dims = Dims.of(args, vocab_size=31, padded_vocab_size=32)
+    with pytest.raises(LayoutError, match=r"Mamba layers that are 40 wide, and not 32, need Megatron-LM 0.13"):
+        pattern_arguments(Layout(), dims, (0, 12))
+    assert pattern_arguments(Layout(), dims, (0, 13))["hybrid_override_pattern"] == "M*M--M"
 
 
 def test_the_convolution_is_called_as_the_release_calls_it(tiny: Path, tmp_path: Path) -> None:

@@ -71,3 +71,13 @@ def test_what_the_hub_has_is_looked_at(hub: Hub, hf_checkpoint: HfMaker, tmp_pat
     push(tmp_path / "model", REPO, tag="v1")
     content = hub.repositories[REPO].at("v1").files["model.safetensors"].content
     assert content == (tmp_path / "model/model.safetensors").read_bytes()
+
+
+def test_an_answer_that_the_client_cannot_read(hub: Hub, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    """A repository that is said to be there, by an answer without its address, which the client looks up."""
+    export(hf_checkpoint("llama-gqa"), tmp_path / "model")
+    hub.faults.append(Fault("POST .*/create", 409))
+    with pytest.raises(HubError) as refused:
+        push(tmp_path / "model", REPO)
+    said = f"`{REPO}` cannot be written: the Hub's answer is not one that its client reads: KeyError: 'url'"
+    assert refused.value.message == said

@@ -9,6 +9,7 @@ from transformers import pipeline
 
 from mcore_convert import verify
 from mcore_convert.checkpoints.identify import identify
+from mcore_convert.checkpoints.weights import find_weights
 from mcore_convert.comparison.logits import run as logits_of
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks
@@ -51,7 +52,8 @@ def test_the_ready_configuration_trains_and_exports(hf_checkpoint: HfMaker, tmp_
 def chosen_by_megatron(checkpoint: Path, tokens: torch.Tensor, count: int) -> list[int]:
     """The tokens and those that follow them, each the likeliest to Megatron Core's own model."""
     model = identify(checkpoint)
+    sources = find_weights(model.family, model.dims, model.checkpoint)
     for _ in range(count):
-        tokens = torch.cat([tokens, logits_of(model, tokens)[:, -1:].argmax(-1)], 1)
+        tokens = torch.cat([tokens, logits_of(model, sources, tokens)[:, -1:].argmax(-1)], 1)
     found: list[int] = tokens[0].tolist()
     return found

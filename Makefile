@@ -15,7 +15,8 @@
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TORCH := torch==2.13.0
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Modules are compiled when they are first imported: of what is installed here, most never are.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # Tests, benchmarks and the demo start many processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,1 +1,1 @@
-"""What conversion costs, measured against `cp` and `import torch` on the same machine."""
+"""Costs of conversion, measured against `cp` and `import torch` on the same machine."""

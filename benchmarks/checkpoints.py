@@ -94,7 +94,7 @@ Bits = np.ndarray[Any, np.dtype[np.uint16]]
 
 
 def random_bfloat16(count: int, seed: int = 0) -> Bits:
-    """The bits of finite numbers between 2**-15 and 1, of both signs."""
+    """Return the bits of finite numbers between 2**-15 and 1, of both signs."""
     random = np.random.default_rng(seed)
     sign_and_mantissa = random.integers(0, 1 << 16, count, dtype=np.uint16) & np.uint16(0x807F)
     exponent = random.integers(112, 127, count, dtype=np.uint16) << np.uint16(7)
@@ -214,7 +214,7 @@ def make_metadata(path: Path, entries: int) -> Path:
 
 
 def _arguments(layers: int) -> Namespace:
-    """The arguments that Megatron-LM stores, as far as they tell what the model is."""
+    """Return the arguments that Megatron-LM stores, as far as they tell what the model is."""
     import torch
 
     return Namespace(
@@ -263,7 +263,7 @@ def _chunks(layers: int) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
 
 
 def _metadata(layers: int) -> tuple[Any, int]:
-    """The `.metadata` object and the size of the file that it speaks of."""
+    """Return the `.metadata` object and the size of the file that it speaks of."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (

@@ -106,7 +106,7 @@ def memory(place: Path, config: dict[str, object], *, sparse: bool = False) -> d
 
 
 def instant(place: Path) -> list[Figure]:
-    """The commands whose time is all start-up: medians of five runs."""
+    """Return the commands whose time is all start-up: medians of five runs."""
     script = Path(sys.executable).parent / "mcore-convert"
     shown = (script, "--help") if script.exists() else (*COMMAND, "--help")
     path = make_metadata(place / "metadata", INSPECT_ENTRIES)
@@ -130,7 +130,7 @@ def available_bytes(path: Path) -> int:
 
 
 def roomy(nbytes: int, *places: Path) -> Path | None:
-    """The first of the places with that much room."""
+    """Return the first of the places with that much room."""
     return next((place for place in places if available_bytes(place) > 1.1 * nbytes), None)
 
 
@@ -139,7 +139,7 @@ def folder(place: Path) -> AbstractContextManager[str]:
 
 
 def measure(rounds: int, layers: int, skipped: Sequence[str]) -> list[Figure]:
-    """All figures; what has no room is said and left out."""
+    """Return all figures; what has no room is said and left out."""
     config = LLAMA | {"num_hidden_layers": layers}
     deep = LLAMA | {"num_hidden_layers": 4 * layers}
     disk = Path(tempfile.gettempdir())
@@ -181,7 +181,7 @@ def say(text: str) -> None:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """The figures as a Markdown table."""
+    """Return the figures as a Markdown table."""
     lines = ["| measure | value | target | |", "| --- | ---: | ---: | --- |"]
     for figure in figures:
         digits = 0 if figure.unit == "MiB" else 2
@@ -192,7 +192,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def parser_of(about: str | None, *, layers: bool = False) -> argparse.ArgumentParser:
-    """The options that every benchmark of commands has; `layers`: with the depth of its model."""
+    """Return the options that every benchmark of commands has; `layers`: with the depth of its model."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default: %(default)s)")

@@ -48,7 +48,7 @@ def export(source: Path, target: Path, *options: str) -> Command:
 
 
 def make_tokenizer(path: Path) -> None:
-    """A `tokenizer.json` as large as Llama 3's, of 128,256 tokens."""
+    """Write a `tokenizer.json` as large as Llama 3's, of 128,256 tokens."""
     vocab = {f"token{number:07d}": number for number in range(TOKENS)}
     merges = [[f"part{number:06d}", f"{number:06d}"] for number in range(MERGES)]
     added = [{"id": TOKENS + number, "content": f"<|special_{number}|>", "special": True} for number in range(256)]
@@ -57,7 +57,7 @@ def make_tokenizer(path: Path) -> None:
 
 
 def measure(rounds: int, layers: int) -> list[Figure]:
-    """All figures. The commands of a round run in turn, so that drift of the machine hits all."""
+    """Return all figures. The commands of a round run in turn, so that drift of the machine hits all."""
     config = LLAMA | {"num_hidden_layers": layers}
     disk, nbytes = Path(tempfile.gettempdir()), llama_nbytes(config)
     place = roomy(2 * nbytes, MEMORY, disk)

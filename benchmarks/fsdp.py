@@ -146,7 +146,7 @@ def _train_fsdp(way: Way, weights: Any, load: Path | None, save: Path) -> list[f
 
 
 def _build(way: Way, weights: Any) -> Run:
-    """The run of `fixtures.training`, with the wrapper of `--use-megatron-fsdp`, around the one of `--bf16`."""
+    """Return the run of `fixtures.training`, with the wrapper of `--use-megatron-fsdp`, around the one of `--bf16`."""
     from megatron.core import distributed
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
     from megatron.core.transformer.module import Float16Module
@@ -233,7 +233,7 @@ def _state_of(run: Run, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _split(run: Run, whole: dict[str, Any]) -> dict[str, Any]:
-    """A state as it is stored: `preprocess_fsdp_dtensor_state_dict` of Megatron-LM."""
+    """Return a state as it is stored: `preprocess_fsdp_dtensor_state_dict` of Megatron-LM."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint
     from megatron.core.utils import unwrap_model
@@ -282,7 +282,7 @@ def _run(seconds: int, *words: str | Path) -> None:
 
 
 def table(folder: Path) -> str:
-    """The losses after what was saved, and how far they are from those of the run that saved it, in Markdown."""
+    """Return the losses after what was saved, and how far they are from those of the run that saved it, in Markdown."""
     losses = {name: json.loads((folder / f"{name}.json").read_text())[-(UNTIL - SAVED_AT) :] for name in RUNS}
     rows = zip(range(SAVED_AT, UNTIL), *losses.values(), strict=True)
     lines = [_row("step", *RUNS), _row(*["---:"] * (len(RUNS) + 1))]

@@ -24,12 +24,12 @@ READ_RATIO = 2.0  # a look may take this often the time of reading the files, be
 
 
 def read(*folders: Path) -> Command:
-    """A command that reads every file with a weight in it, and does nothing else."""
+    """Return a command that reads every file with a weight in it, and does nothing else."""
     return ("cat", *(file for each in folders for file in sorted(each.rglob("*")) if file.stat().st_size > 1 << 20))
 
 
 def cpu_seconds() -> float:
-    """What all commands so far have used of processors: it says how much of a time was waiting for others."""
+    """Return what all commands so far have used of processors: it says how much of a time was waiting for others."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -51,7 +51,7 @@ def verify_memory(place: Path) -> dict[str, float]:
 
 
 def measure(rounds: int, layers: int) -> list[Figure]:
-    """All figures. The commands of a round run in turn, so that drift of the machine hits all."""
+    """Return all figures. The commands of a round run in turn, so that drift of the machine hits all."""
     config = LLAMA | {"num_hidden_layers": layers}
     nbytes = llama_nbytes(config)
     disk = Path(tempfile.gettempdir())
@@ -65,7 +65,7 @@ def measure(rounds: int, layers: int) -> list[Figure]:
         source, dist, changed = make_llama(path / "hf", config), path / "dist", path / "changed"
         make_llama(changed, config, seed=1)
         seconds(convert(source, dist, "torch_dist"))
-        looks: dict[str, tuple[Command, tuple[Path, ...]]] = {
+        commands: dict[str, tuple[Command, tuple[Path, ...]]] = {
             "inspect --stats, hf": ((*COMMAND, "inspect", source, "--stats"), (source,)),
             "inspect --stats, torch_dist": ((*COMMAND, "inspect", dist, "--stats"), (dist,)),
             "inspect --html, hf": ((*COMMAND, "inspect", source, "--html", path / "page.html"), (source,)),
@@ -74,13 +74,13 @@ def measure(rounds: int, layers: int) -> list[Figure]:
             "diff, hf and the same as torch_dist": ((*COMMAND, "diff", source, dist), (source, dist)),
         }
         headers = (*COMMAND, "inspect", source)
-        codes = {what: DIFFERENT if "another" in what else 0 for what in looks}
-        peaks = {what: peak_anonymous_bytes(command, codes[what]) / 2**20 for what, (command, _) in looks.items()}
+        codes = {what: DIFFERENT if "another" in what else 0 for what in commands}
+        peaks = {what: peak_anonymous_bytes(command, codes[what]) / 2**20 for what, (command, _) in commands.items()}
         times: dict[str, list[float]] = {}
         busy: dict[str, list[float]] = {}
         for _ in range(rounds):
             times.setdefault("headers", []).append(seconds(headers))
-            for what, (command, files) in looks.items():
+            for what, (command, files) in commands.items():
                 times.setdefault(f"read {what}", []).append(seconds(read(*files)))
                 before = cpu_seconds()
                 times.setdefault(what, []).append(seconds(command, codes[what]))
@@ -89,7 +89,7 @@ def measure(rounds: int, layers: int) -> list[Figure]:
     peaks |= verify_memory(place)
     median = {what: statistics.median(values) for what, values in times.items()}
     figures = [Figure("inspect, headers only", median["headers"], "s")]
-    for what, (_, files) in looks.items():
+    for what, (_, files) in commands.items():
         reading, taken = median[f"read {what}"], median[what]
         rate = len(files) * nbytes / max(taken - median["headers"], 1e-9) / 1e9
         note = f"{rate:.1f} GB/s beside the headers; {statistics.median(busy[what]):.2f} s of processors"

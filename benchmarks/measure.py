@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 import time
@@ -13,16 +14,19 @@ POLL_SECONDS = 0.005
 
 Command = Sequence[str | Path]
 
+# An installed package has its byte code; a checkout has it after its first run, unless this variable prevents it.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
 
 class CommandFailed(Exception):
     """A measured command that did not exit as it must; the text is what it wrote to stderr."""
 
 
 def seconds(command: Command, code: int = 0) -> float:
-    """Wall time of a command that must end with an exit code."""
+    """Return the wall time of a command that must end with an exit code."""
     start = time.perf_counter()
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
     elapsed = time.perf_counter() - start
     if done.returncode != code:
@@ -31,13 +35,15 @@ def seconds(command: Command, code: int = 0) -> float:
 
 
 def peak_anonymous_bytes(command: Command, code: int = 0) -> int:
-    """The most anonymous memory that a command and its children held together; it must end with an exit code.
+    """Return the most anonymous memory that a command and its children held together; it must end with an exit code.
 
     Anonymous memory is what a process allocates. Pages of mapped files are not in it: the kernel drops them at need.
     """
     peak = 0
     with tempfile.TemporaryFile() as stderr:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=ENVIRONMENT
+        )
         while child.poll() is None:
             peak = max(peak, sum(map(_anonymous_bytes, _family_of(child.pid))))
             time.sleep(POLL_SECONDS)
@@ -49,7 +55,7 @@ def peak_anonymous_bytes(command: Command, code: int = 0) -> int:
 
 
 def _family_of(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return a process and all that descend from it."""
     family = [pid]
     for member in family:  # grows while it is walked
         for task in Path(f"/proc/{member}/task").glob("*/children"):

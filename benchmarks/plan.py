@@ -33,13 +33,15 @@ DEEPSEEK_LAYOUT: LayoutOptions = {"tp": 4, "pp": 1, "ep": 16, "etp": 1}
 
 
 def planned(verb: str, source: Path, target: Path, to: str, layout: LayoutOptions) -> Command:
-    """The command that plans a conversion or a reshard, and writes nothing."""
+    """Return the command that plans a conversion or a reshard, and writes nothing."""
     options = [word for name, size in layout.items() for word in (f"--{name}", str(size))]
     return (*COMMAND, verb, source, target, "--to", to, *options, "--dry-run", "--json")
 
 
 def measure(rounds: int, layers: int, deepseek_layers: int) -> list[Figure]:
-    """All figures. The source of the way back and of reshards is what the first plan would write, without values."""
+    """Return all figures. The source of the way back and of reshards is what the first plan would write,
+    without values.
+    """
     return [
         *_measure_qwen(rounds, layers),
         *_measure_deepseek(rounds, deepseek_layers),

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any], str, Layout, LayoutOptions]] = {
 
 
 def measure(rounds: int) -> list[Figure]:
-    """All figures: with the state of each optimizer in rank files, and beside them."""
+    """Return all figures: with the state of each optimizer in rank files, and beside them."""
     figures = []
     for what, (config, family, layout, wanted) in MODELS.items():
         for optimizer in ("plain", "distributed"):

@@ -63,7 +63,7 @@ def _meet(place: Path, name: str, rank: int) -> None:
 
 
 def measure(rounds: int) -> list[Figure]:
-    """All figures, in memory where there is room."""
+    """Return all figures, in memory where there is room."""
     disk = Path(tempfile.gettempdir())
     where = roomy(4 * llama_nbytes(LLAMA), MEMORY, disk)
     if where is None:

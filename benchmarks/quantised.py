@@ -80,7 +80,7 @@ def make_quantised(path: Path, config: dict[str, Any], form: str) -> Path:
 
 
 def measure(rounds: int, layers: int) -> list[Figure]:
-    """All figures. The commands of a round run in turn, so that drift of the machine hits all."""
+    """Return all figures. The commands of a round run in turn, so that drift of the machine hits all."""
     config = LLAMA | LAYER | {"num_hidden_layers": layers, "tie_word_embeddings": False}
     nbytes = llama_nbytes(config)
     place = roomy(3 * nbytes, MEMORY, Path(tempfile.gettempdir()))

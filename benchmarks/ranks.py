@@ -106,7 +106,9 @@ def _fill(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> None:
 
 
 def _slots(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> Iterator[tuple[Slot, int]]:
-    """Every slot of every rank, and from which element of the block it is filled: the same in each of its states."""
+    """Yield every slot of every rank, and from which element of the block it is filled:
+    the same in each of its states.
+    """
     for item in items_of(family, dims, (PARAM, MASTER, *ADAM)):
         again = (slot for slot, _ in checkpoint.replicas(item, dims))
         for slot in (*checkpoint.locate(item, dims, Findings()), *again):

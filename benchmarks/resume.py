@@ -100,14 +100,14 @@ def work(folder: Path, name: str, lr: float) -> None:
     saves = {form: here / form for form in FORMS} if name == SAVED else None
     try:
         with _on_this_device(), mock.patch.multiple(training, LR=lr, MIN_LR=lr / 10):
-            found = {UNINTERRUPTED: train(LLAMA, layout, weights=weights, saves=saves, save_at=SAVED_AT, **options)}
+            steps_of = {UNINTERRUPTED: train(LLAMA, layout, weights=weights, saves=saves, save_at=SAVED_AT, **options)}
             for path in sorted(each for each in here.iterdir() if each.is_dir()):
-                found[path.name] = train(LLAMA, layout, load=path, **options)
+                steps_of[path.name] = train(LLAMA, layout, load=path, **options)
             if name == SAVED:  # what a small difference is worth
                 with _forgetting():
-                    found[FORGOTTEN] = train(LLAMA, layout, weights=weights, **options)
+                    steps_of[FORGOTTEN] = train(LLAMA, layout, weights=weights, **options)
         if dist.get_rank() == 0:
-            losses = {run: [step.loss for step in steps] for run, steps in found.items()}
+            losses = {run: [step.loss for step in steps] for run, steps in steps_of.items()}
             (here / "losses.json").write_text(json.dumps(losses, indent=2) + "\n")
     finally:
         dist.destroy_process_group()
@@ -186,12 +186,12 @@ def _run(*words: str | Path) -> None:
 
 
 def tables(folder: Path) -> str:
-    """The losses of each form, and how far they are from those of the uninterrupted run, in Markdown."""
-    found: dict[str, dict[str, list[float]]] = {
+    """Return the losses of each form, and how far they are from those of the uninterrupted run, in Markdown."""
+    losses_of: dict[str, dict[str, list[float]]] = {
         name: json.loads((folder / name / "losses.json").read_text()) for name in PLACES
     }
     first, last = slice(SAVED_AT), slice(SAVED_AT, UNTIL)
-    wanted = found[SAVED][UNINTERRUPTED]
+    wanted = losses_of[SAVED][UNINTERRUPTED]
 
     def furthest(losses: Sequence[float], steps: slice) -> str:
         return f"{max(abs(a - b) for a, b in zip(losses, wanted[steps], strict=True)):.1e}"
@@ -199,17 +199,17 @@ def tables(folder: Path) -> str:
     lines: list[str] = []
     titles = [place.title for place in PLACES.values()]
     for form in FORMS:
-        rows = zip(range(SAVED_AT, UNTIL), wanted[last], *(each[form] for each in found.values()), strict=True)
+        rows = zip(range(SAVED_AT, UNTIL), wanted[last], *(each[form] for each in losses_of.values()), strict=True)
         lines += [f"`{form}`:", "", _row("step", UNINTERRUPTED, *titles), _row(*["---:"] * (len(titles) + 2))]
         lines += [_row(str(step), *(f"{loss:.5f}" for loss in losses)) for step, *losses in rows]
         lines += [""]
     lines.append(_row("largest difference", *(f"`{form}`" for form in FORMS), "from step 0: first half", "second half"))
     lines.append(_row("---", *["---:"] * (len(FORMS) + 2)))
     for name, place in PLACES.items():
-        alone = found[name][UNINTERRUPTED]
-        resumed = [furthest(found[name][form], last) for form in FORMS]
+        alone = losses_of[name][UNINTERRUPTED]
+        resumed = [furthest(losses_of[name][form], last) for form in FORMS]
         lines.append(_row(place.title, *resumed, furthest(alone[first], first), furthest(alone[last], last)))
-    forgotten = furthest(found[SAVED][FORGOTTEN][last], last)
+    forgotten = furthest(losses_of[SAVED][FORGOTTEN][last], last)
     lines.append(_row("TP2 PP2, Adam's state zeroed at step 10", *["" for _ in FORMS], "", forgotten))
     return "\n".join(lines)
 

@@ -67,7 +67,7 @@ class Run(NamedTuple):
 
 
 def loads(work: Work, processes: int) -> list[float]:
-    """The bytes that each process writes: files that are alike are dealt out in turn (`Ranks.part`)."""
+    """Return the bytes that each process writes: files that are alike are dealt out in turn (`Ranks.part`)."""
     rounds, left = divmod(work.files, processes)
     return [work.nbytes / work.files * (rounds + (rank < left)) for rank in range(processes)]
 
@@ -92,13 +92,13 @@ def predicted(work: Work, costs: Costs, cluster: Cluster) -> Phases:
 
 
 def processor_seconds(run: Run, costs: Costs) -> float:
-    """What the model says of a conversion that was measured."""
+    """Return what the model says of a conversion that was measured."""
     in_each = costs.start + costs.plan * run.work.parts
     return run.processes * in_each + costs.copy * run.work.nbytes / GB + costs.finish * run.work.parts
 
 
 def table() -> str:
-    """The rows of `docs/scale.md`: seconds on clusters of CLUSTERS."""
+    """Return the rows of `docs/scale.md`: seconds on clusters of CLUSTERS."""
     lines = [
         "| what | files | parts | nodes x processes | plan | copy | finish | all |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",

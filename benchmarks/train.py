@@ -1,4 +1,4 @@
-"""How fast this project trains, and what each layout costs: `python -m benchmarks.train` on one GPU, or under torchrun.
+"""Speed of training, and the cost of each layout: `python -m benchmarks.train` on one GPU, or under torchrun.
 
     python -m benchmarks.train [--json FILE] [--steps 5]
     torchrun --nproc-per-node 4 -m benchmarks.train [--json FILE] [--steps 5]
@@ -75,7 +75,7 @@ class Measured:
 
 
 def cases(ranks: int) -> list[Case]:
-    """What is measured on so many GPUs. The global batch grows with them."""
+    """Return what is measured on so many GPUs. The global batch grows with them."""
     if ranks == 1:
         return [
             Case("Megatron's local layers", LLAMA, 1, 32, plain=True),
@@ -84,12 +84,12 @@ def cases(ranks: int) -> list[Case]:
             Case("this project", GPT2, 32, 128),
         ]
     sizes = {LLAMA: (8, 2, 16), GPT2: (32, 16, 64)}  # micro batch, the same in a pipeline, samples of a step per GPU
-    found = []
+    cases = []
     for model, (micro, piped, each) in sizes.items():
         for name, layout in layouts(ranks).items():
             size = piped if layout.get("pp", 1) > 1 else micro
-            found.append(Case(name, model, size, each * ranks, {**DISTRIBUTED, **layout}))
-    return found
+            cases.append(Case(name, model, size, each * ranks, {**DISTRIBUTED, **layout}))
+    return cases
 
 
 def layouts(ranks: int) -> dict[str, dict[str, Any]]:
@@ -183,16 +183,16 @@ def _megatron_computation(*_: Any) -> Computation:
     return Computation(Choices(settings, block_spec, GPTModel), lambda _: None)
 
 
-def missed(found: Sequence[Measured]) -> list[str]:
+def missed(measured: Sequence[Measured]) -> list[str]:
     """Targets that were not reached, in words; and layouts that train to another loss, which is no training."""
     problems = []
-    for model in dict.fromkeys(each.case.model for each in found):
-        losses = {each.case.name: each.loss for each in found if each.case.model == model and not each.case.plain}
+    for model in dict.fromkeys(each.case.model for each in measured):
+        losses = {each.case.name: each.loss for each in measured if each.case.model == model and not each.case.plain}
         if losses and max(losses.values()) - min(losses.values()) > SPREAD:
-            told = ", ".join(f"{name}: {loss:.4f}" for name, loss in losses.items())
-            problems.append(f"{model} comes to different losses: {told}")
-    ours = [each.tflops for each in found if each.case.model == LLAMA and not each.case.plain]
-    theirs = [each.tflops for each in found if each.case.plain]
+            losses_of = ", ".join(f"{name}: {loss:.4f}" for name, loss in losses.items())
+            problems.append(f"{model} comes to different losses: {losses_of}")
+    ours = [each.tflops for each in measured if each.case.model == LLAMA and not each.case.plain]
+    theirs = [each.tflops for each in measured if each.case.plain]
     if not theirs or not ours:
         return problems
     if ours[0] < TARGET_TFLOPS:
@@ -202,23 +202,23 @@ def missed(found: Sequence[Measured]) -> list[str]:
     return problems
 
 
-def tables(found: Sequence[Measured]) -> str:
-    """A table for each model, in Markdown, and where the time of a step goes."""
+def tables(measured: Sequence[Measured]) -> str:
+    """Return a table for each model, in Markdown, and where the time of a step goes."""
     lines: list[str] = []
-    for model in dict.fromkeys(each.case.model for each in found):
+    for model in dict.fromkeys(each.case.model for each in measured):
         lines += [
             "",
             f"| {model} | micro batch | global batch | GiB per GPU | samples/s | tokens/s | TFLOP/s per GPU |",
             "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
-        for each in found:
+        for each in measured:
             if each.case.model == model:
                 case = each.case
                 lines.append(
                     f"| {case.name} | {case.micro_batch_size} | {case.global_batch_size} | {each.gib:.1f} "
                     f"| {each.samples_per_second:.1f} | {each.tokens_per_second:,.0f} | {each.tflops:.1f} |"
                 )
-    for each in found:
+    for each in measured:
         if each.shares:
             lines += ["", f"| a step of {each.case.model}, {each.case.name} | ms | share |", "| --- | ---: | ---: |"]
             total = sum(each.shares.values())
@@ -240,21 +240,21 @@ def main() -> int:
         places = [own]
         dist.broadcast_object_list(places)
         scratch = places[0]
-        found: list[Measured] = []
+        measurements: list[Measured] = []
         for number, case in enumerate(cases(ranks)):
             if options.only in f"{case.model} {case.name}":
                 measured = measure(case, Path(scratch) / str(number), options.steps)
-                found += [measured] if measured else []
+                measurements += [measured] if measured else []
                 if rank == 0:
                     print(measured or f"does not fit: {case}", file=sys.stderr, flush=True)
-        problems = missed(found)
+        problems = missed(measurements)
         if rank == 0:  # before the ranks part, which takes long
             print(f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
-            print(tables(found), flush=True)
+            print(tables(measurements), flush=True)
             for problem in problems:
                 print(f"missed: {problem}", file=sys.stderr)
             if options.json:
-                options.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
+                options.json.write_text(json.dumps([asdict(each) for each in measurements], indent=1))
         dist.barrier()  # the directory goes with rank 0
     return 1 if problems else 0
 

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on a GPU: its kernels, by what they are for."""
+"""Times of the kernels of a training step on a GPU, by what they are for."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def profiled(step: Callable[[], object]) -> Shares:
 
 def shares_of(spans: list[tuple[str, float, float]], wall: float) -> Shares:
     """Milliseconds by purpose, from kernels with their start and end in microseconds; `wall` is that of the step."""
-    found: Shares = {}
+    shares: Shares = {}
     for name, start, end in spans:
         purpose = next((each for each, pattern in PURPOSES.items() if re.search(pattern, name)), OTHER)
-        found[purpose] = found.get(purpose, 0.0) + (end - start) / 1e3
-    found = dict(sorted(found.items(), key=lambda item: -item[1]))
-    return {**found, IDLE: max(0.0, wall - _covered(spans))}
+        shares[purpose] = shares.get(purpose, 0.0) + (end - start) / 1e3
+    shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
+    return {**shares, IDLE: max(0.0, wall - _covered(spans))}
 
 
 def _covered(spans: list[tuple[str, float, float]]) -> float:

@@ -29,13 +29,13 @@ SIZES = Dims(4, 64, 160, 8, 4, 8, 421, 512, 128, tied=False, qkv_bias=False, lin
 
 
 def pages() -> dict[str, str]:
-    """The text of every page by the name of its file."""
+    """Return the text of every page by the name of its file."""
     made = {f"{family.name}.md": page(family) for family in families().values()}
     return {"README.md": index(), **made}
 
 
 def index() -> str:
-    """The page that lists all families, and the architectures that are refused."""
+    """Return the text of the page that lists all families, and the architectures that are refused."""
     rows = [
         (f"[{family.name}]({family.name}.md)", _code(family.architectures), described(family))
         for family in families().values()
@@ -53,7 +53,7 @@ def index() -> str:
 
 
 def page(family: Family) -> str:
-    """The page of one family."""
+    """Return the text of the page of one family."""
     return _text(
         f"# {family.name}",
         NOTE,
@@ -72,7 +72,7 @@ def page(family: Family) -> str:
 
 
 def described(family: Family) -> str:
-    """The first line of the family's file."""
+    """Return the first line of the family's file."""
     (point,) = (point for point in entry_points(group=GROUP) if point.name == family.name)
     point.load()
     return (sys.modules[point.module].__doc__ or "").strip().split("\n\n")[0]
@@ -109,21 +109,21 @@ def _pack(weight: Weight) -> str:
 
 
 def _spellings(weight: Weight) -> str:
-    """The names that are written, and those that are read as well."""
+    """Return the names that are written, and those that are read as well."""
     return " or ".join(_code(spelling.hf) for spelling in weight.spellings)
 
 
 def _where(weight: Weight) -> str:
-    """The part of a layer that has the weight, and the flags of a model that decide whether it does."""
+    """Return the part of a layer that has the weight, and the flags of a model that decide whether it does."""
     flags = [field.name for field in fields_of(Dims) if field.type == "bool"]
-    found = ["layers that predict further tokens"] if weight.predicts else []
-    found += [f"layers with `{weight.part}`"] if weight.part else []
+    conditions = ["layers that predict further tokens"] if weight.predicts else []
+    conditions += [f"layers with `{weight.part}`"] if weight.part else []
     for flag in flags:
         changes: list[dict[str, Any]] = [{flag: value} for value in (False, True)]
         without, having = (weight.when(replace(SIZES, **change)) for change in changes)
         if without != having:
-            found.append(f"`{flag}`" if having else f"not `{flag}`")
-    return " and ".join(found) or "always"
+            conditions.append(f"`{flag}`" if having else f"not `{flag}`")
+    return " and ".join(conditions) or "always"
 
 
 def _ignored(family: Family) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _ignored(family: Family) -> Iterator[str]:
 
 
 def _configuration(mapping: ConfigMapping) -> Iterator[str]:
-    """The fields of the family, and what its dialects have otherwise."""
+    """Yield the fields of the family, and what its dialects have otherwise."""
     yield "## Configuration"
     yield "A key with the default of its class in transformers in brackets, and the arguments that it becomes."
     tables = _fields(mapping)
@@ -151,7 +151,9 @@ Lines = list[tuple[str, str]]
 
 
 def _fields(mapping: ConfigMapping) -> list[Lines]:
-    """The fields, by what they say: both sides; keys of one value; keys without effect; arguments of one value."""
+    """Return the fields, by what they say: both sides; keys of one value; keys without effect;
+    arguments of one value.
+    """
     both: Lines = []
     one: Lines = []
     without: Lines = []
@@ -205,7 +207,7 @@ def _refuses(field: Field) -> bool:
 
 
 def _fixed(field: Field) -> Iterator[tuple[str, str]]:
-    """The arguments that a field without keys sets."""
+    """Yield the arguments that a field without keys sets."""
     try:
         values = field.to_megatron({})
     except (Refused, KeyError, *NONSENSE):  # from another field's keys
@@ -215,12 +217,12 @@ def _fixed(field: Field) -> Iterator[tuple[str, str]]:
 
 
 def _limits(family: Family) -> Iterator[str]:
-    found = [message for name, _, message in REFUSED if FAMILY_OF[name] == family.name]
+    messages = [message for name, _, message in REFUSED if FAMILY_OF[name] == family.name]
     yield "## Limits"
     yield "A key that no field answers for is refused, and so is an argument that changes the function."
-    if found:
+    if messages:
         yield "Refused by name, as the tests show one at a time:"
-        yield "\n".join(f"- {message.rstrip(' =')}" for message in found)
+        yield "\n".join(f"- {message.rstrip(' =')}" for message in messages)
 
 
 def _tested(family: Family) -> Iterator[str]:

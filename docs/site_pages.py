@@ -1,4 +1,4 @@
-"""What the documentation site needs beside docs/: the pages of the repository outside of it, and links that work there.
+"""Additions of the documentation site to docs/: the pages of the repository outside of it, and links that work there.
 
 A hook of mkdocs. On the site README.md is the first page, and a file that a page links to, such as a source file, is a
 page that shows it, so that no link leaves the site for a repository that may be elsewhere.

@@ -32,11 +32,11 @@ class Dpo:
         self.beta = options.beta
 
     def forward(self, model, batch):
-        """The losses of the tokens: minus the logarithms of their probabilities."""
+        """Return the losses of the tokens: minus the logarithms of their probabilities."""
         return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     def loss(self, output, batch):
-        """The loss of each pair, with its reward margin and how often the chosen answer is ahead."""
+        """Return the loss of each pair, with its reward margin and how often the chosen answer is ahead."""
         gained = (batch["reference"].float() - output.float()) * batch["loss_mask"]
         rewards = self.beta * sum_over_sequence(gained)
         margins = rewards[0::2] - rewards[1::2]

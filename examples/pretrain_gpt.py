@@ -18,7 +18,7 @@ from train_entry.pretrain import pretrain
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None):
-    """A stage of a GPT of Megatron Core, from the arguments of the run."""
+    """Build a stage of a GPT of Megatron Core, from the arguments of the run."""
     args = get_args()
     return GPTModel(
         config=core_transformer_config_from_args(args),
@@ -59,14 +59,14 @@ def train_valid_test_datasets_provider(train_val_test_num_samples):
 
 
 def loss_func(loss_mask, output_tensor):
-    """The sum of the losses, the number of tokens that it is over, and both to report."""
+    """Return the sum of the losses, the number of tokens that it is over, and both to report."""
     loss = torch.sum(output_tensor.float() * loss_mask)
     num_tokens = loss_mask.sum().to(torch.int)
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
 
 def forward_step(data_iterator, model):
-    """A microbatch through this rank's stage."""
+    """Run a microbatch through this rank's stage."""
     batch = get_batch(data_iterator)
     output_tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output_tensor, partial(loss_func, batch["loss_mask"])

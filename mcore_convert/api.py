@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from mcore_convert.checkpoints.download import local_path, streamed
+from mcore_convert.checkpoints.download import downloaded, existing, local_path, streamed
 from mcore_convert.checkpoints.identify import Model, identify, in_one_family, model_of, open_checkpoint
 from mcore_convert.comparison.equality import Verification, compare
 from mcore_convert.comparison.integrity import Integrity, check_integrity
+from mcore_convert.comparison.logits import TOLERANCE
 from mcore_convert.conversion.execute import execute, expected_memory
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.conversion.prepare import plan_conversion
@@ -109,9 +110,11 @@ def convert(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
     final = located(destination)
     _check_free(final, options)
     stream, revision = options.get("stream", False), options.get("revision")
-    if located(source).exists():
+    path = existing(source)
+    if path is not None:
         _refuse_idle("a directory", {"revision": revision, "stream": stream or None})
-    path = streamed(str(source), revision) if stream else local_path(str(source), revision)
+    else:
+        path = streamed(str(source), revision) if stream else downloaded(str(source), revision)
     with phase(options.get("progress"), "opening"), watched() as opened:
         model = model_of(open_checkpoint(path, options.get("given")), **part_of(FamilyOptions, options))
     return _convert(model, final, options, opened)
@@ -226,13 +229,8 @@ def verify(
         raise ConvertError(f"`{remote[0]}` is in a remote store, where no model is run from", hint=hint)
     with phase(progress, "opening"):
         first, second = in_one_family(*(identify(path, **options) for path in paths))
-    result = compare(first, second, progress=progress)
-    if not logits:
-        return result
-    from mcore_convert.comparison.logits import TOLERANCE, compare_logits
-
-    report = compare_logits(first, second, tolerance=TOLERANCE if tolerance is None else tolerance, progress=progress)
-    return dataclasses.replace(result, logits=report)
+    allowed = TOLERANCE if tolerance is None else tolerance
+    return compare(first, second, tolerance=allowed if logits else None, progress=progress)
 
 
 @file_errors()
@@ -256,7 +254,7 @@ def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:
 
 
 def _changed(layout: Layout) -> dict[str, Any]:
-    """The fields of a layout that are not what a single rank has."""
+    """Return the fields of a layout that are not what a single rank has."""
     return {name: value for name, value in vars(layout).items() if value != getattr(Layout(), name)}
 
 

@@ -29,12 +29,12 @@ WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
     """The browser of this machine; the test is skipped where there is none."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
+    result = next(filter(None, map(shutil.which, NAMES)), None)
+    if result is None:
         pytest.skip(f"no Chromium is installed: none of {', '.join(NAMES)} is found")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=list(FLAGS))
+        browser = playwright.chromium.launch(executable_path=result, args=list(FLAGS))
         try:
             yield browser
         finally:

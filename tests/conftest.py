@@ -1,4 +1,4 @@
-"""What all tests share: the marker of their kind, and tiny checkpoints, made once in a run and never written to."""
+"""Fixtures of all tests: the marker of their kind, and tiny checkpoints, made once in a run and never written to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hf_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> HfMaker:
 
 
 def real_checkpoint(name: str) -> Path:
-    """A checkpoint that Megatron-LM wrote; the test is skipped where they are not at hand."""
+    """Return a checkpoint that Megatron-LM wrote; the test is skipped where they are not at hand."""
     path = SHARED / name
     if not path.is_dir():
         pytest.skip(f"the real Megatron-LM checkpoint {name} is not at hand")

@@ -29,7 +29,7 @@ class Disk:
         self._synced[_number(path)] = _state(path)
 
     def lost(self, path: Path) -> list[str]:
-        """What a crash at this moment would take of what stands at a path."""
+        """Return what a crash at this moment would take of what stands at a path."""
         entries = [path, *path.rglob("*")] if path.is_dir() else [path] if path.exists() else []
         return [str(each) for each in entries if self._synced.get(_number(each)) != _state(each)]
 

@@ -32,7 +32,7 @@ def by_trainer(config: Config, names: Sequence[str]) -> Curve:
 
 
 def by_torch(model: Any, loss_of: Callable[[dict[str, Tensor]], Sequence[Tensor]], lr: float) -> Curve:
-    """The same of a model of transformers, by AdamW at a constant rate.
+    """Return the same of a model of transformers, by AdamW at a constant rate.
 
     Args:
         loss_of: the loss of a batch, and what else is kept of it.

@@ -95,7 +95,7 @@ def truncated(size: int) -> Damage:
 
 
 def moved_by(start: int, end: int) -> Damage:
-    """The data of one tensor begins and ends elsewhere."""
+    """Return the data of one tensor begins and ends elsewhere."""
 
     def change(header: dict[str, Any]) -> None:
         low, high = header["model.norm.weight"]["data_offsets"]
@@ -148,8 +148,8 @@ def storage(**fields: Any) -> Damage:
 
 
 def first_chunk(**fields: Any) -> Damage:
-    def change(found: list[Any]) -> None:
-        found[0] = dataclasses.replace(found[0], **fields)
+    def change(result: list[Any]) -> None:
+        result[0] = dataclasses.replace(result[0], **fields)
 
     return chunks(change)
 
@@ -193,7 +193,7 @@ def overwritten(file: Path) -> None:
 
 
 def two_chunks_swapped(content: Any) -> None:
-    """The places of two chunks of different shape are exchanged."""
+    """Exchange the places of two chunks of different shape."""
     names = ("decoder.final_layernorm.weight", "output_layer.weight")
     one, two = (next(index for index in content.storage_data if index.fqn == name) for name in names)
     data = content.storage_data

@@ -29,7 +29,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
 
 
 def owner(function: str) -> Any:
-    """The module whose function is replaced."""
+    """Return the module whose function is replaced."""
     return mapping if function == "fallocate" else os
 
 
@@ -83,7 +83,7 @@ def counted(fault: Fault | None = None) -> Iterator[Counter[str]]:
 
 
 def every_fault(calls: Counter[str], most: int) -> Iterator[Fault]:
-    """Each kind of each function, at most so many times each, spread over all of its calls."""
+    """Yield each kind of each function, at most so many times each, spread over all of its calls."""
     for function, kinds in FAULTS.items():
         count = calls[function]
         for kind in kinds:

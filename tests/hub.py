@@ -32,7 +32,7 @@ def client_of_a_hub(home: Path) -> Iterator[Hub]:
 
 
 def started_with(hub: Hub, home: Path, *command: str | Path) -> subprocess.Popen[str]:
-    """A Python process whose client talks to a Hub, from its start on."""
+    """Return a Python process whose client talks to a Hub, from its start on."""
     environment = os.environ | {
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(home),

@@ -75,7 +75,7 @@ class Mean(Pairs):
 
 
 def loss_of_pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The same of a model of transformers."""
+    """Return the same of a model of transformers."""
     logits = model(batch["tokens"]).logits
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
     rows = (losses * batch["loss_mask"]).sum(1)

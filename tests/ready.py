@@ -23,7 +23,7 @@ def prepared(folder: Path, vocab_size: int) -> Path:
 
 
 def takes_a_checkpoint(name: str) -> bool:
-    """Whether a run has its architecture from a checkpoint: a model of its own is not described."""
+    """Return whether a run has its architecture from a checkpoint: a model of its own is not described."""
     return load_config(name).model.num_layers is None
 
 
@@ -56,5 +56,5 @@ def data_of(name: str, folder: Path) -> list[str]:
 
 
 def lacks_a_start(name: str) -> bool:
-    """Whether a run cannot start without a checkpoint of the user's own."""
+    """Return whether a run cannot start without a checkpoint of the user's own."""
     return any("the model is not described" in line for line in problems_of_start(load_config(name)))

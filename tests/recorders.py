@@ -65,12 +65,12 @@ LLAMA_GPT: dict[str, Any] = {
 
 
 def fields_of(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass that do not begin with an underscore."""
+    """Return the fields of a dataclass that do not begin with an underscore."""
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if not f.name.startswith("_")}
 
 
 def encoded(value: Any) -> Any:
-    """A value as Megatron-Bridge's and NeMo's YAML says it."""
+    """Return a value as Megatron-Bridge's and NeMo's YAML says it."""
     if isinstance(value, torch.dtype):
         return {"_target_": str(value), "_call_": False}
     if isinstance(value, enum.Enum):
@@ -87,7 +87,9 @@ def encoded(value: Any) -> Any:
 
 
 def run_config(core: dict[str, Any], gpt: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """The content of Megatron-Bridge's `run_config.yaml` for a `TransformerConfig` and a provider of these values."""
+    """Return the content of Megatron-Bridge's `run_config.yaml` for a `TransformerConfig` and a provider of these
+    values.
+    """
     model = {**fields_of(TransformerConfig(**core)), **OF_BRIDGE, **gpt}
     optimizer = fields_of(OptimizerConfig(lr=3e-3, bf16=True, use_distributed_optimizer=True))
     return {
@@ -118,7 +120,9 @@ def run_config(core: dict[str, Any], gpt: dict[str, Any], **sections: Any) -> di
 
 
 def transformer_config(core: dict[str, Any]) -> str:
-    """The content of verl's `transformer_config.json`: without functions, dtypes and the attention's enum as texts."""
+    """Return the content of verl's `transformer_config.json`: without functions,
+    dtypes and the attention's enum as texts.
+    """
     content = {}
     for name, value in fields_of(TransformerConfig(**core)).items():
         if not callable(value) or isinstance(value, torch.dtype):
@@ -127,7 +131,7 @@ def transformer_config(core: dict[str, Any]) -> str:
 
 
 def model_yaml(core: dict[str, Any], gpt: dict[str, Any]) -> str:
-    """The content of NeMo's `context/model.yaml`, whose dtypes are the class alone."""
+    """Return the content of NeMo's `context/model.yaml`, whose dtypes are the class alone."""
     values = encoded({**fields_of(TransformerConfig(**core)), **OF_GPT, **gpt})
     for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
         values[name] = {"_target_": "torch.dtype", "_call_": True}

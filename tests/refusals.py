@@ -49,7 +49,7 @@ def tree(path: Path) -> dict[str, bytes | str | None]:
 
 
 def refusal(source: Path, *options: str | Path, to: Path | None = None) -> str:
-    """The message with which a conversion of `source` to `DST` beside it is refused; nothing may have changed.
+    """Return the message with which a conversion of `source` to `DST` beside it is refused; nothing may have changed.
 
     Paths are shown relative to the directory that holds both.
     """
@@ -63,6 +63,6 @@ def refusal(source: Path, *options: str | Path, to: Path | None = None) -> str:
 
 @cache
 def golden_texts(name: str) -> dict[str, str]:
-    """The texts of a golden file, by the titles (`## ...`) that they stand under."""
+    """Return the texts of a golden file, by the titles (`## ...`) that they stand under."""
     sections = (GOLDEN / name).read_text().split("## ")[1:]
     return {title: text.strip("\n") + "\n" for title, _, text in (section.partition("\n") for section in sections)}

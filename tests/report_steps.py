@@ -38,7 +38,7 @@ def config_of(folder: Path, *, steps: int = 30, **logging: Any) -> Config:
 
 
 def step_of(iteration: int, **values: Any) -> StepMetrics:
-    """A step of 8 samples in half a second, whose loss is its number."""
+    """Return a step of 8 samples in half a second, whose loss is its number."""
     given = {
         "loss": float(iteration),
         "grad_norm": 1.5,

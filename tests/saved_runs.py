@@ -57,7 +57,7 @@ class Outcome:
 
 
 def config_of(run_dir: Path, *, distributed: bool = False, tp: int = 1, data: Any = None, **checkpoint: Any) -> Config:
-    """A run's configuration, as far as checkpoints read it."""
+    """Return a run's configuration, as far as checkpoints read it."""
     return Config.model_validate(
         {
             "run_dir": run_dir,
@@ -71,7 +71,7 @@ def config_of(run_dir: Path, *, distributed: bool = False, tp: int = 1, data: An
 def trained(
     args: Mapping[str, Any], layout: Layout, config: Config, *, ranks: int | None = None, **options: Any
 ) -> Outcome:
-    """What `train` returns on the ranks of a layout, or on more, which are data-parallel."""
+    """Return what `train` returns on the ranks of a layout, or on more, which are data-parallel."""
     count = ranks or layout.tp * layout.pp * layout.ep
     outcomes: list[Outcome] = run_ranks(count, lambda: train(args, layout, config, **options))
     assert all(each.steps == outcomes[0].steps for each in outcomes)
@@ -87,14 +87,14 @@ def train(
     save_at: Collection[int] = (),
     dtype: torch.dtype = torch.float32,
     weights: Mapping[str, Tensor] | None = None,
-    told: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Train up to step `until`; call it on every rank.
 
     Args:
         weights: global tensors to start from, where the configuration names no checkpoint.
-        told: is called with `start 5` where the run goes on after step 5, `loss 6 4.1` after a step, `save 6` before a
-            checkpoint and `saved 6` after it.
+        report: is called with `start 5` where the run goes on after step 5, `loss 6 4.1` after a step, `save 6` before
+            a checkpoint and `saved 6` after it.
     """
     distributed = config.parallel.distributed_optimizer
     groups = model_parallel(layout.tp, layout.pp, layout.vpp, layout.ep)
@@ -110,17 +110,17 @@ def train(
                 fill(stage, weights)
             for each in run.optimizer.chained_optimizers:
                 each.reload_model_params()
-        told(f"start {state.iteration}")
+        report(f"start {state.iteration}")
         steps = []
         while state.iteration < until:
             steps.append(_step(run, state.iteration))
             state.iteration += 1
             state.consumed_samples += SAMPLES
-            told(f"loss {state.iteration} {steps[-1].loss!r}")
+            report(f"loss {state.iteration} {steps[-1].loss!r}")
             if state.iteration in save_at:
-                told(f"save {state.iteration}")
+                report(f"save {state.iteration}")
                 checkpoints.save(state)
-                told(f"saved {state.iteration}")
+                report(f"saved {state.iteration}")
         checkpoints.finish()
         return Outcome(restored, steps)
 

@@ -47,7 +47,7 @@ ERROR = '<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Mess
 
 
 def answering(server: Server, app: Any) -> Any:
-    """The server's application with faults before it."""
+    """Return the server's application with faults before it."""
 
     def answer(environ: dict[str, Any], start: Any) -> Any:
         asked = Asked(
@@ -96,7 +96,7 @@ def running_s3() -> Iterator[Server]:
 
 
 def tree_of(url: str) -> dict[str, bytes]:
-    """The content of every file below a URL."""
+    """Return the content of every file below a URL."""
     fs, key = fsspec.url_to_fs(url)
     fs.invalidate_cache()
     root = fs._strip_protocol(url).strip("/")

@@ -11,7 +11,9 @@ import torch
 
 
 def hf_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a safetensors directory, through the safetensors library, by its index where there is one."""
+    """Return every tensor of a safetensors directory, through the safetensors library,
+    by its index where there is one.
+    """
     from safetensors.torch import load_file
 
     index = path / "model.safetensors.index.json"
@@ -24,17 +26,17 @@ def hf_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {key: files[name][key] for key, name in weight_map.items()}
 
 
-def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def assert_same_tensors(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     """Same names, dtypes and bytes."""
-    assert sorted(found) == sorted(wanted)
+    assert sorted(actual) == sorted(wanted)
     for key, tensor in wanted.items():
-        assert found[key].dtype == tensor.dtype, key
-        assert found[key].shape == tensor.shape, key
-        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+        assert actual[key].dtype == tensor.dtype, key
+        assert actual[key].shape == tensor.shape, key
+        assert torch.equal(actual[key].view(torch.uint8), tensor.view(torch.uint8)), key
 
 
 def dcp_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a `torch_dist` directory, through torch.distributed.checkpoint."""
+    """Return every tensor of a `torch_dist` directory, through torch.distributed.checkpoint."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

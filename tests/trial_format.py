@@ -74,7 +74,7 @@ def reserve(request: Request) -> tuple[TrialCheckpoint, Reservation]:
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory is one of these."""
+    """Return whether a directory is one of these."""
     return (path / WEIGHTS).is_file()
 
 

@@ -29,7 +29,7 @@ RENAMED = {"norm_epsilon": "layernorm_epsilon"}
 
 
 def origin_of(config: Config) -> Model | None:
-    """The checkpoint that says what the model is: that of the run itself, or the one it goes on or starts from.
+    """Return the checkpoint that says what the model is: that of the run itself, or the one it goes on or starts from.
 
     Reads headers only.
 
@@ -41,7 +41,7 @@ def origin_of(config: Config) -> Model | None:
 
 
 def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int | None = None) -> dict[str, Any]:
-    """All arguments of the run, under Megatron-LM's names and as its checkpoints store them.
+    """Return all arguments of the run, under Megatron-LM's names and as its checkpoints store them.
 
     Args:
         origin: what `origin_of` found.
@@ -73,7 +73,7 @@ def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int 
 
 
 def _completed(config: Config, architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """The architecture in full, at this layout and precision."""
+    """Return the architecture in full, at this layout and precision."""
     parallel, vocab = config.parallel, architecture["vocab_size"]
     args = complete(
         plain(architecture),
@@ -89,7 +89,7 @@ def _completed(config: Config, architecture: Mapping[str, Any]) -> dict[str, Any
 
 
 def _of_run(config: Config) -> dict[str, Any]:
-    """What the run's configuration says under Megatron-LM's names: batches, layout, precision and optimizer."""
+    """Return what the run's configuration says under Megatron-LM's names: batches, layout, precision and optimizer."""
     parallel, training, optimizer, model = config.parallel, config.training, config.optimizer, config.model
     vpp = parallel.vpp if parallel.vpp and parallel.vpp > 1 else None
     return {

@@ -33,13 +33,13 @@ def run(words: Sequence[str], train: Callable[[Config], None], usage: str) -> in
     """
     if not words or words[0] in ("-h", "--help"):
         if _is_first():
-            tell(usage)
+            write_line(usage)
         return 0 if words else USAGE
     try:
         return _run(words, train)
     except Exception as error:
-        tell("".join(traceback.format_exception(error)))
-        tell_error(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        write_line("".join(traceback.format_exception(error)))
+        report_error(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         return BUG
 
 
@@ -51,7 +51,7 @@ def _run(words: Sequence[str], train: Callable[[Config], None]) -> int:
         config = load_config(words[0], words[1:])
     except ConvertError as error:
         if _is_first():  # all ranks read the same words
-            tell_refusal(error)
+            report_refusal(error)
         return refused()
     from train_entry.initialize import OtherRankError
 
@@ -60,28 +60,28 @@ def _run(words: Sequence[str], train: Callable[[Config], None]) -> int:
     except OtherRankError:  # that rank tells it
         return refused()
     except ConvertError as error:
-        tell_refusal(error)
+        report_refusal(error)
         return REFUSED
     return 0
 
 
-def tell(text: str) -> None:
+def write_line(text: str) -> None:
     """Write a message to stderr at once, so that ranks that share a terminal do not cut into each other."""
     sys.stderr.write(f"{text.strip()}\n")
     sys.stderr.flush()
 
 
-def tell_refusal(error: ConvertError) -> None:
+def report_refusal(error: ConvertError) -> None:
     """Write a refusal in full to stderr, and in one line to where torchrun looks for it."""
-    tell(f"error: {error}")
+    write_line(f"error: {error}")
     items = "; ".join(error.items)
     hint = f" (hint: {' '.join(error.hint.split())})" if error.hint else ""
     record(f"{error.message}{': ' if items else ''}{items}{hint}")
 
 
-def tell_error(line: str) -> None:
+def report_error(line: str) -> None:
     """Write an error of one line to stderr, and to where torchrun looks for it."""
-    tell(f"error: {line}")
+    write_line(f"error: {line}")
     record(line)
 
 
@@ -93,7 +93,9 @@ def record(line: str) -> None:
 
 
 def refused() -> int:
-    """The exit code of a rank that leaves the word to another, which must have had it before torchrun ends all."""
+    """Return the exit code of a rank that leaves the word to another,
+    which must have had it before torchrun ends all.
+    """
     time.sleep(5)  # or until torchrun ends it: on a busy machine the other may be seconds behind
     return REFUSED
 

@@ -1,4 +1,4 @@
-"""Whether what training needs beside the rest of the package is installed: the extra `train`."""
+"""The extra `train`: packages that training needs beside the rest, and a check that they are installed."""
 
 from __future__ import annotations
 

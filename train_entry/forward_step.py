@@ -13,7 +13,7 @@ from mcore_convert.errors import ConvertError
 from train_entry.flows.base import REFERENCE, Batch, Flow, count_unit
 
 # What the last stage tells of a microbatch: the sum of token losses, their number, and what else a flow sums up.
-Told = dict[str, Tensor]
+Sums = dict[str, Tensor]
 
 
 def forward_step(
@@ -23,7 +23,7 @@ def forward_step(
     microbatches: Iterator[Batch],
     model: Any,
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The output of this stage, and what makes the loss of it on the last one.
+    """Run this stage and return its output, and what makes the loss of it on the last one.
 
     The microbatch is brought to the device, and cut to this rank's part of the sequence under context parallelism.
 
@@ -40,14 +40,16 @@ def forward_step(
 
 
 def reference_step(flow: Flow, microbatches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The output of a stage of a reference model; the last one tells what it is."""
+    """Run a stage of a reference model; the last one tells what it is."""
     output = flow.forward(model, on_this_rank(dict(next(microbatches))))
     count = torch.ones((), dtype=torch.int, device=output.device)
     return output, lambda last: (last.sum(), count, {REFERENCE: last.detach()})
 
 
 def on_this_rank(batch: Batch) -> Batch:
-    """A microbatch on the device of this rank, and its part of each sequence: two chunks, one early and one late."""
+    """Return a microbatch on the device of this rank, and its part of each sequence: two chunks,
+    one early and one late.
+    """
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -59,8 +61,8 @@ def on_this_rank(batch: Batch) -> Batch:
 
 def _loss(
     flow: Flow, prove: Callable[[Tensor, Batch], None] | None, in_tokens: bool, batch: Batch, output: Tensor
-) -> tuple[Tensor, Tensor, Told]:
-    """The sum of losses, to go backward from; their number, which Megatron divides the gradients by; and both.
+) -> tuple[Tensor, Tensor, Sums]:
+    """Return the sum of losses, to go backward from; their number, which Megatron divides the gradients by; and both.
 
     Router losses are multiplied by the tokens of a microbatch before that division (Megatron Core 0.16.1,
     moe/router.py:466, :498), so the number has to be one of tokens. A factor on both leaves the loss itself as it is.
@@ -69,16 +71,16 @@ def _loss(
         prove(output, batch)
     loss = flow.loss(output, batch)
     count = loss.count.to(torch.int)
-    told = {"total": loss.total.detach().float(), "count": count.float(), **loss.metrics}
+    sums = {"total": loss.total.detach().float(), "count": count.float(), **loss.metrics}
     unit = count_unit(flow, next(iter(batch.values())).shape[1]) if in_tokens else 1
     total = loss.total * unit if unit > 1 else loss.total
-    return total, count * unit, {name: value.detach() for name, value in told.items()}
+    return total, count * unit, {name: value.detach() for name, value in sums.items()}
 
 
 def own_forward_step(
     function: Callable[..., Any], microbatches: Iterator[Batch], model: Any
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The same by a `forward_step` of the user's own: `(data_iterator, model)` to an output and its loss function.
+    """Run a `forward_step` of the user's own: `(data_iterator, model)` to an output and its loss function.
 
     The loss function returns, as with Megatron-LM, the sum of losses, their number and what to report, each a number or
     a pair of a sum and a count; or a mean and what to report, which is then the mean over microbatches.
@@ -87,7 +89,7 @@ def own_forward_step(
     return output, partial(_own_loss, loss_function)
 
 
-def _own_loss(loss_function: Callable[[Tensor], Any], output: Tensor) -> tuple[Tensor, Tensor, Told]:
+def _own_loss(loss_function: Callable[[Tensor], Any], output: Tensor) -> tuple[Tensor, Tensor, Sums]:
     from megatron.core import parallel_state
 
     total, *counted, report = loss_function(output)
@@ -97,10 +99,10 @@ def _own_loss(loss_function: Callable[[Tensor], Any], output: Tensor) -> tuple[T
             hint="return the sum of the losses, their number and what to report: (loss, num_tokens, report)",
         )
     count = counted[0].to(torch.int) if counted else torch.ones((), dtype=torch.int, device=total.device)
-    told = {"total": total.detach().float(), "count": count.float()}
+    sums = {"total": total.detach().float(), "count": count.float()}
     for name, value in report.items():
         flat = torch.stack([torch.as_tensor(each) for each in value]) if isinstance(value, tuple | list) else value
         flat = torch.as_tensor(flat, device=total.device).detach().float().reshape(-1)
         # of a pair the sum; a number alone is a mean already
-        told[name] = flat[0] if len(flat) > 1 else flat[0] * count
-    return total, count, told
+        sums[name] = flat[0] if len(flat) > 1 else flat[0] * count
+    return total, count, sums

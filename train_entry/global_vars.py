@@ -1,4 +1,4 @@
-"""What Megatron users ask for anywhere in their own code: the arguments, the tokenizer and a `TransformerConfig`.
+"""Globals that Megatron users ask for in their own code: the arguments, the tokenizer and a `TransformerConfig`.
 
 The names are those of `megatron.training`, which is no part of Megatron Core. They are there from
 `Trainer.initialize()` on.
@@ -29,12 +29,12 @@ def set_global_variables(config: Config, args: dict[str, Any], tokenizer: Tokeni
 
 
 def get_args() -> Namespace:
-    """The arguments of the run under Megatron-LM's names."""
+    """Return the arguments of the run under Megatron-LM's names."""
     return _of_run("args")  # type: ignore[no-any-return]
 
 
 def get_tokenizer() -> Tokenizer | None:
-    """The tokenizer of the run; None where it has none."""
+    """Return the tokenizer of the run; None where it has none."""
     return _of_run("tokenizer")  # type: ignore[no-any-return]
 
 
@@ -47,7 +47,7 @@ def core_transformer_config_from_args(args: Namespace) -> TransformerConfig:
 
 
 def get_batch(data_iterator: Iterator[Batch]) -> Batch:
-    """The next microbatch, on this rank's device, with its part of each sequence under context parallelism."""
+    """Return the next microbatch, on this rank's device, with its part of each sequence under context parallelism."""
     return on_this_rank(next(data_iterator))
 
 

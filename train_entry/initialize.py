@@ -85,18 +85,18 @@ def together() -> Iterator[None]:
         refusal = ConvertError(f"{error.strerror or error}: `{error.filename}`" if error.filename else str(error))
         refusal.__cause__ = error
     if dist.is_initialized() and dist.get_world_size() > 1:
-        told: list[tuple[str, tuple[str, ...], str | None] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, refusal and (refusal.message, refusal.items, refusal.hint))
-        first = next((rank for rank, each in enumerate(told) if each is not None), None)
+        refusals: list[tuple[str, tuple[str, ...], str | None] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(refusals, refusal and (refusal.message, refusal.items, refusal.hint))
+        first = next((rank for rank, each in enumerate(refusals) if each is not None), None)
         if first is not None and first != dist.get_rank():
-            message, items, hint = told[first] or ("", (), None)
+            message, items, hint = refusals[first] or ("", (), None)
             raise OtherRankError(f"on rank {first} ({socket.gethostname()}): {message}", items=items, hint=hint)
     if refusal is not None:
         raise refusal
 
 
 def named_groups() -> dict[str, dist.ProcessGroup]:
-    """The groups of this rank, by the names that a `Trainer` has them under."""
+    """Return the groups of this rank, by the names that a `Trainer` has them under."""
     from megatron.core import parallel_state
 
     return {

@@ -19,7 +19,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_provider(config: Config, args: Mapping[str, Any], choices: Choices | None = None) -> list[GPTModel]:
-    """The stages of the model that this rank holds: one, or one per virtual pipeline stage. New weights are random.
+    """Build the stages of the model that this rank holds: one, or one per virtual pipeline stage.
+    New weights are random.
 
     Args:
         args: Megatron-LM's arguments, of `megatron_arguments`.
@@ -36,13 +37,13 @@ def model_provider(config: Config, args: Mapping[str, Any], choices: Choices | N
 def frozen(
     config: Config, args: Mapping[str, Any], choices: Choices | None = None, provider: Callable[..., Any] | None = None
 ) -> list[Any]:
-    """The stages of a model that is not trained, to compare with. Its weights are to be loaded."""
+    """Build the stages of a model that is not trained, to compare with. Its weights are to be loaded."""
     stages = model_provider(config, args, choices) if provider is None else own_stages(config, provider)
     return [stage.eval().requires_grad_(False) for stage in stages]
 
 
 def provider_of(config: Config) -> Callable[..., Any] | None:
-    """The model provider that a configuration names; None where it names none.
+    """Return the model provider that a configuration names; None where it names none.
 
     Raises:
         ConfigError: there is no such function.
@@ -52,7 +53,7 @@ def provider_of(config: Config) -> Callable[..., Any] | None:
 
 
 def own_stages(config: Config, provider: Callable[..., Any]) -> list[Any]:
-    """The stages of this rank by a model provider of the user's own, which is called as Megatron-LM calls one.
+    """Build the stages of this rank by a model provider of the user's own, which is called as Megatron-LM calls one.
 
     `provider(pre_process=..., post_process=...)` for each stage, with `vp_stage` where there are virtual ones. Weights
     are those that it makes. The settings that Megatron's schedules and this trainer agree on are set in its config.
@@ -89,7 +90,7 @@ def _agreed(config: Config) -> dict[str, Any]:
 
 
 def settings_of(config: Config, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `TransformerConfig` that training decides."""
+    """Return the fields of `TransformerConfig` that training decides."""
     model, parallel, training = config.model, config.parallel, config.training
     settings: dict[str, Any] = {
         "hidden_dropout": model.hidden_dropout,

@@ -128,7 +128,7 @@ def _pretrain(
 
 
 def datasets_of(trainer: Trainer, provider: DatasetsProvider | None) -> Datasets:
-    """The data sets of a run, by a provider of the user's own where there is one.
+    """Return the data sets of a run, by a provider of the user's own where there is one.
 
     Raises:
         DataError: data are missing, or are not what batches are made of.
@@ -143,24 +143,24 @@ def datasets_of(trainer: Trainer, provider: DatasetsProvider | None) -> Datasets
             rows_per_sample=rows_per_sample(trainer.flow),
         )
     train, valid, test = provider(list(samples_of(config)))
-    found = Datasets(train, valid, test)
-    for name, dataset in zip(NAMES, (found.train, found.valid, found.test), strict=True):
+    datasets = Datasets(train, valid, test)
+    for name, dataset in zip(NAMES, (datasets.train, datasets.valid, datasets.test), strict=True):
         if dataset is not None:
             check_rows(dataset, config.training.seq_length, f"the data set of the provider, {name}")
         elif name == "train":
             raise DataError("the provider of data sets has nothing to train with")
-    return found
+    return datasets
 
 
 def samples_of(config: Config) -> tuple[int, int, int]:
-    """How many samples the run takes of the data to train, validate and test on."""
+    """Return how many samples the run takes of the data to train, validate and test on."""
     training = config.training
     size = training.global_batch_size
     return training.steps * size, training.eval_steps * size, training.eval_steps * size
 
 
 def beginning_of(trainer: Trainer) -> str:
-    """What the run starts from, in words."""
+    """Return what the run starts from, in words."""
     path, iteration = trainer.restored.path, trainer.restored.iteration
     if path is None:
         return f"starts with new weights, from seed {trainer.config.training.seed}"
@@ -171,7 +171,7 @@ def beginning_of(trainer: Trainer) -> str:
 
 
 def is_due(interval: int | None, iteration: int) -> bool:
-    """Whether something that happens each `interval` steps happens now."""
+    """Return whether something that happens each `interval` steps happens now."""
     return interval is not None and iteration % interval == 0
 
 
@@ -184,7 +184,7 @@ def evaluate(trainer: Trainer, name: str, dataset: Samples | None) -> None:
 
 
 def batches_of(trainer: Trainer, dataset: Samples, consumed_samples: int) -> Iterator[list[Batch]]:
-    """This data-parallel rank's microbatches, step by step, without end."""
+    """Yield this data-parallel rank's microbatches, step by step, without end."""
     each = microbatches(
         dataset,
         trainer.config,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from train_entry.config.schema import Config
 from train_entry.flows.base import Batch, Flow
 from train_entry.flows.proof import LossProof, refuse
-from train_entry.forward_step import Told, forward_step, own_forward_step, reference_step
+from train_entry.forward_step import Sums, forward_step, own_forward_step, reference_step
 from train_entry.initialize import together
 
 
@@ -54,21 +54,21 @@ class Schedule:
         proof = None if self._proven or forward_only or self._own is not None else self._proof(len(microbatches))
         ours = partial(forward_step, self._flow, proof, self._in_tokens)
         step = ours if self._own is None else partial(own_forward_step, self._own)
-        told = self._run(step, self._model, microbatches, forward_only=forward_only)
+        outputs = self._run(step, self._model, microbatches, forward_only=forward_only)
         if proof is not None:
             with together():
                 refuse(self._flow, proof.problems)
             self._proven = True
-        return self._summed(told)
+        return self._summed(outputs)
 
     def _run(
         self, step: Callable[..., Any], model: list[Any], microbatches: Sequence[Batch], *, forward_only: bool
-    ) -> list[Told]:
-        """What the last stage tells of each microbatch; nothing on the others."""
+    ) -> list[Sums]:
+        """Return what the last stage tells of each microbatch; nothing on the others."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         several = len(model) > 1
-        told: list[Told] = get_forward_backward_func()(
+        outputs: list[Sums] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(microbatches) for _ in model] if several else iter(microbatches),
             model=model if several else model[0],
@@ -77,14 +77,14 @@ class Schedule:
             micro_batch_size=self._training.micro_batch_size,
             forward_only=forward_only,
         )
-        return told
+        return outputs
 
     def _with_reference(self, microbatches: Sequence[Batch]) -> list[Batch]:
-        """The microbatches with the output of the reference model, on the stage that computes losses."""
+        """Return the microbatches with the output of the reference model, on the stage that computes losses."""
         with torch.no_grad():
             step = partial(reference_step, self._flow)
-            told = self._run(step, self._reference, microbatches, forward_only=True)
-        outputs: Sequence[Told] = told or [{} for _ in microbatches]
+            answers = self._run(step, self._reference, microbatches, forward_only=True)
+        outputs: Sequence[Sums] = answers or [{} for _ in microbatches]
         return [{**batch, **output} for batch, output in zip(microbatches, outputs, strict=True)]
 
     def _proof(self, num_microbatches: int) -> LossProof:
@@ -98,19 +98,19 @@ class Schedule:
             else None,
         )
 
-    def _summed(self, told: list[Told]) -> dict[str, float]:
+    def _summed(self, outputs: list[Sums]) -> dict[str, float]:
         """Sums over microbatches, and over the data- and context-parallel ranks of the last stage, which tells all."""
         from megatron.core import parallel_state
 
         stages = parallel_state.get_pipeline_model_parallel_group()
         last = dist.get_process_group_ranks(stages)[-1]
         if self._names is None:
-            names = [list(told[0]) if told else []]
+            names = [list(outputs[0]) if outputs else []]
             if stages.size() > 1:
                 dist.broadcast_object_list(names, last, group=stages)
             self._names = names[0]
-        if told:
-            sums = torch.stack([torch.stack([each[name].float() for each in told]).sum() for name in self._names])
+        if outputs:
+            sums = torch.stack([torch.stack([each[name].float() for each in outputs]).sum() for name in self._names])
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         else:
             sums = torch.zeros(len(self._names), device=self._device)

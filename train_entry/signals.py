@@ -1,4 +1,4 @@
-"""How a run is asked to end early: by a signal, as clusters send it before they take machines back, or by the clock.
+"""Requests that a run end early: by a signal, as clusters send it before they take machines back, or by the clock.
 
 SIGTERM and SIGUSR1 are noted when they come and acted on after the step in which any rank got one: the run saves a
 checkpoint and ends in order, with exit code 0. Started again, it goes on.
@@ -44,16 +44,16 @@ class StopRequest:
             signal.signal(number, handler)
 
     def agreed(self, device: torch.device | str = "cpu") -> bool:
-        """Whether any rank was asked to end. All ranks call it together, and get the same answer.
+        """Return whether any rank was asked to end. All ranks call it together, and get the same answer.
 
         Args:
             device: for the one number that is exchanged, where the process group cannot do that in host memory.
         """
         if self.reason is None:
             late = self._deadline is not None and time.monotonic() > self._deadline
-            told = torch.tensor(self._noted or (CLOCK if late else 0), device=self._place(device))
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-            self.reason = self._named(int(told))
+            reason = torch.tensor(self._noted or (CLOCK if late else 0), device=self._place(device))
+            dist.all_reduce(reason, dist.ReduceOp.MAX)
+            self.reason = self._named(int(reason))
         return self.reason is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What training changes and a checkpoint keeps: the model, its optimizer, the schedule, and how far they have come."""
+"""The state of training that a checkpoint keeps: the model, its optimizer, the schedule, and how far they have come."""
 
 from __future__ import annotations
 

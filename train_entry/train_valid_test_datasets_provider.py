@@ -48,14 +48,14 @@ def train_valid_test_datasets_provider(
     if tokenizer is not None:
         check_fits(tokenizer, vocab_size)
     notes: tuple[str, ...] = ()
-    found: list[Any]
+    datasets: list[Any]
     if config.data.dataset:
-        found = own_datasets(config, tokenizer, num_samples)
+        datasets = own_datasets(config, tokenizer, num_samples)
     elif config.data.kind == "mock":
-        found = [*mock_datasets(config, vocab_size, num_samples)]
+        datasets = [*mock_datasets(config, vocab_size, num_samples)]
     elif config.data.kind == "indexed":
-        found, notes = indexed_datasets(config, vocab_size, tokenizer, num_samples)
+        datasets, notes = indexed_datasets(config, vocab_size, tokenizer, num_samples)
     else:
-        found, notes = sft_datasets(config, tokenizer, num_samples, rows_per_sample)
-    train, valid, test = found
+        datasets, notes = sft_datasets(config, tokenizer, num_samples, rows_per_sample)
+    train, valid, test = datasets
     return Datasets(train, valid, test, notes)

@@ -195,7 +195,7 @@ class Trainer:
         return training.global_batch_size // (training.micro_batch_size * self.dp_size)
 
     def split(self, batch: Batch) -> list[Batch]:
-        """This data-parallel rank's microbatches of a global batch: the ranks take turns, a microbatch each.
+        """Return this data-parallel rank's microbatches of a global batch: the ranks take turns, a microbatch each.
 
         Raises:
             ConvertError: the batch has another size than `global_batch_size`.
@@ -204,7 +204,7 @@ class Trainer:
         return deal(batch, *sizes, dp_rank=self.dp_rank, dp_size=self.dp_size)
 
     def train(self, batch: Batch | Sequence[Batch]) -> StepMetrics:
-        """One step of the optimizer.
+        """Take one step of the optimizer.
 
         Args:
             batch: tensors `[global_batch_size, seq_length]`, the same on every rank; or this data-parallel rank's
@@ -219,7 +219,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         with self.phases("forward-backward"):
-            told = self.schedule(microbatches, forward_only=False)
+            sums = self.schedule(microbatches, forward_only=False)
         with self.phases("optimizer"):
             success, grad_norm, _ = state.optimizer.step()
         if success:
@@ -228,8 +228,8 @@ class Trainer:
         state.consumed_samples += samples
         tokens = samples * self.config.training.seq_length
         state.num_floating_point_operations += tokens * flops_per_token(self.args)
-        count = max(told["count"], 1.0)  # of tokens that count in the loss; a batch may have none
-        loss = told["total"] / count
+        count = max(sums["count"], 1.0)  # of tokens that count in the loss; a batch may have none
+        loss = sums["total"] / count
         self.last = StepMetrics(
             iteration=state.iteration,
             loss=loss,
@@ -240,7 +240,7 @@ class Trainer:
             seconds=self._lap(),
             skipped=not success,
             loss_scale=float(state.optimizer.get_loss_scale()) if self.config.training.precision == "fp16" else None,
-            extra={name: value / count for name, value in told.items() if name not in ("total", "count")},
+            extra={name: value / count for name, value in sums.items() if name not in ("total", "count")},
         )
         if success and not math.isfinite(loss):
             self.log_last_metrics()
@@ -253,17 +253,17 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch | Sequence[Batch]]) -> float:
-        """The loss per token over some global batches, without training."""
+        """Compute the loss per token over some global batches, without training."""
         total = count = 0.0
         with self._not_training("eval"), evaluating(self.state.model):
             for batch in batches:
                 microbatches = self._microbatches(batch)
-                told = self.schedule(microbatches, forward_only=True)
-                total, count = total + told["total"], count + told["count"]
+                sums = self.schedule(microbatches, forward_only=True)
+                total, count = total + sums["total"], count + sums["count"]
         return total / max(count, 1.0)
 
     def _microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
-        """This rank's microbatches, each of whole samples."""
+        """Return this rank's microbatches, each of whole samples."""
         given = self.split(batch) if isinstance(batch, Mapping) else list(batch)
         check_whole(given, rows_per_sample(self.flow))
         return given

@@ -53,6 +53,6 @@ def _check(check: Check, files: Files) -> None:
 
 
 def _rounds(check: Check, other: View, files: Files, block: tuple[slice, ...]) -> bool:
-    """Whether a block of master copies is that of its weight."""
+    """Return whether a block of master copies is that of its weight."""
     masters, weights = files.read(check.view.block(block)), files.read(other.block(block))
     return are_masters(masters, weights, other.dtype, check.near)

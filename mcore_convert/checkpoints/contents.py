@@ -94,12 +94,14 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
 
 
 def stored_contents(checkpoint: Checkpoint) -> Contents:
-    """The tensors that lie in one piece, as they are stored, of whatever model they are."""
+    """Return the tensors that lie in one piece, as they are stored, of whatever model they are."""
     return Contents(checkpoint, None, tensors=tuple(_stored(checkpoint)))
 
 
 def family_of(model: Model) -> Family:
-    """The rows of a model: those of its family for Hugging Face, else those of any GPT model, which are the same."""
+    """Return the rows of a model: those of its family for Hugging Face, else those of any GPT model,
+    which are the same.
+    """
     return model.family if model.checkpoint.side is Side.HUGGING_FACE else gpt.family(model.args)
 
 
@@ -110,7 +112,7 @@ def _tensor(item: Item, slots: list[Slot], model: Model, family: Family) -> Tens
 
 
 def _stored(checkpoint: Checkpoint) -> list[Tensor]:
-    """The tensors of a directory under their own names, layer by layer."""
+    """Return the tensors of a directory under their own names, layer by layer."""
     stored = []
     for name, view in checkpoint.whole_views.items():
         weight, expert = _without_number(EXPERT, name, "{expert}")
@@ -128,7 +130,7 @@ def _stored(checkpoint: Checkpoint) -> list[Tensor]:
 
 
 def _without_number(pattern: re.Pattern[str], name: str, placeholder: str) -> tuple[str, int | None]:
-    """A name with a placeholder for the number that the pattern finds, and that number."""
+    """Return a name with a placeholder for the number that the pattern finds, and that number."""
     matched = pattern.search(name)
     if matched is None:
         return name, None
@@ -136,7 +138,7 @@ def _without_number(pattern: re.Pattern[str], name: str, placeholder: str) -> tu
 
 
 def paired(a: Contents, b: Contents) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], list[Tensor]]:
-    """The tensors of both, in the order of the first; then those of one only.
+    """Return the tensors of both, in the order of the first; then those of one only.
 
     Raises:
         VerificationError: a tensor has two shapes.

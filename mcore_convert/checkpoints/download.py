@@ -22,7 +22,7 @@ REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def local_path(source: str, revision: str | None = None) -> Path:
-    """The directory that a source names: itself where it exists, else the Hub's model of that name, downloaded.
+    """Return the directory that a source names: itself where it exists, else the Hub's model of that name, downloaded.
 
     Args:
         source: a path, or a Hub id (`gpt2`, `meta-llama/Llama-3.2-1B`).
@@ -31,20 +31,49 @@ def local_path(source: str, revision: str | None = None) -> Path:
     Raises:
         UnreadableCheckpoint: neither a directory nor a model on the Hub, or a slip in the name of a path.
     """
-    return _path_of(source, revision, _files_of_model)
+    return existing(source) or downloaded(source, revision)
+
+
+def existing(source: str | Path) -> Path | None:
+    """Return the path that a source names; None where there is none, so that it may be a model of the Hub.
+
+    Raises:
+        UnreadableCheckpoint: it is a URL, and nothing is there; or what is there is not whole.
+    """
+    path = source_at(source)
+    if path.exists():
+        return path
+    if isinstance(path, RemotePath):
+        raise absent(path)
+    return None
+
+
+def downloaded(source: str, revision: str | None = None) -> Path:
+    """Download the Hub's model of a name, and return its directory.
+
+    Raises:
+        UnreadableCheckpoint: as `local_path`.
+    """
+    _check_name(source, revision)
+    return _download(source, revision, _files_of_model)
 
 
 def tokenizer_path(source: str) -> Path:
-    """The directory of a tokenizer: itself where it exists, else that of the Hub's model of that name, downloaded.
+    """Return the directory of a tokenizer: itself where it exists, else that of the Hub's model of that name,
+    downloaded.
 
     Raises:
         UnreadableCheckpoint: neither a directory nor a model on the Hub, or a slip in the name of a path.
     """
-    return _path_of(source, None, lambda files: [*TOKENIZER_FILES])
+    path = existing(source)
+    if path is None:
+        _check_name(source, None)
+        path = _download(source, None, lambda files: [*TOKENIZER_FILES])
+    return path
 
 
 def unreachable() -> str | None:
-    """Why the Hub cannot be asked; None where it answers.
+    """Return why the Hub cannot be asked; None where it answers.
 
     The Hub's client repeats what fails for most of a minute, and waits for a name server without a limit, so it is not
     begun without a sign of the Hub.
@@ -74,16 +103,6 @@ def _no_sign_of(endpoint: str) -> str | None:
     return reasons[0] if reasons else f"no answer in {patience:g} s"
 
 
-def _path_of(source: str, revision: str | None, patterns: Callable[[list[str]], list[str]]) -> Path:
-    path = source_at(source)
-    if path.exists():
-        return path
-    if isinstance(path, RemotePath):
-        raise absent(path)
-    _check_name(source, revision)
-    return _download(source, revision, patterns)
-
-
 def _files_of_model(files: list[str]) -> list[str]:
     safe = any(file == "model.safetensors" or file == INDEX for file in files)
     weights = ["model*.safetensors", INDEX] if safe else ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
@@ -91,7 +110,7 @@ def _files_of_model(files: list[str]) -> list[str]:
 
 
 def streamed(source: str, revision: str | None = None) -> Path:
-    """The Hub's model of a name as a remote path, of the commit that is there now: nothing is downloaded yet.
+    """Return the Hub's model of a name as a remote path, of the commit that is there now: nothing is downloaded yet.
 
     Raises:
         UnreadableCheckpoint: as `local_path`.
@@ -136,8 +155,8 @@ def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], l
         raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {reason}", hint=hint)
     with _hub_errors(repo):
         # One request with a limit: the call that lists files repeats it for half a minute where there is no network.
-        found = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
-        files = [file.rfilename for file in found.siblings or ()]
+        model = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
+        files = [file.rfilename for file in model.siblings or ()]
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns(files)))
 
 
@@ -159,11 +178,11 @@ def _hub_errors(repo: str) -> Iterator[None]:
                 f"cannot download `{repo}`: `{error.filename or 'the cache'}`: {error.strerror}",
                 hint="HF_HOME names the directory for downloads: choose one that can be written and has room",
             ) from error
-        said = first_line(error)
-        raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {said}") from error
+        reason = first_line(error)
+        raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {reason}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of the client says, in a line."""
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    """Return what an error of the client says, in a line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

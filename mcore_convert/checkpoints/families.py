@@ -51,7 +51,7 @@ def unrepresented() -> dict[str, str]:
 
 
 def named(name: str) -> Family:
-    """The family of this name.
+    """Return the family of this name.
 
     Raises:
         ConfigError: there is none.
@@ -64,7 +64,7 @@ def named(name: str) -> Family:
 
 
 def of_config(config: Mapping[str, Any]) -> Family:
-    """The family of a `config.json`, by its `architectures`, else its `model_type`.
+    """Return the family of a `config.json`, by its `architectures`, else its `model_type`.
 
     Raises:
         ConfigError: none reads it.
@@ -81,7 +81,7 @@ def of_config(config: Mapping[str, Any]) -> Family:
 
 
 def _reader_of(config: Mapping[str, Any]) -> Family | None:
-    """The family that reads a `config.json`; of several, as where a package has its own, the most prevalent."""
+    """Return the family that reads a `config.json`; of several, as where a package has its own, the most prevalent."""
     architectures, kind = architectures_of(config), config.get("model_type")
     readers = [
         family
@@ -116,7 +116,7 @@ class Choice:
 
 
 def of_arguments(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Family:
-    """The family of normalised Megatron arguments, as `choose` finds it."""
+    """Return the family of normalised Megatron arguments, as `choose` finds it."""
     return choose(args, config).family
 
 
@@ -162,7 +162,9 @@ def choose(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> 
 
 
 def _rules(args: Mapping[str, Any], reader: Family | None) -> Iterator[tuple[str, Callable[[Family], int]]]:
-    """The rules of `choose`: what to say of a family that wins by it, and a number that is smaller for a better one."""
+    """Yield the rules of `choose`: what to say of a family that wins by it,
+    and a number that is smaller for a better one.
+    """
     yield "", lambda family: family is not reader
     yield "its export adds no weight that the model lacks, and loses none", lambda family: _unfaithful(family, args)
     tokenizer = args.get("tokenizer_model")
@@ -172,7 +174,9 @@ def _rules(args: Mapping[str, Any], reader: Family | None) -> Iterator[tuple[str
 
 
 def _unfaithful(family: Family, args: Mapping[str, Any]) -> int:
-    """How many rows a family has and Megatron's model lacks, which an export would invent, or the other way around."""
+    """Return how many rows a family has and Megatron's model lacks, which an export would invent,
+    or the other way around.
+    """
     dims = Dims.of(args, vocab_size=1, padded_vocab_size=1)
     rows, plain = (
         {weight.name for weight in weights if weight.exists(dims)} for weights in (family.weights, gpt.weights(args))
@@ -181,7 +185,7 @@ def _unfaithful(family: Family, args: Mapping[str, Any]) -> int:
 
 
 def _named_by(tokenizer: str, family: Family) -> int:
-    """How well the name of a tokenizer, or the configuration beside it, tells a family; 0 where it does not."""
+    """Return how well the name of a tokenizer, or the configuration beside it, tells a family; 0 where it does not."""
     file = Path(tokenizer) / CONFIG
     if file.is_file():
         return len(tokenizer) if _reader_of(read_json(file)) is family else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections.abc import Iterator
 
 from mcore_convert.checkpoints.download import first_line
@@ -48,18 +49,31 @@ def hub_errors(what: str) -> Iterator[None]:
             first, *rest = str(error).strip().splitlines() or [type(error).__name__]
             below = [] if answer is not None else [first_line(each) for each in chain[1:]]
             raise HubError(f"{what}: {first}", items=[line for line in (*rest, *below) if line.strip()]) from error
+        if _is_of_client(error):
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise HubError(
+                f"{what}: the Hub's answer is not one that its client reads: {reason}", hint=AGAIN
+            ) from error
         raise
 
 
+def _is_of_client(error: Exception) -> bool:
+    """Whether it was the client that failed on what it was answered, and not a function of ours that it has called."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).split(".")[0] == "huggingface_hub"
+
+
 def is_connection(error: BaseException) -> bool:
-    """Whether an error is that of a connection, and not an answer."""
+    """Return whether an error is that of a connection, and not an answer."""
     from huggingface_hub.errors import HTTPError
 
     return isinstance(error, HTTPError | ConnectionError) and not hasattr(error, "response")
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether what failed may succeed when it is tried again: a lost connection, an overloaded server, a race."""
+    """Return whether what failed may succeed when it is tried again: a lost connection, an overloaded server,
+    a race.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     chain = list(_chain(error))
@@ -68,36 +82,36 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it comes from, the innermost last."""
+    """Yield an error and what it comes from, the innermost last."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _words(error: Exception) -> str:
-    """What the server said, or else the client."""
-    said = getattr(error, "server_message", None)
-    return said.strip().splitlines()[0] if isinstance(said, str) and said.strip() else first_line(error)
+    """Return the server's message, or else the client's."""
+    message = getattr(error, "server_message", None)
+    return message.strip().splitlines()[0] if isinstance(message, str) and message.strip() else first_line(error)
 
 
-def _refusal(what: str, status: int, said: str) -> HubError:
+def _refusal(what: str, status: int, answer: str) -> HubError:
     if status == 401:
         place = (
             "HF_TOKEN, which goes before that of `hf auth login`" if os.environ.get("HF_TOKEN") else "`hf auth login`"
         )
-        message = "the Hub does not accept the token: it is invalid, or its time is up"
-        return HubError(message, items=[f"it is that of {place}"], hint=LOGIN)
+        reason = "the Hub does not accept the token: it is invalid, or its time is up"
+        return HubError(reason, items=[f"it is that of {place}"], hint=LOGIN)
     if status == 403:
         hint = f"a token needs write access to the repository's owner, see {TOKENS}; or choose an owner that is yours"
-        return HubError(f"{what}: {said}", hint=hint)
+        return HubError(f"{what}: {answer}", hint=hint)
     if status == 404:
-        return HubError(f"{what}: {said}", hint="is the name right, and may the token see it?")
+        return HubError(f"{what}: {answer}", hint="is the name right, and may the token see it?")
     if status == 409:
-        return HubError(f"{what}: {said}", hint="something of that name is there: choose another name")
+        return HubError(f"{what}: {answer}", hint="something of that name is there: choose another name")
     if status == 412:
         return HubError(f"{what}: someone else has just changed it", hint=AGAIN)
     if status == 429:
         return HubError(f"{what}: too many requests", hint="wait some minutes, then run the same command again")
     if status >= 500:
-        return HubError(f"{what}: the Hub fails with {status}: {said}", hint=AGAIN)
-    return HubError(f"{what}: the Hub answers {status}: {said}")
+        return HubError(f"{what}: the Hub fails with {status}: {answer}", hint=AGAIN)
+    return HubError(f"{what}: the Hub answers {status}: {answer}")

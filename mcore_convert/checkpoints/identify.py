@@ -27,6 +27,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import spell
 from mcore_convert.spec.shard import Box
+from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.paths import absent
 from mcore_convert.storage.remote import located
 
@@ -39,8 +40,8 @@ class Model:
 
     `args` are normalised Megatron arguments of the architecture; `config` is the original `config.json` where one is
     known: that of the directory, the one supplied, or the one carried along since the checkpoint came from there.
-    `folder` is where its tokenizer and the like are. `vocab_is_said` is false where all rows of the embedding are taken
-    for the vocabulary, since nothing says which of them are padding.
+    `folder` is where its tokenizer and the like are. `vocab_is_stated` is false where nothing says which rows of the
+    embedding are padding, so that all of them are taken for the vocabulary.
     Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusal` says
     why. `choice` is how the family of a Megatron model was found. `ignored` are the unknown keys of its `config.json`
     that a user says change nothing, with their values.
@@ -54,7 +55,7 @@ class Model:
     notes: tuple[str, ...] = field(default=())
     refusal: ConfigError | None = None
     folder: Path | None = None
-    vocab_is_said: bool = True
+    vocab_is_stated: bool = True
     choice: Choice | None = None
     ignored: tuple[str, ...] = ()
 
@@ -101,6 +102,7 @@ def open_any(path: Path, **options: Unpack[ModelOptions]) -> Opened:
         return Opened(checkpoint, None, error)
 
 
+@without_collection()
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open a directory in whatever format it has, headers only; of a training run its newest checkpoint.
 
@@ -212,7 +214,9 @@ def in_one_family(a: Model, b: Model) -> tuple[Model, Model]:
 def _ignoring(
     family: Family, config: Mapping[str, Any] | None, keys: Sequence[str]
 ) -> tuple[Family, tuple[str, ...], list[str]]:
-    """The family with further keys of `config.json` that change nothing, those that it has, and what to say of them."""
+    """Return the family with further keys of `config.json` that change nothing, those that it has,
+    and what to say of them.
+    """
     if not keys:
         return family, (), []
     ignored = tuple(f"`{key}` = {shown(config[key])}" for key in keys if config is not None and key in config)
@@ -230,16 +234,18 @@ def _identify_by_config(
     dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)
     opened = checkpoint.named_for(family)
     if dims.mtp_num_layers and not _predicts(opened, family, dims):
-        said = [f"`{key}` = {shown(config[key])}" for key in family.config.keys_of("mtp_num_layers") if config.get(key)]
-        if said:
-            notes.append(f"config.json says {said[0]}, but no file has such layers: converted without them")
+        stated = [
+            f"`{key}` = {shown(config[key])}" for key in family.config.keys_of("mtp_num_layers") if config.get(key)
+        ]
+        if stated:
+            notes.append(f"config.json says {stated[0]}, but no file has such layers: converted without them")
         args = {**args, "mtp_num_layers": None}
         dims = replace(dims, mtp_num_layers=0)
     return Model(opened, family, dims, args, config, tuple(notes), folder=opened.companions, ignored=ignored)
 
 
 def _predicts(checkpoint: Checkpoint, family: Family, dims: Dims) -> bool:
-    """Whether any tensor is of a layer that predicts further tokens; transformers saves models without them."""
+    """Return whether any tensor is of a layer that predicts further tokens; transformers saves models without them."""
     rows = ((weight, at) for weight, at in family.instances(dims) if weight.predicts)
     names = (spell(name, at) for weight, at in rows for spelling in weight.spellings for name in spelling.hf)
     return any(name in checkpoint.tensors for name in names)
@@ -308,7 +314,7 @@ def _identify_megatron(
         config,
         tuple(notes),
         refusal,
-        vocab_is_said=stated is not None,
+        vocab_is_stated=stated is not None,
         choice=choice,
         ignored=ignored,
     )

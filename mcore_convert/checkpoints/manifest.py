@@ -12,16 +12,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Checkpoint
-from mcore_convert.formats.files.json_file import parsed
+from mcore_convert.formats.files.json_file import cost_of, parsed
 from mcore_convert.formats.files.model_folder import CARD
-from mcore_convert.storage.digests import ALGORITHM, BLOCK, checksum_of, sealed
+from mcore_convert.storage.digests import ALGORITHM, BLOCK, Unsealed, sealed
 from mcore_convert.storage.disk import write_parts
-from mcore_convert.storage.sources import Limit, Unfit, content_of
+from mcore_convert.storage.sources import MEMORY, Limit, Unfit, content_of, handle_of, open_file, size_of
 from mcore_convert.storage.views import TensorMeta, View, is_inside, open_error
 from mcore_convert.version import VERSION
 
@@ -29,11 +30,13 @@ MANIFEST = "mcore_convert.json"
 FORMAT = 1  # of the manifest itself
 BEGINNING = re.compile(rb'{"mcore_convert": "[^"\\\n]*",\n"manifest": (\d{1,9}),\n')
 CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"}\n')
+HEAD = 2**12  # bytes that have the beginning
+KEPT, KEPT_STRING = 250, 50  # bytes of memory that an entry takes, and each of its strings beside its text
 CHANGED_HINT = f"if the change is meant, remove `{MANIFEST}`; else copy or convert the checkpoint again"
 UNCOVERED = (CARD, MANIFEST)  # a model card is there to be edited
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """Bytes `start` to `end` of a file, which hold a box of a tensor; `sums` are the checksums of its blocks."""
 
@@ -44,7 +47,7 @@ class Part:
     sums: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class File:
     """A file: its size, and the checksum of what is in no tensor; None where none was taken."""
 
@@ -91,7 +94,7 @@ def manifest_lines(
     headers: Mapping[str, TensorMeta],
     tensors: Iterable[tuple[str, Mapping[str, Any]]],
 ) -> Iterator[bytes]:
-    """The content of a manifest, line by line."""
+    """Yield the content of a manifest, line by line."""
 
     def pairs(entries: Iterable[tuple[str, Any]]) -> Iterator[str]:
         before = "\n"
@@ -124,7 +127,7 @@ def write_manifest(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def _last_line(checksum: str) -> bytes:
-    """What ends a manifest: the checksum of all bytes before."""
+    """Return what ends a manifest: the checksum of all bytes before."""
     return f'"checksum": "{checksum}"}}\n'.encode()
 
 
@@ -135,7 +138,14 @@ def read_manifest(path: Path) -> Manifest | None:
         UnreadableCheckpoint: it is damaged, or no regular file.
     """
     try:
-        text = content_of(path, Limit.MANIFEST)
+        with open_file(path) as file:
+            if size_of(handle_of(file)) > Limit.MANIFEST.nbytes:
+                raise Unfit(path, "it is too large")
+            begins = BEGINNING.match(file.peek(HEAD))
+            if begins is not None and int(begins[1]) == FORMAT:
+                return _parsed(path, file)
+        if begins is None:
+            _refuse_damaged(path, content_of(path, Limit.MANIFEST))
     except FileNotFoundError:
         return None
     except (Unfit, IsADirectoryError) as error:
@@ -143,19 +153,9 @@ def read_manifest(path: Path) -> Manifest | None:
         raise UnreadableCheckpoint(f"`{path}` is no file of at most {largest:,} bytes", hint=CHANGED_HINT) from error
     except OSError as error:
         raise open_error(path, error) from error
-    begins = BEGINNING.match(text)
-    if begins is None:
-        _refuse_damaged(path, text)
-    if begins is None or int(begins[1]) != FORMAT:
-        return None
-    start = text.rfind(b'"checksum": "')
-    found = CHECKSUM.fullmatch(text, start)
-    if found is None or checksum_of(memoryview(text)[:start]) != found[1].decode():
-        raise _damaged(path)
-    try:
-        return _parsed(path, text[:start], found[1].decode())
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error
+    return None
 
 
 def _refuse_damaged(path: Path, text: bytes) -> None:
@@ -175,29 +175,47 @@ def _damaged(path: Path) -> UnreadableCheckpoint:
     )
 
 
-def _entries(text: bytes) -> Iterator[tuple[str, str, Any]]:
-    """The entries of a manifest without its last line: section (none for facts), name and value.
+def _entries(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, str, Any]]:
+    """The entries of a manifest: section (none for facts), name and value.
 
-    They are read line by line, as they were written, so that what all are together need not be in memory.
+    They are read line by line, as they were written: what all are together, and what Python makes of them before it is
+    kept, is never in memory at once.
+
+    Raises:
+        UnreadableCheckpoint: what is kept of them would take more memory than any manifest that is in use.
     """
-    section = ""
-    for line in text[1:].splitlines():
+    section, kept = "", 0
+    for number, line in enumerate(lines):
+        line = line if number else line[1:]
         if line == b"}," and section:
             section = ""
         elif not section and line.endswith(b": {"):
             section = str(json.loads(line.removesuffix(b": {")))
         else:
-            ((name, value),) = parsed(b"{" + line.removesuffix(b",") + b"}", any_string=True).items()
+            text = b"{" + line.removesuffix(b",") + b"}"
+            kept += KEPT + 2 * len(line) + KEPT_STRING // 2 * line.count(b'"') if section else cost_of(text)
+            if kept > MEMORY:
+                raise UnreadableCheckpoint(
+                    f"`{path}` would take more than {MEMORY:,} bytes of memory", hint=CHANGED_HINT
+                )
+            ((name, value),) = parsed(text, any_string=True).items()
             yield section, name, value
 
 
-def _parsed(path: Path, text: bytes, checksum: str) -> Manifest:
+def _parsed(path: Path, file: BufferedReader) -> Manifest:
+    """What a manifest says.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError, RecursionError: it is damaged.
+        UnreadableCheckpoint: it would take too much memory.
+    """
     facts: dict[str, Any] = {}
     files: dict[str, File] = {}
     headers: dict[str, TensorMeta] = {}
     own: dict[str, TensorMeta] = {}  # where a reader finds the tensors by their own names
     parts: list[Part] = []
-    for section, name, value in _entries(text):
+    lines = Unsealed(file, CHECKSUM)
+    for section, name, value in _entries(path, lines):
         if section == "files":
             files[name] = File(int(value["size"]), value.get("rest"))
         elif section == "headers":
@@ -212,11 +230,11 @@ def _parsed(path: Path, text: bytes, checksum: str) -> Manifest:
     block, version = int(facts["checksums"]["block"]), str(facts["mcore_convert"])
     if block < 1:
         raise ValueError("blocks without bytes")
-    return Manifest(path, version, files, headers or own, tuple(parts), len(own), block, checksum)
+    return Manifest(path, version, files, headers or own, tuple(parts), len(own), block, lines.checksum)
 
 
 def _parts(name: str, entries: Iterable[Mapping[str, Any]], files: Mapping[str, File], block: int) -> Iterator[Part]:
-    """The parts of a tensor, each of which lies in its file and has a checksum for each block, or none."""
+    """Yield the parts of a tensor, each of which lies in its file and has a checksum for each block, or none."""
     for entry in entries:
         start, end = map(int, entry["bytes"])
         if not 0 <= start <= end <= files[entry["file"]].size:
@@ -262,7 +280,7 @@ def check_manifest(checkpoint: Checkpoint) -> None:
 
 
 def sizes_that_differ(manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
-    """The files that are not there, or have another size than the manifest says, a line each."""
+    """Yield the files that are not there, or have another size than the manifest says, a line each."""
     for name in sorted(names):
         try:
             size = (manifest.folder / name).stat().st_size
@@ -274,7 +292,7 @@ def sizes_that_differ(manifest: Manifest, names: Iterable[str]) -> Iterator[str]
 
 
 def _elsewhere(manifest: Manifest, views: Mapping[str, View]) -> Iterator[str]:
-    """The tensors that lie in another place of a file than they were written to."""
+    """Yield the tensors that lie in another place of a file than they were written to."""
     for part in manifest.parts:
         view = views.get(part.tensor)
         if view is not None and view.nbytes and (view.path, view.offset) != (manifest.folder / part.file, part.start):

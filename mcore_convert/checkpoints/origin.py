@@ -17,7 +17,8 @@ ENDS = 64 * 2**10  # bytes at either end of a file that tell it from another of 
 
 
 def source_facts(checkpoint: Checkpoint, files: Iterable[Path]) -> dict[str, Any]:
-    """The name and the format of a source, and of each file that is copied from its size and a checksum of its ends.
+    """Return the name and the format of a source, and of each file that is copied from its size and a checksum of its
+    ends.
 
     Where the source has a manifest itself, its checksum says all of it.
     """
@@ -32,7 +33,9 @@ def source_facts(checkpoint: Checkpoint, files: Iterable[Path]) -> dict[str, Any
 
 
 def name_of(path: Path) -> str:
-    """The name of a checkpoint without the path to it: of an iteration with its run, of the Hub's with its commit."""
+    """Return the name of a checkpoint without the path to it: of an iteration with its run,
+    of the Hub's with its commit.
+    """
     if isinstance(path, RemotePath) and path.parent is path:  # a repository of the Hub, whose path has the commit
         return "/".join(path.parts[1:])
     full = path.absolute()

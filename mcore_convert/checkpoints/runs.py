@@ -43,7 +43,7 @@ class Run:
         return file if file.is_file() else None
 
     def latest(self) -> int | None:
-        """The iteration that the tracker file names; None where there is none, or it names a release.
+        """Return the iteration that the tracker file names; None where there is none, or it names a release.
 
         Raises:
             UnreadableCheckpoint: it says something else.
@@ -63,13 +63,14 @@ class Run:
         return iteration_of(Path(name))
 
     def iterations(self) -> dict[int, Path]:
-        """The checkpoints that are complete, by their iteration: none after the one that the tracker names."""
+        """Return the checkpoints that are complete, by their iteration: none after the one that the tracker names."""
         latest = self.latest()
         paths = {number: path for path in iterations(self.checkpoints) if (number := iteration_of(path)) is not None}
         return {number: paths[number] for number in sorted(paths) if latest is None or number <= latest}
 
     def loss_at(self, iteration: int) -> Mapping[str, float]:
-        """The last loss of a step (`train`) and of each evaluation up to an iteration; empty where none is known.
+        """Return the last loss of a step (`train`) and of each evaluation up to an iteration;
+        empty where none is known.
 
         A step that was skipped changed nothing, and its loss is none of the training's.
         """
@@ -83,7 +84,7 @@ class Run:
 
 
 def find_run(path: Path) -> Run | None:
-    """The run that a directory is, with the iterations in it or in `checkpoints`; None where it is none."""
+    """Return the run that a directory is, with the iterations in it or in `checkpoints`; None where it is none."""
     for checkpoints in (path, path / CHECKPOINTS):
         if (checkpoints / TRACKER).is_file() or any(iteration_of(each) is not None for each in iterations(checkpoints)):
             return Run(path, checkpoints) if checkpoints != path else _run_of(path)
@@ -91,7 +92,7 @@ def find_run(path: Path) -> Run | None:
 
 
 def run_around(checkpoint: Path) -> Run | None:
-    """The run that a directory of one iteration belongs to; None where it stands alone."""
+    """Return the run that a directory of one iteration belongs to; None where it stands alone."""
     checkpoint = checkpoint if checkpoint.name else checkpoint.resolve()
     return _run_of(checkpoint.parent) if iteration_of(checkpoint) is not None else None
 
@@ -122,7 +123,9 @@ class History:
 
 
 def history_of(common: Common) -> History:
-    """What the common state of a checkpoint says: Megatron-LM's arguments, and the training entry's configuration."""
+    """Return what the common state of a checkpoint says: Megatron-LM's arguments,
+    and the training entry's configuration.
+    """
     args = common.args or {}
     config = _config_of(common)
     data, checkpoint = _dict(config, "data"), _dict(config, "checkpoint")
@@ -152,7 +155,7 @@ def _config_of(common: Common) -> Mapping[str, Any]:
 
 
 def _data(config: Mapping[str, Any], args: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """The last part of each path, without what says where on a machine it lay, and its weight."""
+    """Yield the last part of each path, without what says where on a machine it lay, and its weight."""
     paths = config.get("train_paths") or config.get("paths")
     if paths:
         weights = config.get("weights") or [None] * len(paths)

@@ -5,8 +5,9 @@ Reads headers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mcore_convert.checkpoints.checks import Check
 from mcore_convert.errors import MappingError, counted, fold
@@ -26,12 +27,16 @@ ALONE_HINT = "the optimizer's state is not that of these weights: --no-optimizer
 
 @dataclass(frozen=True)
 class Sources:
-    """The weights of a checkpoint found: their slots without padding, and what must be checked in the data."""
+    """The weights of a checkpoint found: their slots without padding, and what must be checked in the data.
+
+    `names` are the tensors of the checkpoint that each is made of.
+    """
 
     slots: Mapping[Item, list[Slot]]
     checks: tuple[Check, ...]
+    names: Mapping[Item, Collection[str]]
 
-    @property
+    @cached_property
     def dtype_of(self) -> dict[Item, str]:
         """The dtype of every weight; that of the one before where the source has none, as for a must-be-zero row."""
         dtypes: dict[Item, str] = {}
@@ -42,12 +47,12 @@ class Sources:
         return dtypes
 
     def in_masters(self, source: Checkpoint) -> Sources:
-        """The same without what a master copy stands for, which is proven to round to the weight that is left out."""
+        """Leave out what a master copy stands for, which is proven to round to the weight that is left out."""
         left = {item for item in self.slots if item.state == PARAM and item._replace(state=MASTER) in self.slots}
         known = {(check.view, check.other) for check in self.checks if check.rounded}
         checks = [check for check in master_checks(self.slots, source) if (check.view, check.other) not in known]
         slots = {item: places for item, places in self.slots.items() if item not in left}
-        return Sources(slots, (*self.checks, *checks))
+        return Sources(slots, (*self.checks, *checks), self.names)
 
 
 def find_weights(
@@ -71,35 +76,38 @@ def find_weights(
     findings = Findings()
     slots: dict[Item, list[Slot]] = {}
     checks: list[Check] = []
+    names: dict[Item, Collection[str]] = {}
     broken = []
     for item in (item for item in items_of(family, dims, states) if source.keeps(item, dims)):
         if item.weight.copy_of is not None:
-            slots[item] = slots[family.original_of(item)]
+            slots[item], names[item] = slots[family.original_of(item)], names[family.original_of(item)]
             checks += _copy_checks(item, dims, source, slots[item], findings)
             continue
-        found = without_padding(item.weight, dims, source.locate(item, dims, findings))
-        slots[item] = found
-        if not found:
+        own = Findings()
+        places = without_padding(item.weight, dims, source.locate(item, dims, own))
+        findings.add(own)
+        slots[item], names[item] = places, tuple(own.used)
+        if not places:
             continue
-        reason = untiled([slot.box for slot in found], family.shape(item.weight, dims))
-        dtypes = sorted({slot.view.dtype for slot in found})
+        reason = untiled([slot.box for slot in places], family.shape(item.weight, dims))
+        dtypes = {slot.view.dtype for slot in places}
         if reason is not None:
             broken.append(f"{item}: {reason}")
-        if not set(dtypes) <= DTYPES.keys():
-            broken.append(f"{item} is stored as {' and '.join(dtypes)}: codes without scales are not converted")
+        if not dtypes <= DTYPES.keys():
+            broken.append(f"{item} is stored as {' and '.join(sorted(dtypes))}: codes without scales are not converted")
         elif len(dtypes) > 1:
-            broken.append(f"{item} is made of {' and '.join(dtypes)} parts")
+            broken.append(f"{item} is made of {' and '.join(sorted(dtypes))} parts")
         if item.weight.mcore is None:
             failure = f"`{item}` in `{source.path}` is not zero, and Megatron Core has no place for it"
-            checks += [Check(slot.view, None, failure) for slot in found]
+            checks += [Check(slot.view, None, failure) for slot in places]
         for replica, where in () if allow_drift else source.replicas(item, dims):
             failure = f"the ranks do not agree on `{item}`: {where} differs from the first"
-            checks += equal_checks(replica, found, failure, hint=DRIFT_HINT)
-    if source.found_by_order:
+            checks += equal_checks(replica, places, failure, hint=DRIFT_HINT)
+    if source.matched_by_order:
         checks += master_checks(slots, source)
     checks += _tied_checks(family, dims, source, slots, findings)
     _refuse(family, source, findings, broken)
-    return Sources(slots, tuple(checks))
+    return Sources(slots, tuple(checks), names)
 
 
 def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift: bool = False) -> Sources:
@@ -119,12 +127,15 @@ def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift:
         for item, slots in both.slots.items()
         if item.state == PARAM
     }
-    proofs = () if source.found_by_order else tuple(master_checks(both.slots, source))
-    return Sources(taken, (*both.checks, *proofs))
+    proofs = () if source.matched_by_order else tuple(master_checks(both.slots, source))
+    names = {item: both.names.get(item._replace(state=MASTER), both.names[item]) for item in taken}
+    return Sources(taken, (*both.checks, *proofs), names)
 
 
 def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Iterator[Check]:
-    """That every master copy rounds to its weight: the proof that state found by its order was found right."""
+    """Yield the checks that every master copy rounds to its weight:
+    the proof that state matched by its order is right.
+    """
     for item, masters in slots.items():
         if item.state == MASTER:
             param = item._replace(state=PARAM)
@@ -140,35 +151,37 @@ def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Itera
 
 
 def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item]:
-    """Every tensor of a model in these states, weight by weight, in the order of the forward pass."""
+    """Yield every tensor of a model in these states, weight by weight, in the order of the forward pass."""
     for weight, at in family.instances(dims):
         for state in states if weight.trained and weight.mcore is not None else states[:1]:
             yield Item(weight, at, state)
 
 
 def equal_checks(replica: Slot, slots: list[Slot], failure: str, *, hint: str | None = None) -> Iterator[Check]:
-    """That a slot holds what others hold of the same box."""
+    """Yield the checks that a slot holds what others hold of the same box."""
     for part in cut(slots, replica.box):
         yield Check(replica.part(part.box), part.view, failure, hint=hint)
 
 
 def _copy_checks(item: Item, dims: Dims, source: Checkpoint, slots: list[Slot], findings: Findings) -> Iterator[Check]:
-    """A copy of a weight may be absent; where it is not, it must be equal."""
+    """Yield the checks of a copy of a weight, which may be absent; where it is not, it must be equal."""
     there = Findings()
-    found = source.locate(item, dims, there)
+    places = source.locate(item, dims, there)
     if there.missing or not there.used:
         return
     findings.used |= there.used
     findings.misshapen += there.misshapen
     failure = f"`{item}` in `{source.path}` differs from the `{item.weight.copy_of}` that it should be a copy of"
-    for slot in found:
+    for slot in places:
         yield from equal_checks(slot, slots, failure)
 
 
 def _tied_checks(
     family: Family, dims: Dims, source: Checkpoint, slots: Mapping[Item, list[Slot]], findings: Findings
 ) -> Iterator[Check]:
-    """A tied model may store its head all the same; then it must equal the embedding."""
+    """Yield the checks of the head of a tied model, which may be stored all the same;
+    then it must equal the embedding.
+    """
     if not dims.tied:
         return
     rows = {weight.mcore: weight for weight in family.weights}
@@ -176,13 +189,13 @@ def _tied_checks(
         return
     head, embedding = rows[OUTPUT], rows[EMBEDDING]
     there = Findings()
-    found = without_padding(head, dims, source.locate(Item(head, Index()), dims, there))
+    places = without_padding(head, dims, source.locate(Item(head, Index()), dims, there))
     if there.missing:
         return
     findings.used |= there.used
     findings.misshapen += there.misshapen
     failure = f"the model in `{source.path}` is tied, but its `{next(iter(there.used))}` differs from its embedding"
-    for slot in found:
+    for slot in places:
         yield from equal_checks(slot, slots[Item(embedding, Index())], failure)
 
 

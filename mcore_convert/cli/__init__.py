@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -61,6 +62,12 @@ def group(
     """Convert checkpoints between Hugging Face and Megatron Core, bit for bit, without a GPU."""
 
 
+@functools.cache
+def _commands() -> Any:
+    """Every command with its parameters, made once in a process: typer would make them anew for each command line."""
+    return typer.main.get_command(app)
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end with its exit code.
 
@@ -81,7 +88,7 @@ def _run(words: Sequence[str], failures: Failures, scope: AbstractContextManager
     try:
         try:
             with interruptible(), scope:
-                code = app(words, prog_name=NAME, standalone_mode=False)
+                code = _commands()(words, prog_name=NAME, standalone_mode=False)
         finally:
             sys.stdout.flush()  # here, and not when Python ends, where a failure could not be told
     except SystemExit as end:

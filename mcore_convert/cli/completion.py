@@ -6,7 +6,7 @@ import importlib.util
 
 
 def families(incomplete: str) -> list[str]:
-    """The installed families that begin so."""
+    """Return the installed families that begin so."""
     from mcore_convert.checkpoints.families import families
 
     return [name for name in families() if name.startswith(incomplete)]
@@ -28,7 +28,7 @@ def megatron_formats(incomplete: str) -> list[str]:
 
 
 def ready_runs(incomplete: str) -> list[str]:
-    """The ready runs that begin so; the shell adds files."""
+    """Return the ready runs that begin so; the shell adds files."""
     if not _can_train():
         return []
     from train_entry.config.files import ready_runs
@@ -37,7 +37,7 @@ def ready_runs(incomplete: str) -> list[str]:
 
 
 def overrides(incomplete: str) -> list[str]:
-    """The choices of groups (`parallel=tp2`) and the keys (`training.steps=`) that begin so."""
+    """Return the choices of groups (`parallel=tp2`) and the keys (`training.steps=`) that begin so."""
     if not _can_train():
         return []
     from train_entry.config.files import choices

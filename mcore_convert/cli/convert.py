@@ -50,7 +50,7 @@ def command(
 
 
 def report(done: Conversion) -> None:
-    """What was done, or would be, in a few lines."""
+    """Show what was done, or would be, in a few lines."""
     from mcore_convert.formats.base import Side
 
     facts = done.as_dict()

@@ -124,7 +124,7 @@ def _keys(given: list[str] | None) -> tuple[str, ...]:
 
 
 def _unescaped(text: str) -> str:
-    r"""The text with line ends and tabs where `\n`, `\r` and `\t` are written."""
+    r"""Return the text with line ends and tabs where `\n`, `\r` and `\t` are written."""
     return text.replace(r"\n", "\n").replace(r"\r", "\r").replace(r"\t", "\t")
 
 

@@ -96,7 +96,7 @@ def command(
 
 
 def report(done: Export) -> None:
-    """What was done, or would be, in a few lines."""
+    """Show what was done, or would be, in a few lines."""
     facts, dims = done.as_dict(), done.plan.dims
     tied = "tied" if dims.tied else "untied"
     show(f"{facts['family']}  {dims.num_layers} layers  {in_parameters(facts['num_parameters'])} parameters  {tied}")
@@ -153,7 +153,7 @@ def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, *
 
 
 def line_of(swept: Swept) -> str:
-    """One iteration: `iter_0000100  exported  run/hf/iter_0000100  911 kB`."""
+    """Return one iteration: `iter_0000100 exported run/hf/iter_0000100 911 kB`."""
     words = [f"iter_{swept.iteration:07d}", swept.state.ljust(len("exported"))]
     if swept.path is not None:
         words.append(str(swept.path))

@@ -43,12 +43,12 @@ def command(
 
 
 def row(weight: Weight) -> tuple[str, str, str, str]:
-    """A row as it reads: how it is cut, its Megatron name, its shape, its Hugging Face names."""
+    """Return a row as it reads: how it is cut, its Megatron name, its shape, its Hugging Face names."""
     return (cut_of(weight), weight.mcore or "-", " ".join(weight.shape), ", ".join(weight.hf))
 
 
 def cut_of(weight: Weight) -> str:
-    """The word that the row begins with in the family's file."""
+    """Return the word that the row begins with in the family's file."""
     if weight.mcore is None:
         return "must_be_zero" if weight.copy_of is None else "copy"
     return "vocab" if weight.vocab else CUTS.get(weight.shard, "segmented")

@@ -79,7 +79,9 @@ def command(
 
 
 def grid(ranks: tuple[RankPart, ...], *, least: int = 2) -> list[str]:
-    """A picture of a layout: a column for each pipeline stage, a row for each tensor- and expert-parallel rank."""
+    """Return a picture of a layout: a column for each pipeline stage,
+    a row for each tensor- and expert-parallel rank.
+    """
     if len(ranks) < least:
         return []
     columns = sorted({part.rank.pp for part in ranks})
@@ -95,7 +97,7 @@ def grid(ranks: tuple[RankPart, ...], *, least: int = 2) -> list[str]:
 
 
 def cell(part: RankPart) -> str:
-    """What one rank holds: `embedding, layers 0-1 | 4-5, 62 kB`."""
+    """Return what one rank holds: `embedding, layers 0-1 | 4-5, 62 kB`."""
     spans = " | ".join(span(layers) for layers in part.layers if layers)
     words = [f"layers {spans}" if spans else "no layers"]
     if "embedding" in part.ends:
@@ -113,7 +115,7 @@ def span(indices: range) -> str:
 
 
 def report(result: Inspection) -> None:
-    """The facts, then the weights."""
+    """Show the facts, then the weights."""
     layout = " ".join(f"{name}={size}" for name, size in (result.layout or {}).items())
     vocab = str(result.vocab_size)
     if result.padded_vocab_size != result.vocab_size:
@@ -154,7 +156,7 @@ def report(result: Inspection) -> None:
 
 
 def quantised_words(quantised: Quantised | None) -> str | None:
-    """What is quantised, how, and what decoding makes of it; None where nothing is."""
+    """Return what is quantised, how, and what decoding makes of it; None where nothing is."""
     if quantised is None:
         return None
     sizes = f"{in_bytes(quantised.nbytes)} become {in_bytes(quantised.decoded)} of {quantised.dtype}"
@@ -162,7 +164,7 @@ def quantised_words(quantised: Quantised | None) -> str | None:
 
 
 def report_weights(result: Inspection) -> None:
-    """A line for each weight, as it is stored."""
+    """Show a line for each weight, as it is stored."""
     rows = [("weight", "shape", "dtype", "count", "bytes")]
     for weight in result.weights:
         shape = "x".join(map(str, weight.shape))
@@ -172,7 +174,7 @@ def report_weights(result: Inspection) -> None:
 
 
 def report_statistics(result: Inspection) -> None:
-    """A line for the values of each weight, then what stands out."""
+    """Show a line for the values of each weight, then what stands out."""
     from mcore_convert.inspection.statistics import total_rms
 
     bad = any(weight.num_nan or weight.num_inf for weight in result.statistics)

@@ -21,14 +21,14 @@ _bar: Bar | None = None  # the one that is on the terminal
 
 
 def say(line: str) -> None:
-    """A message for the user, on stderr."""
+    """Write a message for the user to stderr."""
     with _bar.aside() if _bar is not None else contextlib.nullcontext():
         sys.stdout.flush()  # or a pipe that takes both would show the messages first
         sys.stderr.write(f"{printable(line)}\n")
 
 
 def show(line: str = "") -> None:
-    """A line of data, on stdout."""
+    """Write a line of data to stdout."""
     with _bar.aside() if _bar is not None else contextlib.nullcontext():
         sys.stdout.write(f"{printable(line)}\n")
         if _bar is not None:
@@ -44,7 +44,9 @@ def show_items(lines: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what a terminal would obey or cannot show: names come from files of strangers."""
+    """Return the text with escapes for what a terminal would obey or cannot show:
+    names come from files of strangers.
+    """
     if text.isprintable():
         return text
     return "".join(
@@ -88,7 +90,7 @@ class Bar:
         self._done, self._total = done, total
 
     def phase(self, name: str | None) -> None:
-        """What is done from now on; None where there is nothing to show."""
+        """Show what is done from now on; with None, nothing."""
         with self._lock:
             self._erase()
             self._name, self._since = name, time.monotonic()
@@ -109,7 +111,7 @@ class Bar:
             self._erase()
 
     def line(self) -> str:
-        """What is shown now."""
+        """Return what is shown now."""
         seconds = time.monotonic() - self._since
         if not self._total:
             return f"{self._name}  {seconds:.0f} s"

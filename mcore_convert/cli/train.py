@@ -99,7 +99,7 @@ def command(
 
 
 def show_choices(*, json: bool) -> None:
-    """The ready runs, and the choices of each group, a line each or as JSON."""
+    """Show the ready runs, and the choices of each group, a line each or as JSON."""
     from train_entry.config.files import CONFIGS, ENDING, choices, ready_runs, title
     from train_entry.config.nearest import groups
 
@@ -118,7 +118,7 @@ def show_choices(*, json: bool) -> None:
 
 
 def planned(config: Config, ranks: int | None) -> Estimate:
-    """What the run would need, after every check that can be made without starting it.
+    """Return what the run would need, after every check that can be made without starting it.
 
     Args:
         ranks: of the run; the fewest that its layout needs unless given.
@@ -137,7 +137,7 @@ def planned(config: Config, ranks: int | None) -> Estimate:
 
 
 def report(config: Config, plan: Estimate, *, json: bool) -> None:
-    """The run in a few lines, or as JSON."""
+    """Show the run in a few lines, or as JSON."""
     from train_entry.config.layouts import torchrun
 
     if json:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from mcore_convert.spec.names import PARAM
-from mcore_convert.text.grouping import OfWeight, Said, in_layers
+from mcore_convert.text.grouping import Described, OfWeight, in_layers
 from mcore_convert.text.scale import logarithmic
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "12345678"
@@ -15,8 +15,12 @@ ZERO, ASCII_ZERO = "·", "0"
 MOST_BARS = 40  # of deeper models each bar is the highest of some neighbours
 
 
-def with_headings(groups: Sequence[list[Said]], line: Callable[[list[Said]], tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """A line for each weight, behind its name; those of layers are indented below one that names their layers."""
+def with_headings(
+    groups: Sequence[list[Described]], line: Callable[[list[Described]], tuple[str, ...]]
+) -> list[tuple[str, ...]]:
+    """Return a line for each weight, behind its name; those of layers are indented below one that names their
+    layers.
+    """
     rows: list[tuple[str, ...]] = []
     for heading, block in groupby(groups, key=lambda members: _split(members)[0]):
         for number, members in enumerate(block):
@@ -28,7 +32,7 @@ def with_headings(groups: Sequence[list[Said]], line: Callable[[list[Said]], tup
 
 
 def _split(members: Sequence[OfWeight]) -> tuple[str, str]:
-    """Which layers a weight is in, as `decoder.layers.{0...31}`, and its name there."""
+    """Return which layers a weight is in, as `decoder.layers.{0...31}`, and its name there."""
     first = members[0]
     name = first.weight.replace("{expert}", _span([m.expert for m in members]))
     name = name if first.state == PARAM else f"{name} ({first.state})"
@@ -44,8 +48,8 @@ def _span(values: Iterable[int | None]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{{{numbers[0]}...{numbers[-1]}}}"
 
 
-def by_layer(members: Iterable[Said], value: Callable[[list[Said]], float]) -> list[float]:
-    """A value for each layer, of all experts in it; an empty list where there are no layers."""
+def by_layer(members: Iterable[Described], value: Callable[[list[Described]], float]) -> list[float]:
+    """Return a value for each layer, of all experts in it; an empty list where there are no layers."""
     return [value(of) for of in in_layers(members).values()]
 
 

@@ -94,7 +94,7 @@ def as_dict(result: Verification) -> dict[str, object]:
 
 
 def report(result: Verification) -> None:
-    """The result in a few lines, and a table of the weights that differ."""
+    """Show the result in a few lines, and a table of the weights that differ."""
     for note in result.notes:
         say(f"note: {note}")
     same = result.num_weights - len(result.differences)

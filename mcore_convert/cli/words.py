@@ -36,7 +36,7 @@ class Quantisation(StrEnum):
 
 
 def size(text: str) -> int:
-    """A number of bytes from `5GB`, `500MB`, `2GiB` or a plain number."""
+    """Return a number of bytes from `5GB`, `500MB`, `2GiB` or a plain number."""
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if matched is None or matched[2].upper() not in SIZES or not float(matched[1]):
         raise typer.BadParameter(f"`{text}` is not a size; write 5GB, 500MB or 2GiB")
@@ -59,7 +59,7 @@ def arguments(texts: list[str] | None) -> dict[str, Any]:
 
 
 def page_name(path: Path | None) -> Path | None:
-    """A page is called so: a slip must not replace a file of another kind."""
+    """Check the name of a page: a slip must not replace a file of another kind."""
     if path is not None and path.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"`{path}` is no name of a page; call it `{path.name}.html`")
     return path

@@ -85,7 +85,7 @@ class Change:
 
 
 def in_words(change: Change) -> dict[str, str]:
-    """The numbers of a change for people, in the order of a table's columns; empty where there is none."""
+    """Return the numbers of a change for people, in the order of a table's columns; empty where there is none."""
     before, after = ("", "") if change.values is None else map(in_digits, change.values)
     return {
         "share": in_percent(change.share),
@@ -99,19 +99,19 @@ def in_words(change: Change) -> dict[str, str]:
 
 
 def relative(norm: float, of: float) -> float:
-    """A norm as a share of another."""
+    """Return a norm as a share of another."""
     if norm == 0:
         return 0.0
     return norm / of if of else math.inf
 
 
 def finite(value: float) -> float | None:
-    """A number, or None for infinity, which JSON does not have."""
+    """Return a number, or None for infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def total_relative(changes: Iterable[Change]) -> float:
-    """The relative norm of several tensors taken as one."""
+    """Return the relative norm of several tensors taken as one."""
     listed = list(changes)
     return relative(math.hypot(*(c.norm for c in listed)), math.hypot(*(c.norms[0] for c in listed)))
 

@@ -66,7 +66,9 @@ class Comparison:
         return sum(change.num_changed for change in self.changes) / numel if numel else 0.0
 
     def most_changed(self, count: int) -> list[Change]:
-        """The tensors that changed most: those that lost numbers, then by their relative norm, then by their share."""
+        """Return the tensors that changed most: those that lost numbers, then by their relative norm,
+        then by their share.
+        """
         changed = [change for change in self.changes if change.num_changed]
         return sorted(changed, key=lambda c: (c.num_bad[0] >= c.num_bad[1], -c.relative, -c.share))[:count]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from mcore_convert.checkpoints.checksums import check_sums
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.weights import Sources, find_weights
 from mcore_convert.comparison.change import Gap, gaps_between
+from mcore_convert.comparison.logits import LogitsReport, compare_logits
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.base import Side
 from mcore_convert.spec import gpt
@@ -42,20 +43,6 @@ class Difference:
     largest: float
     dtypes: tuple[str, str]
     is_loss: bool = False
-
-
-@dataclass(frozen=True)
-class LogitsReport:
-    """The largest difference of two models' logits on the same tokens, and what was allowed."""
-
-    difference: float
-    tolerance: float
-    largest_logit: float
-    num_tokens: int
-
-    @property
-    def within(self) -> bool:
-        return self.difference <= self.tolerance
 
 
 @dataclass(frozen=True)
@@ -91,10 +78,13 @@ class Verification:
         return not self.config_differences and within
 
 
-def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verification:
+def compare(a: Model, b: Model, *, tolerance: float | None = None, progress: Progress | None = None) -> Verification:
     """Compare the weights and configurations of two checkpoints; those of Megatron with their optimizer state.
 
     Vocabulary padding is left out, and a tied head is the embedding.
+
+    Args:
+        tolerance: also compare the logits, which may differ by this share of the largest one.
 
     Raises:
         ConvertError: one of them is not whole, or contradicts itself.
@@ -108,11 +98,11 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         raise VerificationError("the models have different sizes", items=items)
     family, states, notes = _common_ground(a, b)
     with phase(progress, "checking"):
-        found = [_found(each, family, states) for each in (a, b)]
+        whole = sources = [_proven_sources(each, family, states) for each in (a, b)]
         if a.checkpoint.weights_are_masters != b.checkpoint.weights_are_masters:
-            found = [each.in_masters(model.checkpoint) for each, model in zip(found, (a, b), strict=True)]
-            prove(check for each in found for check in each.checks if check.rounded)
-        mine, theirs = (each.slots for each in found)
+            sources = [each.in_masters(model.checkpoint) for each, model in zip(sources, (a, b), strict=True)]
+            prove(check for each in sources for check in each.checks if check.rounded)
+        mine, theirs = (each.slots for each in sources)
     apart = sorted({item.state for item in mine.keys() ^ theirs.keys()})
     if apart:  # of optimizers that are chained by kinds of weights
         notes = [*notes, f"only one has {', '.join(apart)} of some weights"]
@@ -123,6 +113,7 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         gaps = gaps_between(pairs, files, Meter(sum(nbytes), progress), norms=False)
     with Files() as files:
         differences = [_difference(i, mine[i], theirs[i], gap, files) for i, gap in zip(mine, gaps, strict=True)]
+    logits = None if tolerance is None else compare_logits((a, b), whole, tolerance=tolerance, progress=progress)
     return Verification(
         a.family.name,
         len(mine),
@@ -130,11 +121,12 @@ def compare(a: Model, b: Model, *, progress: Progress | None = None) -> Verifica
         tuple(config_differences(a, b)),
         tuple(difference for difference in differences if difference is not None),
         tuple(dict.fromkeys([*a.notes, *b.notes, *notes, *a.checkpoint.remarks(), *b.checkpoint.remarks()])),
+        logits,
     )
 
 
 def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[str]]:
-    """The rows and states in which two checkpoints can be compared, and what is left out."""
+    """Return the rows and states in which two checkpoints can be compared, and what is left out."""
     first, second = a.checkpoint, b.checkpoint
     if Side.HUGGING_FACE in (first.side, second.side):
         if a.refusals:
@@ -148,12 +140,13 @@ def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[st
 
 
 def sizes_of(model: Model) -> Mapping[str, Any]:
-    """The sizes in which two checkpoints of a model agree, however each is padded."""
-    return {name: value for name, value in vars(model.dims).items() if name != "padded_vocab_size"}
+    """Return the sizes in which two checkpoints of a model agree, however each is padded."""
+    named = (each.name for each in fields(model.dims))  # and not what it has computed from them
+    return {name: getattr(model.dims, name) for name in named if name != "padded_vocab_size"}
 
 
 def config_differences(a: Model, b: Model) -> list[str]:
-    """What the configurations of two checkpoints mean differently, a line each."""
+    """Return what the configurations of two checkpoints mean differently, a line each."""
     if a.refusals or b.refusals:  # no family can put both into the words of a `config.json`
         first, second = ({name: model.args.get(name) for name in (*NEUTRAL, *NEUTRAL_OF_EXPERTS)} for model in (a, b))
     else:
@@ -166,8 +159,8 @@ def config_differences(a: Model, b: Model) -> list[str]:
     ]
 
 
-def _found(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
-    """The weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
+def _proven_sources(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
+    """Return the weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
     model.checkpoint.check_whole()
     sources = find_weights(family, model.dims, model.checkpoint, states)
     check_sums(model.checkpoint)
@@ -185,7 +178,7 @@ def _difference(item: Item, mine: list[Slot], theirs: list[Slot], gap: Gap, file
 
 
 def _is_loss(coded: list[Slot], exact: list[Slot], files: Files) -> bool:
-    """Whether each element of a weight that is quantised on one side may be what the other's was rounded to."""
+    """Return whether each element of a weight that is quantised on one side may be what the other's was rounded to."""
     if not any(slot.view.coded for slot in coded) or not exact or any(slot.view.coded for slot in exact):
         return False
     for slot in coded:

@@ -87,8 +87,8 @@ def check_integrity(path: Path, progress: Progress | None = None) -> Integrity:
     if manifest.has_checksums:
         meter = Meter(nbytes, progress)
         with phase(progress, "reading", nbytes), Files() as files, ThreadPoolExecutor(WORKERS) as pool:
-            for found in pool.map(lambda job: list(_damages(manifest, job, files, meter)), _jobs(manifest, whole)):
-                damages += found
+            for batch in pool.map(lambda job: list(_damages(manifest, job, files, meter)), _jobs(manifest, whole)):
+                damages += batch
     known = {*manifest.files, *UNCOVERED}
     unlisted = tuple(name for name in files_in(folder) if name not in known and not Path(name).name.startswith("."))
     return Integrity(
@@ -105,7 +105,7 @@ def check_integrity(path: Path, progress: Progress | None = None) -> Integrity:
 
 
 def manifest_of(path: Path) -> Manifest:
-    """The manifest of a checkpoint, which need not be readable itself.
+    """Return the manifest of a checkpoint, which need not be readable itself.
 
     Raises:
         UnreadableCheckpoint: there is none, or it is damaged.
@@ -123,7 +123,9 @@ def manifest_of(path: Path) -> Manifest:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    """Where a manifest may lie: in a checkpoint, in the one that a tracker file names, in the only one there is."""
+    """Yield where a manifest may lie: in a checkpoint, in the one that a tracker file names,
+    in the only one there is.
+    """
     yield path
     for run in (path, path / CHECKPOINTS):
         tracker = run / TRACKER

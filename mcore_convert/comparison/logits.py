@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_convert.checkpoints.identify import Model
-from mcore_convert.checkpoints.weights import find_weights
-from mcore_convert.comparison.equality import LogitsReport
+from mcore_convert.checkpoints.weights import Sources, find_weights
 from mcore_convert.errors import VerificationError
 from mcore_convert.formats.base import Side
-from mcore_convert.spec.names import spell
+from mcore_convert.spec.names import PARAM, spell
 from mcore_convert.storage.elements import Files, global_tensor
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
@@ -25,12 +26,27 @@ SEED = 0
 BATCH, LENGTH = 2, 64
 
 
+@dataclass(frozen=True)
+class LogitsReport:
+    """The largest difference of two models' logits on the same tokens, and what was allowed."""
+
+    difference: float
+    tolerance: float
+    largest_logit: float
+    num_tokens: int
+
+    @property
+    def within(self) -> bool:
+        return self.difference <= self.tolerance
+
+
 def compare_logits(
-    a: Model, b: Model, *, tolerance: float = TOLERANCE, progress: Progress | None = None
+    models: Sequence[Model], sources: Sequence[Sources], *, tolerance: float, progress: Progress | None = None
 ) -> LogitsReport:
-    """The largest difference of the logits of two checkpoints, in fp32 on the CPU, on seeded random tokens.
+    """Compute the largest difference of the logits of two checkpoints, in fp32 on the CPU, on seeded random tokens.
 
     Args:
+        sources: the weights of each.
         tolerance: allowed difference, as a share of the largest logit, or absolute where no logit exceeds 1.
 
     Both models are held in memory, one after the other.
@@ -39,17 +55,19 @@ def compare_logits(
         import torch
 
     generator = torch.Generator().manual_seed(SEED)
-    length = min(LENGTH, a.dims.max_position_embeddings)
-    tokens = torch.randint(0, a.dims.vocab_size, (BATCH, length), generator=generator)
-    first, second = run(a, tokens, progress), run(b, tokens, progress)
+    dims = models[0].dims
+    length = min(LENGTH, dims.max_position_embeddings)
+    tokens = torch.randint(0, dims.vocab_size, (BATCH, length), generator=generator)
+    first, second = (run(model, own, tokens, progress) for model, own in zip(models, sources, strict=True))
     scale = max(1.0, float(first.abs().max()))
     return LogitsReport(float((first - second).abs().max()), tolerance * scale, scale, tokens.numel())
 
 
-def run(model: Model, tokens: Tensor, progress: Progress | None = None) -> Tensor:
-    """The logits of a checkpoint, `[batch, length, vocab_size]` in fp32."""
-    chosen = _run_hf if model.checkpoint.side is Side.HUGGING_FACE else _run_megatron
-    return chosen(model, tokens, progress)
+def run(model: Model, sources: Sources, tokens: Tensor, progress: Progress | None = None) -> Tensor:
+    """Compute the logits of a checkpoint, `[batch, length, vocab_size]` in fp32."""
+    if model.checkpoint.side is Side.HUGGING_FACE:
+        return _run_hf(model, tokens, progress)
+    return _run_megatron(model, sources, tokens, progress)
 
 
 def _run_hf(model: Model, tokens: Tensor, progress: Progress | None) -> Tensor:
@@ -70,7 +88,7 @@ def _run_hf(model: Model, tokens: Tensor, progress: Progress | None) -> Tensor:
     return logits.float()
 
 
-def _run_megatron(model: Model, tokens: Tensor, progress: Progress | None) -> Tensor:
+def _run_megatron(model: Model, sources: Sources, tokens: Tensor, progress: Progress | None) -> Tensor:
     with phase(progress, "importing Megatron Core"):
         from mcore_convert.megatron.logits import logits
         from mcore_convert.megatron.model import build_model
@@ -80,19 +98,22 @@ def _run_megatron(model: Model, tokens: Tensor, progress: Progress | None) -> Te
     with single_process():
         with phase(progress, f"building the model of {model.checkpoint.path}"):
             network = build_model({**model.args, "padded_vocab_size": model.dims.vocab_size})
-            load_weights(network, tensors_of(model))
+            load_weights(network, tensors_of(model, sources))
         with phase(progress, f"computing the logits of {model.checkpoint.path}"):
             return logits(network, tokens)
 
 
-def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The global tensors of a checkpoint by their Megatron names, one after the other, without vocabulary padding."""
+def tensors_of(model: Model, sources: Sources | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the global tensors of a checkpoint by their Megatron names, one after the other,
+    without vocabulary padding.
+    """
     import torch
 
-    sources = find_weights(model.family, model.dims, model.checkpoint)
+    if sources is None:
+        sources = find_weights(model.family, model.dims, model.checkpoint)
     with Files() as files:
-        for (weight, at, _), slots in sources.slots.items():
-            if weight.mcore is not None:
+        for (weight, at, state), slots in sources.slots.items():
+            if weight.mcore is not None and state == PARAM:
                 array = global_tensor(files, slots, model.family.shape(weight, model.dims))
                 dtype = getattr(torch, slots[0].view.dtype)
                 yield spell(weight.mcore, at), torch.from_numpy(array.view(f"i{array.itemsize}")).view(dtype)

@@ -33,10 +33,13 @@ def together(copies: Sequence[Copy]) -> list[list[Copy]]:
         groups.setdefault(key, []).append(copy)
     found: list[list[Copy]] = [*encoded.values()]
     for group in groups.values():
+        if len(group) == 1:
+            found.append(group)
+            continue
         first = min(copy.source.offset for copy in group)
         span = max(copy.source.block((slice(0, 1),)).end for copy in group) - first
         row = sum(copy.source.nbytes for copy in group) // group[0].source.shape[0]
-        if len(group) > 1 and row <= span <= group[0].source.strides[0] and 2 * row >= span:
+        if row <= span <= group[0].source.strides[0] and 2 * row >= span:
             found.append(sorted(group, key=lambda copy: copy.source.offset))
         else:
             found += [[copy] for copy in group]

@@ -6,9 +6,9 @@ of two boxes: there is one path for every pair of formats and layouts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from mcore_convert.formats.base import Checkpoint, Findings
 from mcore_convert.formats.request import Reservation
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
-from mcore_convert.spec.shard import Box
+from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.sources import Stamp
-from mcore_convert.storage.views import Slot, View, cut, untiled
+from mcore_convert.storage.views import FEW, Slot, View, untiled
 
 
 class Copy(NamedTuple):
@@ -32,10 +32,12 @@ class Copy(NamedTuple):
 
 
 class Move(NamedTuple):
-    """All copies of one weight."""
+    """All copies of one weight. `slots` are where the target has it, `replicas` where it has boxes of these again."""
 
     item: Item
     copies: tuple[Copy, ...]
+    slots: tuple[Slot, ...] = ()
+    replicas: tuple[Slot, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -79,9 +81,36 @@ class Plan:
         return sum(move.nbytes for move in self.moves)
 
 
-def _copies(slots: list[Slot], place: Slot) -> list[Copy]:
-    """What fills a slot of the target, from those of the source."""
-    return [Copy(part.view, place.part(part.box)) for part in cut(slots, place.box)]
+class _Parts(NamedTuple):
+    """The intersections of boxes: the numbers of the source's and of the target's, and the common box.
+
+    `is_complete`: the target's boxes tile the tensor, and each element of them is filled once.
+    """
+
+    common: list[tuple[int, int, Box]]
+    is_complete: bool
+
+
+@lru_cache(maxsize=1024)
+def _parts(sources: tuple[Box, ...], places: tuple[Box, ...], shape: Shape) -> _Parts:
+    every = (
+        (number, at, box.intersect(place)) for at, place in enumerate(places) for number, box in enumerate(sources)
+    )
+    common = [(number, at, part) for number, at, part in every if part is not None]
+    filled = sum(part.numel for *_, part in common) == Box.whole(shape).numel
+    return _Parts(common, filled and untiled(places, shape) is None)
+
+
+def _copied(slots: Sequence[Slot], places: Sequence[Slot], shape: Shape) -> tuple[list[Copy], bool]:
+    """What fills slots of the target from those of the source, and whether that is all of the tensor.
+
+    The boxes of experts and layers are alike, and are compared once.
+    """
+    few = len(slots) <= FEW and len(places) <= FEW
+    parts = (_parts if few else _parts.__wrapped__)(
+        tuple(slot.box for slot in slots), tuple(place.box for place in places), shape
+    )
+    return [Copy(slots[n].part(box), places[at].part(box)) for n, at, box in parts.common], parts.is_complete
 
 
 def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoint) -> tuple[Move, ...]:
@@ -95,20 +124,15 @@ def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoi
     moves = []
     for item, slots in sources.slots.items():
         weight = item.weight
-        copies: list[Copy] = []
-        places = without_padding(weight, dims, target.locate(item, dims, findings))
-        again = without_padding(weight, dims, [slot for slot, _ in target.replicas(item, dims)])
-        for place in again:
-            copies += _copies(slots, place)
-        first = [copy for place in places for copy in _copies(slots, place)]
-        filled = sum(Box.whole(copy.target.shape).numel for copy in first)
-        copies += first
         shape = family.shape(weight, dims)
-        if (weight.mcore is not None or (weight.copy_of is not None and places)) and (
-            filled != Box.whole(shape).numel or untiled([place.box for place in places], shape) is not None
-        ):
+        located = target.locate(item, dims, findings)
+        replicas = [slot for slot, _ in target.replicas(item, dims)]
+        places = without_padding(weight, dims, located)
+        first, is_complete = _copied(slots, places, shape)
+        if not is_complete and (weight.mcore is not None or (weight.copy_of is not None and places)):
             raise MappingError(f"`{item}` would not be filled completely; please report this")
-        moves.append(Move(item, tuple(copies)))
+        again = _copied(slots, without_padding(weight, dims, replicas), shape)[0] if replicas else []
+        moves.append(Move(item, (*again, *first), tuple(located), tuple(replicas)))
     if findings.missing or findings.misshapen:
         raise MappingError("the target was not laid out completely; please report this", items=findings.missing)
     return tuple(moves)

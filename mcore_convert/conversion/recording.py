@@ -16,8 +16,6 @@ from mcore_convert.checkpoints.origin import source_facts
 from mcore_convert.conversion.beside import together
 from mcore_convert.conversion.plan import Copy, Plan
 from mcore_convert.errors import counted
-from mcore_convert.formats.base import Findings
-from mcore_convert.spec.names import MASTER
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.digests import Region, checksum_of_runs, gaps_between
@@ -43,17 +41,15 @@ class Stored(NamedTuple):
 
 def stored_tensors(plan: Plan) -> Iterator[Stored]:
     """Every tensor that a plan writes, by its own name where it lies in one piece, else by its weight's."""
-    target, dims = plan.target, plan.dims
-    if target.whole_views:
-        for name, view in target.whole_views.items():
+    if plan.target.whole_views:
+        for name, view in plan.target.whole_views.items():
             yield Stored(name, view.dtype, view.shape, Box.whole(view.shape), view)
         return
-    for item in (move.item for move in plan.moves):
-        shape = dims.padded_shape(item.weight.shape, vocab=item.weight.vocab)
-        slots = ((slot, False) for slot in target.locate(item, dims, Findings()))
-        replicas = ((slot, True) for slot, _ in target.replicas(item, dims))
-        for slot, again in chain(slots, replicas):
-            yield Stored(str(item), slot.view.dtype, shape, slot.box, slot.view, again)
+    for move in plan.moves:
+        weight, name = move.item.weight, str(move.item)
+        shape = plan.dims.padded_shape(weight.shape, vocab=weight.vocab)
+        for slots, again in ((move.slots, False), (move.replicas, True)):
+            yield from (Stored(name, slot.view.dtype, shape, slot.box, slot.view, again) for slot in slots)
 
 
 def _made_of(plan: Plan) -> dict[str, set[str]]:
@@ -61,17 +57,13 @@ def _made_of(plan: Plan) -> dict[str, set[str]]:
     here, there = _Places(plan.target.whole_views), _Places(plan.source.whole_views)
     made_of: dict[str, set[str]] = defaultdict(set)
     for move in plan.moves:
-        findings = Findings()
-        if not (plan.source.whole_views and plan.target.whole_views):
-            item = plan.family.original_of(move.item)
-            is_master = plan.options.get("from_master") and item.weight.trained
-            plan.source.locate(item._replace(state=MASTER) if is_master else item, plan.dims, findings)
         if not plan.target.whole_views:
-            made_of[str(move.item)] = findings.used
+            made_of[str(move.item)] = {*plan.sources.names[move.item]}
         else:
             for copy in move.copies:
+                names = there.names_of(copy.source) if plan.source.whole_views else plan.sources.names[move.item]
                 for name in here.names_of(copy.target):
-                    made_of[name] |= findings.used or there.names_of(copy.source)
+                    made_of[name] |= {*names}
     return made_of
 
 
@@ -79,13 +71,19 @@ class _Places:
     """The names of tensors by where they lie."""
 
     def __init__(self, views: Mapping[str, View]) -> None:
-        self._names = sorted((view.path, view.offset, name) for name, view in views.items() if view.nbytes)
+        self._names: dict[Path, list[tuple[int, str]]] = defaultdict(list)
+        for name, view in views.items():
+            if view.nbytes:
+                self._names[view.path].append((view.offset, name))
+        for names in self._names.values():
+            names.sort()
 
     def names_of(self, view: View) -> set[str]:
         """The tensor that a view is of; of those at one place the last by name. Of a coded one all that is stored."""
         if view.coded is not None:
             return {*view.coded.names}
-        return {self._names[bisect.bisect(self._names, (view.path, view.offset, MAX_NAME)) - 1][2]}
+        names = self._names[view.path]
+        return {names[bisect.bisect(names, (view.offset, MAX_NAME)) - 1][1]}
 
 
 class Recording:
@@ -117,21 +115,19 @@ class Recording:
     @without_collection()
     def _lay_out(self) -> None:
         """Make the regions of all files."""
-        plan, final = self._plan, self._plan.reservation.path
-        spans = sorted(
-            (stored.view.path, stored.view.offset, stored.view.end, stored.dtype)
-            for stored in stored_tensors(plan)
-            if stored.view.nbytes
-        )
-        for path, start, end, dtype in spans:
-            regions = self._regions[self.here(path)]
-            if regions and start < regions[-1].end:  # tensors of one place, as tied ones, or those that lie in between
-                regions[-1].end = max(regions[-1].end, end)
-                regions[-1].dtype = dtype if dtype == regions[-1].dtype else None
-            else:
-                regions.append(Region(self.here(path), start, end, dtype))
+        spans: dict[Path, list[tuple[int, int, str]]] = defaultdict(list)
+        for stored in stored_tensors(self._plan):
+            if stored.view.nbytes:
+                spans[stored.view.path].append((stored.view.offset, stored.view.end, stored.dtype))
+        for path in sorted(spans):
+            here, regions = self.here(path), self._regions[self.here(path)]
+            for start, end, dtype in sorted(spans[path]):
+                if regions and start < regions[-1].end:  # tensors of one place, as tied ones, or that lie in between
+                    regions[-1].end = max(regions[-1].end, end)
+                    regions[-1].dtype = dtype if dtype == regions[-1].dtype else None
+                else:
+                    regions.append(Region(here, start, end, dtype))
         self._starts = {path: [region.start for region in regions] for path, regions in self._regions.items()}
-        assert all(path.is_relative_to(final) for path, *_ in spans)
 
     def here(self, path: Path) -> Path:
         """Where a file of the destination is while it is written."""
@@ -155,6 +151,8 @@ class Recording:
 
         One thread that runs them all writes the region from its start to its end.
         """
+        if len(copies) == 1:
+            return [[[*copies]]]
         parts: dict[Region, list[list[Copy]]] = {}
         alone: list[list[list[Copy]]] = []
         for group in together(copies):
@@ -189,7 +187,8 @@ class Recording:
                         if not region.pending:
                             full.append(region)
         for region in full:
-            region.finish(files.writing(region.path))
+            if not region.is_complete:
+                region.finish(files.writing(region.path))
         complete = []
         with self._lock:  # again: a file is complete when all of its regions are finished
             for copy in copies:

@@ -9,8 +9,6 @@ from mcore_convert.checkpoints.identify import open_checkpoint
 from mcore_convert.conversion.plan import Plan
 from mcore_convert.errors import ConvertError, UnwritableTarget, fold
 from mcore_convert.formats.base import Checkpoint, Findings
-from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Item
 from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.paths import moved
 from mcore_convert.storage.views import Slot, file_errors
@@ -54,14 +52,10 @@ def _differences(plan: Plan, partial: Path, written: Checkpoint) -> Iterator[str
     def there(path: Path) -> Path:
         return moved(path, final, partial)
 
-    for item in (move.item for move in plan.moves):
-        reserved = [slot._replace(view=slot.view.moved(there)) for slot in _places(plan.target, item, plan.dims)]
-        places = _places(written, item, plan.dims)
+    findings = Findings()
+    for item, _, slots, replicas in plan.moves:
+        reserved = [Slot(slot.view.moved(there), slot.box) for slot in (*slots, *replicas)]
+        copies = (slot for slot, _ in written.replicas(item, plan.dims))
+        places = [*written.locate(item, plan.dims, findings), *copies]
         if reserved != places and sorted(reserved) != sorted(places):
             yield str(item)
-
-
-def _places(checkpoint: Checkpoint, item: Item, dims: Dims) -> list[Slot]:
-    """Where a checkpoint has a weight and its replicas."""
-    copies = (slot for slot, _ in checkpoint.replicas(item, dims))
-    return [*checkpoint.locate(item, dims, Findings()), *copies]

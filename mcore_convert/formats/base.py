@@ -43,6 +43,12 @@ class Findings:
     missing: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
 
+    def add(self, other: Findings) -> None:
+        """Add what was seen while one of the weights was looked up."""
+        self.used |= other.used
+        self.missing += other.missing
+        self.misshapen += other.misshapen
+
     def expect(self, key: str, meta: TensorMeta | None, shape: Shape, *, rows_at_least: bool = False) -> bool:
         """Note that `key` is used; whether it is there in the shape that the configuration demands.
 
@@ -109,7 +115,7 @@ class Training:
 
 
 def is_by_momentum(group: Mapping[str, Any]) -> bool:
-    """Whether a parameter group is of SGD or Muon, which keep one momentum and have no betas."""
+    """Return whether a parameter group is of SGD or Muon, which keep one momentum and have no betas."""
     return "betas" not in group
 
 
@@ -300,6 +306,6 @@ class Checkpoint(ABC):
         return False
 
     @property
-    def found_by_order(self) -> bool:
+    def matched_by_order(self) -> bool:
         """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
         return False

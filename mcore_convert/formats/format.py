@@ -26,12 +26,12 @@ class Resume:
 
 
 def _nothing_to_resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
-    """What a format says that needs nothing, or holds no optimizer state."""
+    """Return what a format says that needs nothing, or holds no optimizer state."""
     return Resume()
 
 
 def _no_directory(path: Path) -> None:
-    """What a format says of a path where only the directory itself stands for a checkpoint."""
+    """Answer for a path of a format where only the directory itself stands for a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class RandomStates:
     lists: Mapping[Place, list[Any]]
 
     def fit(self, layout: Layout, axis: str) -> bool:
-        """Whether they are those of the ranks of a layout, in a format with this third axis."""
+        """Return whether they are those of the ranks of a layout, in a format with this third axis."""
         same = self.sizes[:2] == (layout.pp, layout.tp) and self.ep == layout.ep
         return same and self.axes == (("pp", "tp") if layout.ep == 1 else ("pp", "tp", axis))
 
@@ -38,5 +38,5 @@ class RandomStates:
         return "for the same tensor, pipeline and expert parallelism"
 
     def of_rank(self, rank: Rank) -> list[Any]:
-        """The states in the file of a rank."""
+        """Return the states in the file of a rank."""
         return self.lists[(rank.pp, rank.tp, rank.ep)[: len(self.axes)]]

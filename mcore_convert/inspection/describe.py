@@ -77,7 +77,9 @@ class Inspection:
 
 
 def inspection_of(opened: Opened) -> Inspection:
-    """What an open checkpoint's headers say. That weights are whole is not proven: `verify` and `convert` do that."""
+    """Describe an open checkpoint by its headers. That weights are whole is not proven:
+    `verify` and `convert` do that.
+    """
     checkpoint, model, refusals = opened.checkpoint, opened.model, opened.refusals
     tensors, stored = checkpoint.tensors, checkpoint.headers.values()
     dims = model.dims if model else None
@@ -114,7 +116,7 @@ def _notes(model: Model) -> tuple[str, ...]:
 
 
 def _ranks(model: Model) -> tuple[RankPart, ...]:
-    """What each rank of the run held; nothing where its arguments do not tell."""
+    """Return what each rank of the run held; nothing where its arguments do not tell."""
     layout = saved_layout(model)
     if layout is None:
         return ()
@@ -125,7 +127,7 @@ def _ranks(model: Model) -> tuple[RankPart, ...]:
 
 
 def saved_layout(model: Model) -> Layout | None:
-    """The layout at which a checkpoint was saved; None where it has none, or does not tell."""
+    """Return the layout at which a checkpoint was saved; None where it has none, or does not tell."""
     checkpoint = model.checkpoint
     if checkpoint.side is Side.HUGGING_FACE:
         return None
@@ -138,7 +140,7 @@ def saved_layout(model: Model) -> Layout | None:
 
 
 def planned_ranks(opened: Opened, layout: Layout) -> tuple[RankPart, ...]:
-    """What each rank would hold at another layout, its vocabulary padded as Megatron-LM pads it there.
+    """Return what each rank would hold at another layout, its vocabulary padded as Megatron-LM pads it there.
 
     Raises:
         LayoutError: the model does not fit it.
@@ -151,24 +153,26 @@ def planned_ranks(opened: Opened, layout: Layout) -> tuple[RankPart, ...]:
 
 
 def dims_at(model: Model, tp: int) -> Dims:
-    """The sizes of a model, its vocabulary padded for a tensor-parallel size."""
+    """Return the sizes of a model, its vocabulary padded for a tensor-parallel size."""
     divisible_by = model.args.get("make_vocab_size_divisible_by") or 128
     padded = arguments.padded_vocab_size(model.dims.vocab_size, tp, divisible_by)
     return replace(model.dims, padded_vocab_size=padded)
 
 
 def dtype_of(model: Model) -> str:
-    """The dtype of the first weight."""
+    """Return the dtype of the first weight."""
     return next(iter(model.checkpoint.tensors.values())).dtype
 
 
 def _layout_sizes(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The sizes of the layout that stored arguments tell; None where they tell none."""
+    """Return the sizes of the layout that stored arguments tell; None where they tell none."""
+    tp, etp = args.get("tensor_model_parallel_size"), args.get("expert_tensor_parallel_size")
     sizes = {
-        "tp": args.get("tensor_model_parallel_size"),
+        "tp": tp,
         "pp": args.get("pipeline_model_parallel_size"),
         "vpp": args.get("virtual_pipeline_model_parallel_size"),
         "ep": args.get("expert_model_parallel_size"),
+        "etp": etp if args.get("num_experts") and etp != tp else None,
         "cp": args.get("context_parallel_size"),
         "world_size": args.get("world_size"),
     }
@@ -176,11 +180,11 @@ def _layout_sizes(args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _lines(tensors: Mapping[str, TensorMeta]) -> tuple[WeightLine, ...]:
-    """The tensors with layer and expert indices folded, in the order in which they are stored."""
+    """Return the tensors with layer and expert indices folded, in the order in which they are stored."""
     groups: dict[tuple[str, TensorMeta], list[list[int]]] = {}
     for key, meta in tensors.items():
         name = RANK.sub("", key)
-        indices = [int(found) for found in INDEX.findall(name)]
+        indices = [int(number) for number in INDEX.findall(name)]
         groups.setdefault((INDEX.sub("{}", name), meta), []).append(indices)
     return tuple(
         WeightLine(_folded(template, members), meta.shape, meta.dtype, len(members), len(members) * meta.nbytes)
@@ -194,8 +198,8 @@ def _folded(template: str, members: list[list[int]]) -> str:
 
 
 def _span(values: Iterable[int]) -> str:
-    found = sorted(set(values))
-    if len(found) == 1:
-        return str(found[0])
-    whole = found == list(range(found[0], found[-1] + 1))
-    return f"{{{found[0]}...{found[-1]}}}" if whole else f"{{{','.join(map(str, found))}}}"
+    ordered = sorted(set(values))
+    if len(ordered) == 1:
+        return str(ordered[0])
+    whole = ordered == list(range(ordered[0], ordered[-1] + 1))
+    return f"{{{ordered[0]}...{ordered[-1]}}}" if whole else f"{{{','.join(map(str, ordered))}}}"

@@ -47,7 +47,7 @@ class Outlier:
 
 
 def find_outliers(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
-    """What stands out, the worst first: not a number, zeros, norms, single elements."""
+    """Yield what stands out, the worst first: not a number, zeros, norms, single elements."""
     parameters = [weight for weight in weights if weight.state == PARAM]
     yield from _folded("nan", [w for w in weights if w.num_nan], _nan)
     yield from _folded("inf", [w for w in weights if w.num_inf], _inf)
@@ -65,13 +65,13 @@ def _one(kind: str, members: Sequence[WeightStatistics], text: str) -> Outlier:
     return Outlier(kind, first.weight, first.state, tuple(member.name for member in members), layers, text)
 
 
-def _folded(kind: str, found: Sequence[WeightStatistics], words: Words) -> Iterator[Outlier]:
-    """One finding for each weight, its layers folded; what differs among them is said of the first."""
-    for members in folded(found):
+def _folded(kind: str, statistics: Sequence[WeightStatistics], words: Words) -> Iterator[Outlier]:
+    """Yield one outlier for each weight, its layers folded; what differs among them is described of the first."""
+    for members in folded(statistics):
         names = fold(member.name for member in members)
         texts = list(dict.fromkeys(map(words, members)))
-        said = texts[0] if len(texts) == 1 else f"{texts[0]} in the first of {len(members)}"
-        yield _one(kind, members, f"{names[0]}: {said}")
+        text = texts[0] if len(texts) == 1 else f"{texts[0]} in the first of {len(members)}"
+        yield _one(kind, members, f"{names[0]}: {text}")
 
 
 def _nan(weight: WeightStatistics) -> str:
@@ -115,7 +115,7 @@ def _norms(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
 
 
 def _expected(siblings: Sequence[WeightStatistics]) -> NDArray[np.float64] | None:
-    """The logarithm of each norm as the neighbouring layers continue; None where they are too few to tell.
+    """Return the logarithm of each norm as the neighbouring layers continue; None where they are too few to tell.
 
     A layer of experts counts by their median, and for its own experts too.
     """
@@ -132,7 +132,9 @@ def _expected(siblings: Sequence[WeightStatistics]) -> NDArray[np.float64] | Non
 
 
 def _continued(away: NDArray[Any], values: NDArray[np.float64], *, with_own: bool) -> float:
-    """The value at distance 0 on a line through the nearest others, of which some may be wrong (Theil and Sen)."""
+    """Return the value at distance 0 on a line through the nearest others,
+    of which some may be wrong (Theil and Sen).
+    """
     others = np.flatnonzero((away != 0) | with_own)
     nearest = others[np.argsort(np.abs(away[others]), kind="stable")[:AROUND]]
     x, y = away[nearest], values[nearest]

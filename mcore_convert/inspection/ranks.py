@@ -30,7 +30,7 @@ class RankPart:
 
 
 def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[RankPart]:
-    """The parts of all ranks, as Megatron Core builds them.
+    """Return the parts of all ranks, as Megatron Core builds them.
 
     Args:
         dtype: of the weights.

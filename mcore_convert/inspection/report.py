@@ -76,7 +76,9 @@ def inspect(
 
 
 def _to_measure(opened: Opened, optimizer: bool) -> tuple[Contents, list[str]]:
-    """What statistics are made of, and what to say of it: a quantised model, for one, is taken as it is stored."""
+    """Return what statistics are made of, and what to say of it: a quantised model, for one,
+    is taken as it is stored.
+    """
     try:
         return contents_of(opened, optimizer=optimizer), []
     except MappingError as error:
@@ -125,7 +127,9 @@ def diff(
 
 
 def _to_compare(a: Opened, b: Opened, optimizer: bool) -> tuple[Contents, Contents]:
-    """The tensors of both; those of Hugging Face as they are stored where one of them is not as its family says."""
+    """Return the tensors of both; those of Hugging Face as they are stored where one of them is not as its family
+    says.
+    """
     try:
         return contents_of(a, optimizer=optimizer), contents_of(b, optimizer=optimizer)
     except MappingError:

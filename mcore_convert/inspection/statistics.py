@@ -98,7 +98,7 @@ class WeightStatistics:
 
 
 def total_rms(weights: Sequence[WeightStatistics]) -> float:
-    """The rms of several tensors taken as one, of what is finite in them."""
+    """Return the rms of several tensors taken as one, of what is finite in them."""
     count = sum(weight.num_finite for weight in weights)
     return math.hypot(*(weight.norm for weight in weights)) / math.sqrt(count) if count else 0.0
 
@@ -202,7 +202,7 @@ def _statistics(tensor: Tensor, tally: Tally, files: Files) -> WeightStatistics:
 
 
 def _dead_rows(tensor: Tensor, zeros: int, files: Files) -> tuple[range, ...]:
-    """The rows of a matrix that are zero throughout; looked for only where there are zeros enough for one."""
+    """Return the rows of a matrix that are zero throughout; looked for only where there are zeros enough for one."""
     shape = tensor.shape
     if len(shape) < 2 or zeros < math.prod(shape[1:]):
         return ()
@@ -219,18 +219,18 @@ def _dead_rows(tensor: Tensor, zeros: int, files: Files) -> tuple[range, ...]:
 
 
 def _has_value(array: Bytes, dtype: str) -> NDArray[np.bool_]:
-    """Which elements are not zero; the sign of a zero does not count."""
+    """Return which elements are not zero; the sign of a zero does not count."""
     values = np.left_shift(array, 1) if is_float(dtype) else as_float(array, dtype)
-    found: NDArray[np.bool_] = values != 0
-    return found
+    nonzero: NDArray[np.bool_] = values != 0
+    return nonzero
 
 
 def _ranges(rows: Sequence[int] | NDArray[np.intp]) -> list[range]:
     """Ascending numbers as ranges."""
-    found: list[range] = []
+    ranges: list[range] = []
     for row in map(int, rows):
-        if found and found[-1].stop == row:
-            found[-1] = range(found[-1].start, row + 1)
+        if ranges and ranges[-1].stop == row:
+            ranges[-1] = range(ranges[-1].start, row + 1)
         else:
-            found.append(range(row, row + 1))
-    return found
+            ranges.append(range(row, row + 1))
+    return ranges

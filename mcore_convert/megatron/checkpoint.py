@@ -44,7 +44,7 @@ def take_expert_norms(wanted: Mapping[str, Mapping[str, Any]], keys: Container[s
 
 
 def named(stages: Sequence[GPTModel]) -> dict[str, GPTModel]:
-    """The stages under the names that Megatron-LM's state dict has for them."""
+    """Return the stages under the names that Megatron-LM's state dict has for them."""
     if len(stages) == 1:
         return {"model": stages[0]}
     return {f"model{index}": stage for index, stage in enumerate(stages)}

@@ -125,7 +125,8 @@ ONLY_ELSEWHERE: dict[str, tuple[Any, ...]] = {"rotary_scaling_factor": (1.0,), "
 def config_of(
     args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, settings: Mapping[str, Any] | None = None
 ) -> TransformerConfig:
-    """The configuration that Megatron-LM's `core_transformer_config_from_args` makes, without fusions and dropout.
+    """Return the configuration that Megatron-LM's `core_transformer_config_from_args` makes,
+    without fusions and dropout.
 
     The parallel sizes are those of the current process groups, not those that the checkpoint was written with.
     `settings` are fields that shall have other values.
@@ -198,12 +199,12 @@ def config_of(
 
 
 def has_yarn(args: Mapping[str, Any]) -> bool:
-    """Whether YaRN scales positions, where attention is not latent."""
+    """Return whether YaRN scales positions, where attention is not latent."""
     return args.get("position_embedding_type") == "yarn" and not args.get("multi_latent_attention")
 
 
 def activation_of(args: Mapping[str, Any]) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
-    """The activation of the MLP, and whether it gates a second half."""
+    """Return the activation of the MLP, and whether it gates a second half."""
     from megatron.core.activations import quick_gelu, squared_relu
 
     if args.get("swiglu"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,18 +22,19 @@ def import_megatron() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # modules that Megatron Core imports from itself
-        with _compiling_late():
+        with _uncompiled():
             import megatron.core.dist_checkpointing
             import megatron.core.models.gpt.gpt_layer_specs
             import megatron.core.parallel_state  # noqa: F401
 
 
 @contextlib.contextmanager
-def _compiling_late() -> Iterator[None]:
-    """A scope in which `torch.compile` as a decorator waits for the function's first call, on a machine without CUDA.
+def _uncompiled() -> Iterator[None]:
+    """A scope in which `torch.compile` as a decorator leaves functions as they are, on a machine without CUDA.
 
-    Megatron Core decorates some fifty functions with it (`megatron/core/jit.py`), of which a CPU runs hardly any. The
-    compiler that the first of them loads takes as long to import as torch itself.
+    Megatron Core decorates some fifty functions with it (`megatron/core/jit.py`), of which a CPU runs few, on little.
+    Compiled, the first would load a compiler that takes as long to import as torch itself, and each would call a C++
+    compiler, for seconds, which may not be there at all.
     """
     import torch
 
@@ -43,16 +43,8 @@ def _compiling_late() -> Iterator[None]:
         return
     original = torch.compile
 
-    def decorator(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        if function is None:
-            return functools.partial(decorator, **options)
-        compiled = functools.cache(lambda: original(function, **options))
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled()(*args, **kwargs)
-
-        return call
+    def decorator(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
+        return decorator if function is None else function
 
     torch.compile = decorator  # type: ignore[assignment]
     try:
@@ -100,9 +92,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.fusions import fused_softmax
     from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.attention import Attention
-
-    delta_net = gated_delta_net.GatedDeltaNet
 
     def causal_mask(length: int) -> torch.Tensor:
         return torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -131,9 +120,6 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (gated_delta_net, "HAVE_FLA", True),
         (gated_delta_net, "chunk_gated_delta_rule", gated_delta_net.torch_chunk_gated_delta_rule),
         (gated_delta_net, "l2norm", _unit_length),
-        # ssm/gated_delta_net.py:408 and transformer/attention.py:1218, compiled, which wants a compiler of C++
-        (delta_net, "_apply_gated_norm", inspect.unwrap(delta_net._apply_gated_norm)),
-        (Attention, "_apply_output_gate", inspect.unwrap(Attention._apply_output_gate)),
     ]
 
 
@@ -145,7 +131,7 @@ def _unit_length(vectors: Any) -> Any:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes tensors, which takes the CPU for a CUDA device, and memory that is not pinned."""
+    """Return a function that makes tensors, which takes the CPU for a CUDA device, and memory that is not pinned."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -163,11 +149,11 @@ def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(type_of)
     def named(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        found = type_of(tensor, *args, **kwargs)
+        answer = type_of(tensor, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if isinstance(found, str) and caller.startswith("megatron.core.optimizer"):
-            return found.replace("torch.", "torch.cuda.", 1)
-        return found
+        if isinstance(answer, str) and caller.startswith("megatron.core.optimizer"):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
 
     return named
 

@@ -60,7 +60,7 @@ def _without_predicting(chunk: GPTModel) -> Iterator[None]:
 
 
 def _on_all_stages(out: torch.Tensor, chunk: GPTModel, tokens: torch.Tensor, ranks: list[int]) -> torch.Tensor:
-    """The last stage's logits, whole instead of split over tensor-parallel ranks, on every stage."""
+    """Return the last stage's logits, whole instead of split over tensor-parallel ranks, on every stage."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 

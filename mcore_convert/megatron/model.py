@@ -42,7 +42,7 @@ def build_model(
     post_process: bool = True,
     vp_stage: int | None = None,
 ) -> GPTModel:
-    """A model, or the part of it that is one (virtual) pipeline stage, in the current model-parallel groups.
+    """Build a model, or the part of it that is one (virtual) pipeline stage, in the current model-parallel groups.
 
     Parameters are left unset, unless `choices` has them initialised: fill them with `load_weights` or
     `load_torch_dist`. Layers come from Megatron's local spec, which needs no Transformer Engine. Logits stay split over
@@ -112,7 +112,9 @@ def _build_hybrid(args: Mapping[str, Any], config: TransformerConfig, positions:
 def build_stages(
     args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, choices: Choices | None = None
 ) -> list[GPTModel]:
-    """The parts of the model that this rank holds in the current groups: one, or one per virtual pipeline stage."""
+    """Build the parts of the model that this rank holds in the current groups: one,
+    or one per virtual pipeline stage.
+    """
     import_megatron()
     from megatron.core import parallel_state
 
@@ -159,7 +161,9 @@ def _bind_what_is_not_installed(config: TransformerConfig) -> None:
 
 
 def predicting_spec(config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None) -> Any:
-    """The layers of this stage that predict further tokens, each as the last of the decoder; None where it has none."""
+    """Return the layers of this stage that predict further tokens, each as the last of the decoder;
+    None where it has none.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     from mcore_convert.megatron.norm import Norm
@@ -173,12 +177,12 @@ def predicting_spec(config: TransformerConfig, layers: TransformerBlockSubmodule
 
 
 def parts_of_config(config: TransformerConfig) -> Parts:
-    """The parts of each layer."""
+    """Return the parts of each layer."""
     return parts_of({**vars(config), "num_experts": config.num_moe_experts}, config.num_layers)
 
 
 def _local_layer(config: TransformerConfig, parts: frozenset[str]) -> ModuleSpec:
-    """A layer with these parts."""
+    """Return a layer with these parts."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
@@ -234,7 +238,7 @@ def _position_embedding_of(args: Mapping[str, Any]) -> str:
 
 
 def _required(args: Mapping[str, Any], *names: str) -> int:
-    """The first of these arguments that is set."""
+    """Return the first of these arguments that is set."""
     for name in names:
         if args.get(name) is not None:
             return int(args[name])

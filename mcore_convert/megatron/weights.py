@@ -64,13 +64,13 @@ def load_weights(model: GPTModel, weights: Iterable[tuple[str, torch.Tensor]]) -
 
 
 def parameters_of(model: GPTModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint must fill: parameters and stored buffers, under the names of their modules."""
+    """Return what a checkpoint must fill: parameters and stored buffers, under the names of their modules."""
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
 def module_name(key: str) -> str:
-    """The name of a weight in a model of the local layer spec, from its key in a checkpoint."""
+    """Return the name of a weight in a model of the local layer spec, from its key in a checkpoint."""
     for theirs, ours in MODULES.items():
         key = key.replace(theirs, ours)
     return key

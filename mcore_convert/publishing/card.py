@@ -52,7 +52,9 @@ class Card:
 
 
 def render(card: Card, checksum: str) -> bytes:
-    """The card as Markdown. It says nothing of the machine or the time, so that equal exports have equal cards."""
+    """Render the card as Markdown. It says nothing of the machine or the time,
+    so that equal exports have equal cards.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
     tables = [("Architecture", [*_architecture(card)]), ("Training", [*_training(card)])]
@@ -72,10 +74,10 @@ def render(card: Card, checksum: str) -> bytes:
 
 
 def metadata_of(card: Card) -> dict[str, Any]:
-    """The metadata of the card: what the user gave, else what the original's card and the run say."""
+    """Return the metadata of the card: what the user gave, else what the original's card and the run say."""
     folder = card.model.folder
     base = base_model(card.history.base_model, card.config)
-    found = {
+    fields = {
         "base_model": base,
         **(inherited(folder / CARD) if folder is not None else {}),
         "library_name": "transformers",
@@ -83,11 +85,13 @@ def metadata_of(card: Card) -> dict[str, Any]:
         "tags": [*TAGS, str(card.config.get("model_type", card.model.family.name))],
         **card.metadata,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def inherited(file: Path) -> dict[str, Any]:
-    """What a card says that holds for a model made of this one, too; nothing where it has no readable metadata."""
+    """Return what a card says that holds for a model made of this one, too;
+    nothing where it has no readable metadata.
+    """
     from huggingface_hub import ModelCard
 
     if not file.is_file():
@@ -99,9 +103,9 @@ def inherited(file: Path) -> dict[str, Any]:
     return {name: data[name] for name in INHERITED if data.get(name)}
 
 
-def base_model(said: str | None, config: Mapping[str, Any]) -> str | None:
-    """The name on the Hub of the model that training started from, where one is known."""
-    for name in (said, config.get("_name_or_path")):
+def base_model(stated: str | None, config: Mapping[str, Any]) -> str | None:
+    """Return the name on the Hub of the model that training started from, where one is known."""
+    for name in (stated, config.get("_name_or_path")):
         if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
             return name
     return None
@@ -117,7 +121,7 @@ def _summary(card: Card) -> str:
 
 
 def _model_words(card: Card) -> str:
-    """The arguments of a loading function: the repository, or the directory that the reader stands in."""
+    """Return the arguments of a loading function: the repository, or the directory that the reader stands in."""
     if card.repo is None:
         return '"."'
     return f'"{card.repo}"' + (f', revision="{card.revision}"' if card.revision else "")
@@ -183,7 +187,7 @@ def _training(card: Card) -> Iterator[tuple[str, str]]:
 
 
 def _layout(card: Card) -> str:
-    """How the run was spread over ranks: `tp 2, pp 2, on 4 ranks`."""
+    """Return how the run was spread over ranks: `tp 2, pp 2, on 4 ranks`."""
     checkpoint = card.model.checkpoint
     if checkpoint.common.args is None:
         return ""

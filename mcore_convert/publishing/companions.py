@@ -23,43 +23,43 @@ HINT = "pass --tokenizer DIR, or a name on the Hub; --no-tokenizer exports the m
 
 
 def tokenizer_of(model: Model, history: History, asked: str | None) -> Tokenizer:
-    """The tokenizer that a user asked for, else that of the original model, else that of the training run.
+    """Return the tokenizer that a user asked for, else that of the original model, else that of the training run.
 
     Raises:
         ConvertError: there is none, or its files are damaged.
     """
     if asked is not None:
-        found = read_tokenizer(tokenizer_path(asked))
-        if found is None:
+        tokenizer = read_tokenizer(tokenizer_path(asked))
+        if tokenizer is None:
             raise DataError(f"`{asked}` has no tokenizer", hint=FORMS)
-        return found
+        return tokenizer
     looked = []
-    for place, found in _places(model, history):
-        if found is not None:
-            return found
+    for place, tokenizer in _places(model, history):
+        if tokenizer is not None:
+            return tokenizer
         looked.append(place)
     raise DataError(f"there is no tokenizer for `{model.checkpoint.path}`", items=looked, hint=HINT)
 
 
 def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | None]]:
-    """Where a tokenizer may be: in words, and what was found there."""
+    """Yield where a tokenizer may be: in words, and what was found there."""
     if model.folder is not None:
         yield f"none in `{model.folder}`", read_tokenizer(model.folder)
     else:
         yield "none was carried along: the checkpoint has no folder `hf`", None
-    said = history.tokenizer
-    if said is not None:
-        if Path(said).is_dir():
-            yield f"none in `{said}`, which the training run names", read_tokenizer(Path(said))
-        elif REPO_ID.fullmatch(said):
+    named = history.tokenizer
+    if named is not None:
+        if Path(named).is_dir():
+            yield f"none in `{named}`, which the training run names", read_tokenizer(Path(named))
+        elif REPO_ID.fullmatch(named):
             try:
-                folder = tokenizer_path(said)
+                folder = tokenizer_path(named)
             except ConvertError as error:
-                yield f"the training run names `{said}`: {error.message}", None
+                yield f"the training run names `{named}`: {error.message}", None
             else:
-                yield f"none in `{said}` on the Hub, which the training run names", read_tokenizer(folder)
+                yield f"none in `{named}` on the Hub, which the training run names", read_tokenizer(folder)
         else:
-            yield f"`{said}`, which the training run names, is not there", None
+            yield f"`{named}`, which the training run names, is not there", None
     stored = model.checkpoint.common.args or {}
     files = [stored.get(name) for name in ("vocab_file", "merge_file")]
     if stored.get("tokenizer_type") == "GPT2BPETokenizer" and all(isinstance(file, str) for file in files):
@@ -72,7 +72,9 @@ def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | N
 
 
 def is_the_vocabulary(tokenizer: Tokenizer, model: Model) -> bool:
-    """Whether an embedding has the rows that Megatron gives to just this tokenizer, so that the rest is padding."""
+    """Return whether an embedding has the rows that Megatron gives to just this tokenizer,
+    so that the rest is padding.
+    """
     tp = model.args.get("tensor_model_parallel_size") or 1
     divisible_by = model.args.get("make_vocab_size_divisible_by") or 128
     return padded_vocab_size(tokenizer.size, tp, divisible_by) == model.dims.padded_vocab_size
@@ -98,7 +100,7 @@ def check_fit(tokenizer: Tokenizer, model: Model, notes: list[str]) -> None:
 
 
 def with_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer, *, replace: bool, pad: bool) -> dict[str, Any]:
-    """A configuration with the tokens that begin and end a text, and with `pad` the one that fills it up.
+    """Return a configuration with the tokens that begin and end a text, and with `pad` the one that fills it up.
 
     Args:
         replace: also where the configuration names others, which are those of another tokenizer.
@@ -113,11 +115,11 @@ def with_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer, *, replace: 
 def generation_config(
     model: Model, config: Mapping[str, Any], tokenizer: Tokenizer | None, *, replace: bool
 ) -> dict[str, Any]:
-    """How text is generated: as the original model says, or else only what its tokens are."""
+    """Return how text is generated: as the original model says, or else only what its tokens are."""
     file = model.folder / GENERATION_CONFIG if model.folder is not None else None
     if file is not None and file.is_file():
         original = read_json(file)
         return with_token_ids(original, tokenizer, replace=True, pad=True) if tokenizer and replace else original
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    found = {name: config[name] for name in names if config.get(name) is not None}
-    return found if tokenizer is None else with_token_ids(found, tokenizer, replace=False, pad=True)
+    known = {name: config[name] for name in names if config.get(name) is not None}
+    return known if tokenizer is None else with_token_ids(known, tokenizer, replace=False, pad=True)

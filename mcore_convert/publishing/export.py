@@ -104,7 +104,7 @@ def _prepare(
     tokenizer = None
     if options.get("with_tokenizer", True):
         tokenizer = companions.tokenizer_of(model, history, options.get("tokenizer"))
-        if not model.vocab_is_said and companions.is_the_vocabulary(tokenizer, model):
+        if not model.vocab_is_stated and companions.is_the_vocabulary(tokenizer, model):
             notes.append(f"the vocabulary is the tokenizer's: {tokenizer.size} tokens")
             reading["vocab_size"] = tokenizer.size
             model = model_of(model.checkpoint, **reading)
@@ -200,7 +200,7 @@ def write(
 
 
 def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path:
-    """Where an export lies unless a user says where: `RUN/hf/iter_*`, or `SOURCE-hf` beside what is no run.
+    """Return where an export lies unless a user says where: `RUN/hf/iter_*`, or `SOURCE-hf` beside what is no run.
 
     Raises:
         UnwritableTarget: the source is the root of a file system.

@@ -39,7 +39,7 @@ class HfTensor:
         return DTYPE_SIZES[self.meta.dtype]
 
     def read(self, files: Files, box: Box | None = None, dtype: str | None = None) -> Bytes:
-        """The elements of a box, or all, as unsigned integers of their size, in row-major order.
+        """Return the elements of a box, or all, as unsigned integers of their size, in row-major order.
 
         Args:
             dtype: round them to it, once; as they are stored, or decoded to, unless given.
@@ -74,7 +74,7 @@ class HfTensor:
 
 
 def hf_tensors(family: Family, dims: Dims, sources: Sources) -> Iterator[HfTensor]:
-    """Every tensor of a Hugging Face directory of this model, in the order of the forward pass."""
+    """Yield every tensor of a Hugging Face directory of this model, in the order of the forward pass."""
     dtype_of = sources.dtype_of
     tensors: dict[str, HfTensor] = {}
     for item, slots in sources.slots.items():
@@ -101,11 +101,11 @@ def hf_tensors(family: Family, dims: Dims, sources: Sources) -> Iterator[HfTenso
 
 
 def _of_expert(slot: Slot, expert: int) -> Slot:
-    """The slot of an expert's tensor, in one that has those of all experts along its first dimension."""
+    """Return the slot of an expert's tensor, in one that has those of all experts along its first dimension."""
     return Slot(_stacked(slot.view), Box((expert, *slot.box.offsets), (1, *slot.box.sizes)))
 
 
 def _stacked(view: View) -> View:
-    """The view with one more dimension before the others, of size 1."""
+    """Return the view with one more dimension before the others, of size 1."""
     high = view.high and _stacked(view.high)
     return view._replace(shape=(1, *view.shape), strides=(view.nbytes, *view.strides), high=high)

@@ -132,7 +132,7 @@ def hand_over(
 
 
 def _in(folder: str, source: Path) -> Path:
-    """A directory within a temporary one, with the name of the source."""
+    """Return a directory within a temporary one, with the name of the source."""
     return Path(folder, source.absolute().name or "model")
 
 
@@ -224,6 +224,6 @@ __all__ = ["Export", "export", "push"]
 
 
 def _is_hugging_face(path: Path) -> bool:
-    """Whether a directory needs no export: it is what one would make."""
+    """Return whether a directory needs no export: it is what one would make."""
     kind = format_of(path)
     return kind is not None and kind.side is Side.HUGGING_FACE

@@ -62,7 +62,9 @@ def read_back(tensors: Sequence[HfTensor], written: Mapping[str, View], meter: M
 
 
 def _is_written(tensor: HfTensor, block: Bytes, view: View, box: Box, files: Files) -> bool:
-    """Whether a box of a tensor was written as it should be, cast or quantised; `block` is it as the source has it."""
+    """Return whether a box of a tensor was written as it should be, cast or quantised;
+    `block` is it as the source has it.
+    """
     part = view.narrow(box)
     if isinstance(view.coded, Blocks):
         return bool(view.coded.may_hold(files, part, tensor.read(files, box, "float32").view(np.float32)).all())

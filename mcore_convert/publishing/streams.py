@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def iter_hf_weights(
     path: PathLike, *, dtype: str | torch.dtype | None = None, **options: Unpack[SourceOptions]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint under their Hugging Face names, one by one, in the order of the forward pass.
+    """Iterate over the tensors of a checkpoint under their Hugging Face names, one by one,
+    in the order of the forward pass.
 
     Each is a new tensor on the CPU; no more memory is held than the one that is being made. A tied head does not come,
     as it is in no `model.safetensors`. The checkpoint is proven whole before the first is made.
@@ -55,7 +56,8 @@ def iter_hf_weights(
 
 
 def load_hf_model(path: PathLike, *, dtype: str | torch.dtype | None = None, **options: Any) -> Any:
-    """A transformers model straight from a checkpoint in any format: what `from_pretrained` makes of its conversion.
+    """Build a transformers model straight from a checkpoint in any format:
+    what `from_pretrained` makes of its conversion.
 
     Args:
         path, dtype: as for `iter_hf_weights`.

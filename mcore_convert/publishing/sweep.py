@@ -139,13 +139,13 @@ def export_all(
 
 
 def _waiting(run: Run | None, done: dict[int, State], until: int | None) -> dict[int, Path]:
-    """The iterations that are there and have not been looked at."""
+    """Return the iterations that are there and have not been looked at."""
     there = {} if run is None else run.iterations()
     return {n: path for n, path in there.items() if n not in done and (until is None or n <= until)}
 
 
 def _last_of(run: Run | None) -> int | None:
-    """The iteration that a training ends with, as its newest checkpoint says."""
+    """Return the iteration that a training ends with, as its newest checkpoint says."""
     try:
         with file_errors():
             newest = max((run.iterations() if run else {}).items(), default=None)

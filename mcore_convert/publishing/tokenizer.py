@@ -44,7 +44,7 @@ class Tokenizer:
 
 
 def read_tokenizer(place: Path) -> Tokenizer | None:
-    """The tokenizer in a folder, or that of one of its files; None where there is none.
+    """Return the tokenizer in a folder, or that of one of its files; None where there is none.
 
     Raises:
         UnreadableCheckpoint: its files are damaged.
@@ -56,7 +56,8 @@ def read_tokenizer(place: Path) -> Tokenizer | None:
 
 
 def read_gpt2_bpe(vocabulary: Path, merges: Path) -> Tokenizer | None:
-    """The tokenizer of two files as Megatron-LM's `--vocab-file` and `--merge-file` name them; None where one lacks.
+    """Return the tokenizer of two files as Megatron-LM's `--vocab-file` and `--merge-file` name them;
+    None where one lacks.
 
     Raises:
         UnreadableCheckpoint: the vocabulary is damaged.
@@ -67,23 +68,23 @@ def read_gpt2_bpe(vocabulary: Path, merges: Path) -> Tokenizer | None:
 
 
 def folder_of(place: Path) -> Path:
-    """The folder of a tokenizer that a user names by itself or by one of its files."""
+    """Return the folder of a tokenizer that a user names by itself or by one of its files."""
     is_part = any(fnmatch(place.name, pattern) for pattern in TOKENIZER_FILES)
     return place.parent if is_part and place.is_file() else place
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a file that may be a tokenizer; what is in it is not read."""
+    """Return whether a folder has a file that may be a tokenizer; what is in it is not read."""
     return any(any(folder.glob(pattern)) for pattern in (*VOCABULARIES, "tokenizer_config.json"))
 
 
 def is_bare_bpe(folder: Path) -> bool:
-    """Whether a folder has the two files of GPT-2's tokenizer, and none that says of which class it is."""
+    """Return whether a folder has the two files of GPT-2's tokenizer, and none that says of which class it is."""
     return _class_of({name: folder / name for name in carried_files(folder, TOKENIZER_FILES)}) == "GPT2Tokenizer"
 
 
 def _read(place: Path, files: Mapping[str, Path]) -> Tokenizer | None:
-    """The tokenizer of these files, each under the name that it has in a model's folder."""
+    """Return the tokenizer of these files, each under the name that it has in a model's folder."""
     try:
         return _tokenizer(place, files)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -114,7 +115,7 @@ def _tokenizer(place: Path, files: Mapping[str, Path]) -> Tokenizer | None:
 
 
 def _class_of(files: Mapping[str, Path]) -> str | None:
-    """The class of transformers for files that do not say it; None where they do, or where none is known.
+    """Return the class of transformers for files that do not say it; None where they do, or where none is known.
 
     The configuration of a model beside them says it, too.
     """
@@ -127,7 +128,9 @@ def _class_of(files: Mapping[str, Path]) -> str | None:
 
 
 def _is_sentencepiece(file: Path) -> bool:
-    """Whether a file is a SentencePiece model: a message whose first field is a piece. tiktoken's files are text."""
+    """Return whether a file is a SentencePiece model: a message whose first field is a piece.
+    tiktoken's files are text.
+    """
     with open_file(file) as opened:
         return opened.read(1) == b"\n"
 
@@ -137,7 +140,9 @@ def _json(files: Mapping[str, Path], name: str) -> dict[str, Any]:
 
 
 def _vocabulary(files: Mapping[str, Path]) -> dict[str, int] | None:
-    """The ids of all tokens, from the first of the files that holds them, in transformers' order of preference."""
+    """Return the ids of all tokens, from the first of the files that holds them,
+    in transformers' order of preference.
+    """
     name = next((name for pattern in VOCABULARIES for name in files if fnmatch(name, pattern)), None)
     if name is None:
         return None
@@ -156,7 +161,7 @@ def _vocabulary(files: Mapping[str, Path]) -> dict[str, int] | None:
 
 
 def _pieces(content: bytes) -> Iterator[tuple[str, int]]:
-    """The pieces of a SentencePiece model: field 1 of its protobuf message, and field 1 of each."""
+    """Yield the pieces of a SentencePiece model: field 1 of its protobuf message, and field 1 of each."""
     number = 0
     for number_of, value in _fields(memoryview(content)):
         if number_of == 1 and isinstance(value, memoryview):
@@ -168,7 +173,7 @@ def _pieces(content: bytes) -> Iterator[tuple[str, int]]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int]]:
-    """The fields of a protobuf message: numbers, or bytes where they have a length."""
+    """Yield the fields of a protobuf message: numbers, or bytes where they have a length."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -197,14 +202,14 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
 
 
 def _ranks(content: bytes) -> Iterator[tuple[str, int]]:
-    """The tokens of a tiktoken file: a line `BASE64 RANK` each."""
+    """Yield the tokens of a tiktoken file: a line `BASE64 RANK` each."""
     for line in content.splitlines():
         token, rank = line.split()
         yield base64.b64decode(token).decode(errors="backslashreplace"), int(rank)
 
 
 def _added(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, int]:
-    """The tokens that are added to a vocabulary, with their ids."""
+    """Return the tokens that are added to a vocabulary, with their ids."""
     decoder = config.get("added_tokens_decoder") or {}
     return {
         **{token: int(number) for token, number in _json(files, "added_tokens.json").items()},
@@ -219,10 +224,10 @@ def _extra(config: Mapping[str, Any]) -> list[str]:
 
 
 def _named(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by what they are for."""
+    """Return the special tokens by what they are for."""
     kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
-    found = {**CLASS_DEFAULTS.get(kind, {}), **_json(files, "special_tokens_map.json"), **config}
-    return {key: _text(found[key]) for key in SPECIAL if found.get(key)}
+    values = {**CLASS_DEFAULTS.get(kind, {}), **_json(files, "special_tokens_map.json"), **config}
+    return {key: _text(values[key]) for key in SPECIAL if values.get(key)}
 
 
 def _text(token: Any) -> str:

@@ -233,6 +233,11 @@ class Dims:
     def _shapes(self) -> dict[tuple[str, ...], Shape]:
         return {}  # asked for every expert of every layer
 
+    @cached_property
+    def packed(self) -> dict[tuple[Any, Shape], Any]:
+        """What packs make of a shape in a model of these sizes, for `pack.packed`."""
+        return {}
+
 
 def has_expert_bias(args: Mapping[str, Any]) -> bool:
     """Whether experts and their router have biases as they do since Megatron Core 0.15, which came with `softmax_type`.

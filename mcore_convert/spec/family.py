@@ -62,6 +62,10 @@ class Weight:
     copy_of: str | None = None
     less: float = 0.0
 
+    def __hash__(self) -> int:
+        """Of the names, which tell the rows of a family apart: items are looked up for each expert of each layer."""
+        return hash((self.mcore, self.hf))
+
     @property
     def spellings(self) -> tuple[Spelling, ...]:
         """Every spelling in a Hugging Face directory, the one that is written first."""

@@ -8,7 +8,7 @@ embedding on the first stage, the rest on the last, where a tied embedding has a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
@@ -112,7 +112,7 @@ class Holding:
             for number, layer in enumerate(mine):
                 present = [weight for weight in members if weight.in_layer(layer, dims)]
                 at = Index(layer, None, number) if predicts else Index(layer)
-                yield from self._layer(present, dims, at, replace(at, layer=number), ep, grouped=grouped)
+                yield from self._layer(present, dims, at, at._replace(layer=number), ep, grouped=grouped)
             for weight in () if per_layer else members:
                 if self.home_of(weight, Index(), dims).stage == stage:
                     yield Held(weight, Index(), Index())
@@ -135,7 +135,7 @@ class Holding:
                 modules = [list(part) for _, part in groupby(members, lambda row: (row.mcore or "").rpartition(".")[0])]
             for module in modules:
                 for number, expert in enumerate(self.layout.experts(dims.num_experts or 0, ep)):
-                    there, here = replace(at, expert=expert), replace(local, expert=number)
+                    there, here = at._replace(expert=expert), local._replace(expert=number)
                     yield from (Held(weight, there, here) for weight in module)
 
 

@@ -159,13 +159,6 @@ class Layout:
             start += count
         return layers
 
-    def stage_of(self, layer: int, num_layers: int) -> tuple[Stage, int]:
-        """The stage of a global layer index, and the layer's index on that stage."""
-        for stage, layers in self.stages(num_layers).items():
-            if layer in layers:
-                return stage, layer - layers.start
-        raise LayoutError(f"layer {layer} is not one of {num_layers}")
-
     def mtp_stage(self, num_layers: int) -> Stage:
         """The stage with the layers that predict further tokens: the last, unless the pipeline layout has it elsewhere.
 

@@ -4,8 +4,8 @@ ways."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 PLACEHOLDERS = ("layer", "mtp", "expert")
 
@@ -17,8 +17,7 @@ OPTIMIZER_STATES = (MASTER, *MOMENTS)
 ADAM, LION, BY_MOMENTUM = (EXP_AVG, EXP_AVG_SQ), (EXP_AVG,), (MOMENTUM,)  # the last of SGD and Muon
 
 
-@dataclass(frozen=True, order=True)
-class Index:
+class Index(NamedTuple):
     """Which layer and which expert; None where a weight stands outside the layers or has no experts.
 
     Layers that predict further tokens are numbered by `mtp`, and their `layer` goes on after those of the decoder: they

@@ -61,6 +61,15 @@ class Pack(Protocol):
         """The pieces; the `mcore` boxes tile the global tensor, the `hf` boxes tile each Hugging Face tensor."""
 
 
+def packed(pack: Pack, shape: Shape, dims: Dims) -> tuple[list[Shape], list[Piece]]:
+    """The shapes and the pieces of a pack, computed once for all layers and experts of a model."""
+    key = (pack, shape)
+    if key not in dims.packed:
+        dims.packed[key] = (pack.shapes(shape, dims), pack.pieces(shape, dims))
+    found: tuple[list[Shape], list[Piece]] = dims.packed[key]
+    return found
+
+
 @dataclass(frozen=True)
 class Same:
     """One tensor, unchanged."""

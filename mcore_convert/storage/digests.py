@@ -6,6 +6,7 @@ bytes of one file that has a checksum for each of its blocks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,6 @@ def hand_on(feed: Feed | None, view: View, written: NDArray[Any]) -> None:
         feed(view.path, view.offset, written.reshape(-1).view(np.uint8).data)
 
 
-def checksum_of(content: bytes | memoryview) -> str:
-    """The checksum of some bytes."""
-    return xxhash.xxh3_64_hexdigest(content)
-
-
 def sealed(parts: Iterable[bytes], last: Callable[[str], bytes]) -> Iterator[bytes]:
     """The parts of a file, and at the end what `last` makes of their checksum; in pieces that are worth a write."""
     digest = xxhash.xxh3_64()
@@ -60,6 +56,36 @@ def sealed(parts: Iterable[bytes], last: Callable[[str], bytes]) -> Iterator[byt
             held.clear()
     digest.update(held)
     yield bytes(held) + last(digest.hexdigest())
+
+
+class Unsealed:
+    """The lines of a file that `sealed` has written, without the last, which must have the checksum of those before.
+
+    Args:
+        file: stands at its beginning.
+        last: matches the last line, its first group the checksum; that is `checksum` after the lines.
+    """
+
+    def __init__(self, file: Iterable[bytes], last: re.Pattern[bytes]) -> None:
+        self._file, self._last = file, last
+        self.checksum = ""
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Give each line without its end.
+
+        Raises:
+            ValueError: the checksum is another, or there is none.
+        """
+        digest, line = xxhash.xxh3_64(), b""
+        for following in self._file:
+            if line:
+                digest.update(line)
+                yield line[:-1]
+            line = following
+        found = self._last.fullmatch(line)
+        if found is None or digest.hexdigest() != found[1].decode():
+            raise ValueError("the checksum is another")
+        self.checksum = digest.hexdigest()
 
 
 def checksum_of_runs(fd: Handle, path: Path, runs: Iterable[tuple[int, int]]) -> str:
@@ -147,6 +173,11 @@ class Region:
                 self.sums.append(self._hash.hexdigest())
                 self._hash = None
         self._at = at + done
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of its bytes were taken."""
+        return self._at == self.end
 
     def finish(self, fd: int) -> None:
         """Read what was not taken in order from the file itself."""

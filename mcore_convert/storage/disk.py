@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from mcore_convert.storage.deferral import Deferral
@@ -20,6 +20,7 @@ from mcore_convert.storage.remote import RemotePath, fresh
 from mcore_convert.storage.sources import Handle, Stamp, close_fd, open_fd, size_of, stamp_of
 
 STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the cache
+NEAR = 64  # bytes that cost less to write than another system call
 AT_ONCE = 2**30  # bytes of one call: macOS refuses 2**31 and more
 # What a file system answers that cannot do a thing at all: it is then done by plain reads and writes.
 CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
@@ -71,12 +72,28 @@ def reserve(path: Path, size: int, literals: Iterable[tuple[int, bytes]]) -> Non
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         os.ftruncate(fd, size)
-        for at, content in literals:
+        for at, content in _joined(literals):
             write_at(fd, content, at)
         if os.fstat(fd).st_size != size:
             raise OSError(errno.EIO, "it has another size than what was written", str(path))
     finally:
         os.close(fd)
+
+
+def _joined(literals: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """The same with those in one that lie near to each other, in a file that has zeros between them.
+
+    Between the end of one chunk's archive and the beginning of the next there is next to nothing.
+    """
+    first, joined = 0, bytearray()
+    for at, content in literals:
+        gap = at - first - len(joined)
+        if 0 <= gap <= NEAR and len(joined) < STEP:
+            joined += bytes(gap) + content
+        else:
+            yield first, bytes(joined)
+            first, joined = at, bytearray(content)
+    yield first, bytes(joined)
 
 
 def read_at(handle: Handle, into: memoryview, at: int, path: Path) -> None:

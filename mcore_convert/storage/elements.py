@@ -80,6 +80,9 @@ class Files:
         return fd
 
     def _opened(self, path: Path, flags: int) -> Handle:
+        known = self._fds.get((path, flags))  # without the lock, which is there for who opens it
+        if known is not None:
+            return known
         with self._lock:
             if (path, flags) not in self._fds:
                 self._fds[path, flags] = handle = _opened(path, flags)
@@ -179,6 +182,9 @@ def copy_view(files: Files, source: View, target: View, feed: Feed | None = None
     """
     if source.dtype != target.dtype or not source.is_plain:
         yield from _cast_view(files, source, target, feed)
+        return
+    if source.is_contiguous and target.is_contiguous:
+        yield from _copy_run(files, source.path, source.offset, target.path, target.offset, source.nbytes, feed)
         return
     shape, source_strides, target_strides = _joined(source, target)
     run = shape[-1] * source.itemsize

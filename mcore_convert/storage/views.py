@@ -135,6 +135,8 @@ class View(NamedTuple):
 
     def moved(self, place: Callable[[Path], Path]) -> View:
         """The view of the same bytes of other files."""
+        if self.is_plain:
+            return View(place(self.path), *self[1:])
         coded = self.coded
         if coded is not None:
             coded = replace(coded, parts=tuple(part.moved(place) for part in coded.parts))
@@ -146,7 +148,7 @@ class View(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.itemsize
+        return prod(self.shape) * DTYPE_SIZES[self.dtype]
 
     @property
     def end(self) -> int:
@@ -159,12 +161,9 @@ class View(NamedTuple):
         """Whether the elements are one run of bytes in row-major order."""
         if self.high is not None:
             return False
-        step = self.itemsize
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != step:
-                return False
-            step *= size
-        return True
+        wanted = contiguous_strides(self.shape, self.itemsize)
+        each = zip(self.shape, self.strides, wanted, strict=True)
+        return self.strides == wanted or all(size == 1 or stride == want for size, stride, want in each)
 
     def narrow(self, box: Box) -> View:
         """The view of a box."""

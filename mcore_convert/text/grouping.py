@@ -10,6 +10,8 @@ class OfWeight(Protocol):
     """What is said of one tensor."""
 
     @property
+    def name(self) -> str: ...
+    @property
     def weight(self) -> str: ...
     @property
     def layer(self) -> int | None: ...
@@ -21,21 +23,21 @@ class OfWeight(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-Said = TypeVar("Said", bound=OfWeight)
+Described = TypeVar("Described", bound=OfWeight)
 
 
-def folded(said: Iterable[Said]) -> list[list[Said]]:
-    """What is said of the same weight in all layers and experts together, in the order of the first."""
-    groups: dict[tuple[str, str], list[Said]] = {}
-    for each in said:
+def folded(members: Iterable[Described]) -> list[list[Described]]:
+    """Group the descriptions of the same weight in all layers and experts, in the order of the first."""
+    groups: dict[tuple[str, str], list[Described]] = {}
+    for each in members:
         groups.setdefault((each.weight, each.state), []).append(each)
     return list(groups.values())
 
 
-def in_layers(said: Iterable[Said]) -> dict[int, list[Said]]:
-    """What is said of each layer, by its number in ascending order: of several tensors with experts."""
-    found: dict[int, list[Said]] = {}
-    for each in said:
+def in_layers(members: Iterable[Described]) -> dict[int, list[Described]]:
+    """Group descriptions by the number of their layer, in ascending order: of several tensors with experts."""
+    layers: dict[int, list[Described]] = {}
+    for each in members:
         if each.layer is not None:
-            found.setdefault(each.layer, []).append(each)
-    return dict(sorted(found.items()))
+            layers.setdefault(each.layer, []).append(each)
+    return dict(sorted(layers.items()))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes: `2.47 GB`."""
+    """Return a number of bytes: `2.47 GB`."""
     return f"{count:.0f} B" if count < 1000 else _scaled(count, (" B", " kB", " MB", " GB", " TB"))
 
 
 def in_parameters(count: float) -> str:
-    """A number of parameters: `1.24 B`."""
+    """Return a number of parameters: `1.24 B`."""
     return _scaled(count, ("", " k", " M", " B", " T"))
 
 
@@ -23,7 +23,7 @@ def _scaled(count: float, units: Sequence[str]) -> str:
 
 
 def in_digits(value: float) -> str:
-    """Three digits of a number."""
+    """Return three digits of a number."""
     return "0" if value == 0 else f"{value:.3g}"
 
 
@@ -34,6 +34,6 @@ def in_range(values: Sequence[float]) -> str:
 
 
 def in_percent(share: float) -> str:
-    """A share of all; what is not all never shows as 100 %."""
+    """Return a share of all; what is not all never shows as 100 %."""
     text = f"{100 * share:.3g}"
     return f"{'>99.9' if text == '100' and share < 1 else text} %"

@@ -11,7 +11,7 @@ LEAST_FACTOR = (
 
 
 def logarithmic(values: Sequence[float | None], steps: int) -> list[int | None]:
-    """The step of each value, 1 to `steps`, from the smallest to the largest; 0 for zero, None for None and NaN.
+    """Return the step of each value, 1 to `steps`, from the smallest to the largest; 0 for zero, None for None and NaN.
 
     The scale spans at least LEAST_FACTOR around the middle of the values.
     """
@@ -30,7 +30,7 @@ def logarithmic(values: Sequence[float | None], steps: int) -> list[int | None]:
 
 
 def linear(values: Sequence[float | None], steps: int, *, top: float | None = None) -> list[int | None]:
-    """The same on a scale from 0 to `top`, which is the largest value unless given."""
+    """Return the same on a scale from 0 to `top`, which is the largest value unless given."""
     highest = top or max((value for value in values if value is not None and value < math.inf), default=0.0)
     return [
         _without_scale(value, steps)
@@ -45,7 +45,7 @@ def _step(share: float, steps: int) -> int:
 
 
 def _without_scale(value: float | None, steps: int) -> int | None:
-    """The step of what has no place on a scale: nothing, zero, infinity."""
+    """Return the step of what has no place on a scale: nothing, zero, infinity."""
     if value is None or math.isnan(value):
         return None
     return steps if value else 0

@@ -42,25 +42,25 @@ def choose(page: Page, rank: Rank, which: str = "saved") -> None:
 
 
 def number_in(locator: Locator, words: str) -> int:
-    """The number before some words."""
-    found = re.search(rf"([\d,]+) {words}", locator.inner_text())
-    assert found is not None
-    return int(found[1].replace(",", ""))
+    """Return the number before some words."""
+    matched = re.search(rf"([\d,]+) {words}", locator.inner_text())
+    assert matched is not None
+    return int(matched[1].replace(",", ""))
 
 
 def shown_weights(page: Page) -> dict[str, tuple[int, ...]]:
-    """What the panel of a rank lists: each weight, and the shape that the rank has of it."""
-    found = {}
+    """Return what the panel of a rank lists: each weight, and the shape that the rank has of it."""
+    result = {}
     for button in page.locator("#rank [data-weight]").all():
         words = button.locator(".what").first.inner_text()
         shape = words.split(" · ")[1]
-        found[button.get_attribute("data-weight") or ""] = tuple(int(s.replace(",", "")) for s in shape.split(TIMES))
-    return found
+        result[button.get_attribute("data-weight") or ""] = tuple(int(s.replace(",", "")) for s in shape.split(TIMES))
+    return result
 
 
 def boxes(page: Page, which: str) -> Boxes:
-    """The boxes in a figure: tensor rank, offsets, sizes, and the rectangle on the screen."""
-    found: Boxes = page.locator(f'[data-figure="{which}"] g[data-tp]').evaluate_all(
+    """Return the boxes in a figure: tensor rank, offsets, sizes, and the rectangle on the screen."""
+    result: Boxes = page.locator(f'[data-figure="{which}"] g[data-tp]').evaluate_all(
         """groups => groups.map(group => {
             const numbers = text => text.split(",").map(Number);
             const {x, y, width, height} = group.querySelector("rect").getBBox();
@@ -68,7 +68,7 @@ def boxes(page: Page, which: str) -> Boxes:
                     {x, y, width, height}];
         })"""
     )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -97,10 +97,10 @@ def test_what_stands_on_top(browser: Browser, file: Path) -> None:
         assert page.locator("h1").inner_text() == "run"
         names, values = (page.locator(f".card {each}").all_inner_texts() for each in ("dt", "dt + dd"))
         cards = dict(zip(names, values, strict=True))
-        found = inspect(file.parent)
+        inspection = inspect(file.parent)
         assert cards["Layers"] == "8"
         assert cards["Vocabulary"] == "421"
-        assert cards["Weights"] == in_bytes(found.nbytes)
+        assert cards["Weights"] == in_bytes(inspection.nbytes)
         assert cards["Iteration"] == str(ITERATION)
 
 
@@ -128,7 +128,7 @@ def rank_tensors(folder: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 def kind_of(name: str) -> str:
-    """The name of a weight without its layer and expert."""
+    """Return the name of a weight without its layer and expert."""
     return re.sub(r"(?<=layers\.|xperts\.)\d+", "*", name)
 
 
@@ -154,7 +154,8 @@ def test_the_drawn_boxes_hold_the_values_of_the_ranks(browser: Browser, run: Pat
                 page.locator('#weight [data-pick="layer"]').select_option(str(layer))
                 tensor = whole[f"decoder.layers.{short}"][layer]
                 for which, layout in layouts.items():
-                    stage, local = layout.stage_of(layer, 8)
+                    stage, layers = next(each for each in layout.stages(8).items() if layer in each[1])
+                    local = layer - layers.start
                     caption = page.locator(f'[data-figure="{which}"] figcaption').inner_text()
                     assert f"on pp {stage.pp}" in caption
                     drawn = boxes(page, which)
@@ -169,9 +170,9 @@ def test_the_drawn_boxes_hold_the_values_of_the_ranks(browser: Browser, run: Pat
 
 
 def stored_weight(saved: list[tuple[str, torch.Tensor]], short: str, local: int, chunk: int) -> torch.Tensor:
-    """A weight of a layer of a rank's file by its local number; chunks follow one another."""
-    found = [tensor for name, tensor in saved if name.endswith(f"layers.{local}.{short}")]
-    return found[chunk]
+    """Return a weight of a layer of a rank's file by its local number; chunks follow one another."""
+    result = [tensor for name, tensor in saved if name.endswith(f"layers.{local}.{short}")]
+    return result[chunk]
 
 
 def assert_to_scale(drawn: Boxes, shape: torch.Size) -> None:

@@ -63,17 +63,17 @@ MEASURES: Mapping[str, Any] = {
 
 def test_what_stands_out_leads_to_its_cell(browser: Browser, file: Path) -> None:
     with opened(browser, file) as page:
-        found = page.locator(".outliers li").all_inner_texts()
-        assert found[0].split("\n") == ["nan", "decoder.layers.3.mlp.linear_fc2.weight: 1 element is NaN, at [1, 2]"]
+        text = page.locator(".outliers li").all_inner_texts()
+        assert text[0].split("\n") == ["nan", "decoder.layers.3.mlp.linear_fc2.weight: 1 element is NaN, at [1, 2]"]
         page.locator(".outliers button").first.click()
         assert page.evaluate("document.activeElement.dataset.layer") == "3"
-        said = page.locator("#readout").inner_text()
-        assert "decoder.layers.3.mlp.linear_fc2.weight" in said
-        assert "NaN, inf 1" in said
+        message = page.locator("#readout").inner_text()
+        assert "decoder.layers.3.mlp.linear_fc2.weight" in message
+        assert "NaN, inf 1" in message
         page.keyboard.press("ArrowRight")
         page.keyboard.press("ArrowUp")
-        said = page.locator("#readout").inner_text()
-        assert said.startswith("decoder.layers.4.mlp.linear_fc1.weight")
+        message = page.locator("#readout").inner_text()
+        assert message.startswith("decoder.layers.4.mlp.linear_fc1.weight")
 
 
 def test_the_loss_can_be_read(browser: Browser, file: Path) -> None:
@@ -85,10 +85,10 @@ def test_the_loss_can_be_read(browser: Browser, file: Path) -> None:
         box = page.locator("#plot").bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
-        found = re.match(r"iteration (\d+) loss ([\d.]+)", page.locator("#curve-read").inner_text())
-        assert found is not None
-        assert abs(int(found[1]) - 500) <= 3
-        assert float(found[2]) == pytest.approx(2 + 8 * math.exp(-int(found[1]) / 100), rel=1e-4)
+        matched = re.match(r"iteration (\d+) loss ([\d.]+)", page.locator("#curve-read").inner_text())
+        assert matched is not None
+        assert abs(int(matched[1]) - 500) <= 3
+        assert float(matched[2]) == pytest.approx(2 + 8 * math.exp(-int(matched[1]) / 100), rel=1e-4)
         mark = page.locator(".curve .mark").get_attribute("x1")
         assert float(mark or 0) == pytest.approx(1000 * (ITERATION - 1) / 999, abs=0.1)
         assert page.locator(".curve .bad").count() == 1
@@ -122,7 +122,7 @@ def test_the_numbers_are_there_without_scripts(browser: Browser, file: Path) -> 
 
 def test_a_page_of_differences(browser: Browser, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     a, b = (hf_checkpoint("gpt2", fill="normal", seed=seed) for seed in (0, 1))
-    found = diff(a, b, html=tmp_path / "page.html")
+    actual = diff(a, b, html=tmp_path / "page.html")
     first, second = (load_file(path / "model.safetensors") for path in (a, b))
     for viewport in (WIDE, PHONE):
         with opened(browser, tmp_path / "page.html", viewport=viewport) as page:
@@ -130,11 +130,11 @@ def test_a_page_of_differences(browser: Browser, hf_checkpoint: HfMaker, tmp_pat
             row = page.locator('[data-name="decoder.layers.{layer}.mlp.linear_fc2.weight"]')
             for layer in range(page.locator("#heat .row").first.locator(".cell").count()):
                 row.locator(f'[data-layer="{layer}"]').focus()
-                said = page.locator("#readout").inner_text()
+                text = page.locator("#readout").inner_text()
                 x, y = (side[f"transformer.h.{layer}.mlp.c_proj.weight"].double() for side in (first, second))
-                shown = re.search(r"relative change (\S+) · changed (\S+) % · largest (\S+)", said)
+                shown = re.search(r"relative change (\S+) · changed (\S+) % · largest (\S+)", text)
                 assert shown is not None
                 wanted = [(y - x).norm() / x.norm(), 100 * (x != y).double().mean(), (y - x).abs().max()]
                 assert [float(each) for each in shown.groups()] == pytest.approx([float(w) for w in wanted], rel=6e-3)
             names = page.locator("#most tbody th, #most tbody td:first-child").all_inner_texts()
-            assert names == [change.name for change in found.most_changed(12)]
+            assert names == [change.name for change in actual.most_changed(12)]

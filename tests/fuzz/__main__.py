@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import gc
 import os
 import random
 import resource
@@ -17,16 +18,21 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import FunctionType
 
-from tests.fuzz.checkpoints import COMMANDS, GOOD, Subject, alarm
+from tests.fuzz.checkpoints import BLOCKED, COMMANDS, GOOD, Subject, alarm
+from tests.fuzz.hostile import hostile
 from tests.fuzz.interruptions import Interruptions
 from tests.fuzz.mutations import mutated
+from tests.fuzz.pushes import Pushes
 from tests.fuzz.targets import TARGETS, attempt, scratch, seeds_of
 
 MEMORY = 2**30  # bytes, beyond which a fuzzer has found something
-NAMES = [*TARGETS, *COMMANDS, *Interruptions.names]
-TURN = 500  # executions of a target, or a tenth of that in cases of a checkpoint, in one process
+NAMES = [*TARGETS, *COMMANDS, *Interruptions.names, *Pushes.names]
+Cases = Subject | Interruptions | Pushes
+TURN = 2  # seconds of processor time in one process, before the next fuzzer has its turn
 
 
 def main() -> int:
@@ -44,39 +50,53 @@ def main() -> int:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     chosen.finds.mkdir(parents=True, exist_ok=True)
     names = chosen.only or NAMES
-    subjects: dict[str, Subject | Interruptions] = {
-        name: Subject(name) if name in COMMANDS else Interruptions(name) for name in names if name not in TARGETS
-    }
+    subjects: dict[str, Cases] = {name: cases_of(name) for name in names if name not in TARGETS}
     counts: dict[str, Counter[str]] = collections.defaultdict(Counter)
-    end, seed = time.monotonic() + 60 * chosen.minutes, chosen.seed
+    end = time.monotonic() + 60 * chosen.minutes
     try:
         while time.monotonic() < end:
             for name in names:
-                count = TURN if name in TARGETS else TURN // 10
-                counts[name] += in_process(name, subjects.get(name), range(seed, seed + count), chosen.finds)
-            seed += TURN
+                first = chosen.seed + sum(counts[name].values())
+                counts[name] += in_process(name, subjects.get(name), first, chosen.finds)
+            (chosen.finds / "table").write_text(table(counts, chosen.seed))  # of what was done, should this be killed
     except KeyboardInterrupt:
         pass
-    bad = 0
-    for name, kinds in counts.items():
-        bad += sum(count for kind, count in kinds.items() if kind not in (*GOOD, "taken"))
-        sys.stdout.write(
-            f"{name:20} {sum(kinds.values()):>9,}  {', '.join(f'{kind} {n:,}' for kind, n in kinds.most_common())}\n"
-        )
-    sys.stdout.write(f"seeds {chosen.seed} to {seed}{f'; finds are in {chosen.finds}' if bad else ''}\n")
+    sys.stdout.write(table(counts, chosen.seed))
+    bad = sum(count for kinds in counts.values() for kind, count in kinds.items() if kind not in (*GOOD, "taken"))
+    if bad:
+        sys.stdout.write(f"finds are in {chosen.finds}\n")
     return min(bad, 1)
 
 
-def in_process(name: str, subject: Subject | Interruptions | None, seeds: range, finds: Path) -> Counter[str]:
-    """What became of these cases, in a process that may crash."""
+def cases_of(name: str) -> Cases:
+    """What damages and judges under a name."""
+    if name in COMMANDS:
+        return Subject(name)
+    return Pushes(name) if name in Pushes.names else Interruptions(name)
+
+
+def table(counts: Mapping[str, Counter[str]], seed: int) -> str:
+    """What each fuzzer did, in a line."""
+    lines = [f"from seed {seed}"]
+    for name, kinds in counts.items():
+        ends = ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
+        lines.append(f"{name:20} {sum(kinds.values()):>11,}  {ends}")
+    return "\n".join([*lines, ""])
+
+
+def in_process(name: str, subject: Cases | None, seed: int, finds: Path) -> Counter[str]:
+    """What became of the cases from a seed on, as many as come in a turn, in a process that may crash."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         faulthandler.enable()
+        start = time.process_time()
         with os.fdopen(writing, "w", buffering=1) as told:
-            for seed in seeds:
+            while time.process_time() - start < TURN:
+                faulthandler.dump_traceback_later(2 * BLOCKED, exit=True)  # from code that hears no signal
                 told.write(f"{seed} ")
                 told.write(f"{one(name, subject, seed, finds)}\n")
+                seed += 1
         scratch().remove()
         os._exit(0)
     os.close(writing)
@@ -90,7 +110,7 @@ def in_process(name: str, subject: Subject | Interruptions | None, seeds: range,
     return kinds
 
 
-def one(name: str, subject: Subject | Interruptions | None, seed: int, finds: Path) -> str:
+def one(name: str, subject: Cases | None, seed: int, finds: Path) -> str:
     """The class of one case; what is no good one is written down."""
     if subject is not None:
         case = subject.case(seed)
@@ -113,6 +133,8 @@ def one(name: str, subject: Subject | Interruptions | None, seed: int, finds: Pa
 def case_of(name: str, seed: int) -> bytes:
     """What a target is given for a seed."""
     rng, seeds = random.Random(f"{name} {seed}"), seeds_of(name)
+    if name == "attack":
+        return hostile(rng)
     return mutated(rng.choice(seeds), seeds, rng)
 
 
@@ -129,7 +151,9 @@ def guided(name: str, arguments: list[str]) -> None:
     folder.mkdir()
     for number, seed in enumerate(seeds_of(name)):
         (folder / str(number)).write_bytes(seed)
-    atheris.instrument_all()
+    for each in gc.get_objects():  # what is imported already, of the project alone: all there is takes minutes
+        if isinstance(each, FunctionType) and str(each.__module__).startswith(("mcore_convert.", "train_entry.")):
+            atheris.instrument_func(each)
     atheris.Setup([sys.argv[0], *arguments, str(folder)], lambda data: attempt(name, data) and None)
     atheris.Fuzz()
 

@@ -50,7 +50,9 @@ def _changed(data: bytes, seeds: Sequence[bytes], rng: random.Random, kept: Sequ
             return data[:at] + number.to_bytes(width, rng.choice(("little", "big"))) + data[at + width :]
     if kind in (3, 4, 5):  # a token of text
         tokens = [
-            each for each in TOKEN.finditer(data) if not any(a < each.end() and each.start() < b for a, b in kept)
+            each
+            for each in TOKEN.finditer(data)
+            if not kept or not any(a < each.end() and each.start() < b for a, b in kept)
         ]
         if tokens:
             token = rng.choice(tokens)

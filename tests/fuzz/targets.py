@@ -23,6 +23,7 @@ from mcore_convert.formats.megatron.run_directory import parse_tracker
 from mcore_convert.formats.torch_dist import zarr
 from mcore_convert.inspection.page.curve import curve_data, read_metrics
 from mcore_convert.publishing.tokenizer import read_tokenizer
+from tests.fuzz.hostile import archived, in_old_archive, watched
 from tests.fuzz.mutations import CORPUS
 from train_entry.config.files import read as read_run_file
 from train_entry.data.bin_idx import check_tokens, open_pair
@@ -76,6 +77,27 @@ def of_file(read: Callable[[Path], object], name: str, place: str = "") -> Targe
 def pickle(data: bytes) -> None:
     """The restricted unpickler."""
     check_tree(pickles.load(io.BytesIO(data), "`x`"))
+
+
+def attack(data: bytes) -> None:
+    """A pickle that tries to run code, alone and in each kind of file that has pickles."""
+    with watched(_before_attacks()):
+        _in_each_file(data)
+
+
+def _in_each_file(data: bytes) -> None:
+    contents = {"pickle": data, "archive": archived(data), "legacy": in_old_archive(data), "metadata": data}
+    for name, content in contents.items():
+        attempt(name, content)
+
+
+@cache
+def _before_attacks() -> Path:
+    """A directory of their own, when what reads them is imported and has its places."""
+    for seed in seeds_of("attack"):
+        _in_each_file(seed)
+    (scratch().path / "attack").mkdir()
+    return scratch().path / "attack"
 
 
 def archive(file: Path) -> None:
@@ -154,6 +176,7 @@ TARGETS: dict[str, Target] = {
     "item": item,
     "legacy": of_file(archive, "old.pt"),
     "pickle": pickle,
+    "attack": attack,
     "config": config,
     "index": index,
     "zarray": of_file(zarr.read, "weight/.zarray", "zarray"),
@@ -164,7 +187,7 @@ TARGETS: dict[str, Target] = {
     "sentencepiece": of_file(read_tokenizer, "tokenizer.model", "sentencepiece"),
     "tokenizer": of_file(read_tokenizer, "tokenizer.json", "tokenizer"),
 }
-SEEDS = {"item": "archive"}  # targets that begin at the corpus of another
+SEEDS = {"item": "archive", "attack": "pickle"}  # targets that begin at the corpus of another
 
 
 @cache

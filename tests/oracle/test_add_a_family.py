@@ -37,10 +37,10 @@ TINY = {
 @pytest.fixture
 def made() -> dict[str, Family]:
     """The families of the page's own code."""
-    found = re.search(r"<!-- file: my_families.py -->\n```python\n(.*?)^```$", PAGE, re.M | re.S)
-    assert found is not None
+    matched = re.search(r"<!-- file: my_families.py -->\n```python\n(.*?)^```$", PAGE, re.M | re.S)
+    assert matched is not None
     module = types.ModuleType("my_families")
-    exec(found[1], module.__dict__)
+    exec(matched[1], module.__dict__)
     return {family.name: family for family in vars(module).values() if isinstance(family, Family)}
 
 
@@ -73,10 +73,10 @@ def test_what_a_reader_makes_of_the_page_computes_the_same(
     assert '"layer_types"' in (tmp_path / "hf/config.json").read_text()
     done = convert(tmp_path / "hf", tmp_path / "mcore", tp=2, family=name)
     assert done.as_dict()["family"] == name
-    found = verify(tmp_path / "hf", tmp_path / "mcore", logits=True, tolerance=2e-5)
-    assert found.equal
-    assert found.logits is not None
-    assert found.logits.within
+    result = verify(tmp_path / "hf", tmp_path / "mcore", logits=True, tolerance=2e-5)
+    assert result.equal
+    assert result.logits is not None
+    assert result.logits.within
     convert(tmp_path / "mcore", tmp_path / "back", family=name)
     assert_same_tensors(hf_tensors(tmp_path / "back"), hf_tensors(tmp_path / "hf"))
 
@@ -88,7 +88,7 @@ def test_the_example_is_short() -> None:
 
 
 def first_column(heading: str) -> set[str]:
-    """The names in the first column of the table under this heading."""
+    """Return the names in the first column of the table under this heading."""
     table = re.search(rf"^\| {re.escape(heading)} \|.*?\n\n", PAGE, re.M | re.S)
     assert table is not None, heading
     cells = [line.split("|")[1] for line in table[0].splitlines()[2:] if line]
@@ -96,9 +96,9 @@ def first_column(heading: str) -> set[str]:
 
 
 def functions(module: types.ModuleType) -> set[str]:
-    """The public functions that a module defines."""
-    found = inspect.getmembers(module, inspect.isfunction)
-    return {name for name, value in found if value.__module__ == module.__name__ and not name.startswith("_")}
+    """Return the public functions that a module defines."""
+    result = inspect.getmembers(module, inspect.isfunction)
+    return {name for name, value in result if value.__module__ == module.__name__ and not name.startswith("_")}
 
 
 def test_the_tables_leave_nothing_out() -> None:

@@ -34,23 +34,25 @@ FORMATS: tuple[Format, ...] = ("torch_dist", "torch")
 
 
 def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
-    """Every state of every weight that an optimizer keeps, with what must hold in the data proven."""
+    """Return every state of every weight that an optimizer keeps, with what must hold in the data proven."""
     checkpoint = open_mp_rank(path) if list(path.rglob("mp_rank_*")) else open_torch_dist(path)
     assert checkpoint.common.args is not None
     args = arguments.normalise(checkpoint.common.args)
     family, dims = gpt.family(args), Dims.of(args, vocab_size=32, padded_vocab_size=32)
     sources = find_weights(family, dims, checkpoint, checkpoint.states)
     prove(sources.checks)
-    found = {}
+    result = {}
     with Files() as files:
         for item, slots in sources.slots.items():
             tensor = torch.from_numpy(global_tensor(files, slots, family.shape(item.weight, dims)).copy())
-            found[str(item._replace(state=PARAM)), item.state] = tensor.view(getattr(torch, slots[0].view.dtype))
-    return found
+            result[str(item._replace(state=PARAM)), item.state] = tensor.view(getattr(torch, slots[0].view.dtype))
+    return result
 
 
 def wanted(model: str, kind: Kind) -> dict[tuple[str, str], Tensor]:
-    """The state that was saved: of Muon the matrices inside the layers have a momentum, the rest Adam's moments."""
+    """Return the state that was saved: of Muon the matrices inside the layers have a momentum,
+    the rest Adam's moments.
+    """
     state = random_state(MODELS[model])
     held: dict[tuple[str, str], Tensor] = {}
     for name, master in state.master.items():
@@ -63,9 +65,9 @@ def wanted(model: str, kind: Kind) -> dict[tuple[str, str], Tensor]:
     return held
 
 
-def assert_is(found: dict[tuple[str, str], Tensor], state: dict[tuple[str, str], Tensor]) -> None:
-    assert found.keys() == state.keys()
-    for key, tensor in found.items():
+def assert_is(result: dict[tuple[str, str], Tensor], state: dict[tuple[str, str], Tensor]) -> None:
+    assert result.keys() == state.keys()
+    for key, tensor in result.items():
         assert tensor.dtype == state[key].dtype, key
         assert torch.equal(tensor, state[key]), key
 
@@ -174,7 +176,7 @@ def test_moments_of_two_optimizers_or_of_none(tmp_path: Path) -> None:
     file = tmp_path / "run" / "iter_0000010" / ".metadata"
     whole = pickle.loads(file.read_bytes())
     head, fc1 = "optimizer.state.", ".decoder.layers.mlp.linear_fc1.weight"
-    for source, target, said in (
+    for source, target, message in (
         (f"{head}exp_avg.output_layer.weight", f"{head}exp_avg{fc1}", "moments of two optimizers"),
         (f"{head}momentum_buffer{fc1}", None, r"exp_avg.decoder.layers.mlp.linear_fc1.weight"),
         (f"{head}exp_avg_sq.output_layer.weight", None, "exp_avg_sq.output_layer.weight"),
@@ -188,4 +190,4 @@ def test_moments_of_two_optimizers_or_of_none(tmp_path: Path) -> None:
         file.write_bytes(pickle.dumps(metadata))
         with pytest.raises(ConvertError) as caught:
             reshard(tmp_path / "run", tmp_path / "out")
-        assert said in f"{caught.value.message} {caught.value.items}"
+        assert message in f"{caught.value.message} {caught.value.items}"

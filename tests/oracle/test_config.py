@@ -191,7 +191,7 @@ def test_arguments_of_real_llamas_of_three_versions(stored: Config, vocab: int) 
     assert gpt2.CONFIG.refusals(args)
 
 
-def test_a_vocabulary_that_is_not_told_is_the_padded_one() -> None:
+def test_a_vocabulary_that_is_not_stated_is_the_padded_one() -> None:
     args = normalise(LLAMA_0_16 | {"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"})
     assert llama.CONFIG.to_hf(args)["vocab_size"] == 512
 

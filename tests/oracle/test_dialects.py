@@ -1,4 +1,4 @@
-"""What Megatron Core's own `sharded_state_dict` lays out, in every dialect, becomes the same Hugging Face bytes."""
+"""Layouts of Megatron Core's own `sharded_state_dict`, in every dialect, become the same Hugging Face bytes."""
 
 from __future__ import annotations
 

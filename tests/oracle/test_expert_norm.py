@@ -36,7 +36,7 @@ ARGS: dict[str, Any] = {
 
 
 def norms_of(path: Path) -> dict[str, Tensor]:
-    """The norms before the MLPs, as Megatron Core's own model has them after loading."""
+    """Return the norms before the MLPs, as Megatron Core's own model has them after loading."""
     with single_process():
         stages = build_stages(ARGS)
         load_torch_dist(stages, path)
@@ -48,7 +48,7 @@ def test_a_run_of_the_local_spec_loads_what_was_resharded(moe_norm: Any, tmp_pat
     weights = random_weights(ARGS)
     save_torch_dist(ARGS, weights, tmp_path / "run", moe_norm=moe_norm)
     reshard(tmp_path / "run", tmp_path / "out", iteration=3)
-    found = norms_of(tmp_path / "out/iter_0000003")
-    assert len(found) == ARGS["num_layers"]
-    for name, norm in found.items():
+    result = norms_of(tmp_path / "out/iter_0000003")
+    assert len(result) == ARGS["num_layers"]
+    for name, norm in result.items():
         assert torch.equal(norm, weights[name])

@@ -82,9 +82,9 @@ def test_real_checkpoints_there_and_back(name: str, tmp_path: Path) -> None:
     assert verify(source, tmp_path / "back").equal
     if (source / "logits.pt").is_file():
         recorded: dict[str, Any] = torch.load(source / "logits.pt", weights_only=True)
-        found = transformers_logits_of(tmp_path / "hf", recorded["tokens"])
-        assert (found - recorded["logits"][..., : found.shape[-1]]).abs().max() < LOGITS_TOLERANCE
-        assert found.abs().max() > 1
+        result = transformers_logits_of(tmp_path / "hf", recorded["tokens"])
+        assert (result - recorded["logits"][..., : result.shape[-1]]).abs().max() < LOGITS_TOLERANCE
+        assert result.abs().max() > 1
 
 
 def transformers_logits_of(path: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,8 @@ def test_expert_ranks_compute_it_together(hf_checkpoint: HfMaker, tmp_path: Path
             load_torch_dist(stages, tmp_path / "out/release")
             return logits(stages, tokens)
 
-    for found in run_ranks(2, logits):
-        assert (found[..., : model.dims.vocab_size] - wanted).abs().max() < TOLERANCE
+    for actual in run_ranks(2, logits):
+        assert (actual[..., : model.dims.vocab_size] - wanted).abs().max() < TOLERANCE
     assert wanted.abs().max() > 0.1
 
 
@@ -139,8 +139,8 @@ def grouped(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     joined: dict[str, torch.Tensor] = {}
     experts: dict[str, list[torch.Tensor]] = {}
     for key, tensor in model.items():
-        head, found, tail = key.partition("local_experts.")
-        if not found:
+        head, separator, tail = key.partition("local_experts.")
+        if not separator:
             joined[key] = tensor
         elif tail.endswith("weight"):
             experts.setdefault(f"{head}weight{1 if 'linear_fc1' in tail else 2}", []).append(tensor.T.contiguous())
@@ -205,13 +205,13 @@ def test_an_argument_of_experts_that_changes_the_function_is_refused(
 
 def test_inspect_shows_experts(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     convert(hf_checkpoint("qwen3_moe"), tmp_path / "out", to="torch", tp=2, ep=2, etp=1)
-    found = inspect(tmp_path / "out")
-    assert found.family == "qwen3_moe"
-    assert [(each.rank.tp, each.rank.ep, each.experts) for each in found.ranks] == [
+    inspection = inspect(tmp_path / "out")
+    assert inspection.family == "qwen3_moe"
+    assert [(each.rank.tp, each.rank.ep, each.experts) for each in inspection.ranks] == [
         (0, 0, range(4)),
         (1, 1, range(4, 8)),
     ]
-    assert sum(part.nbytes for part in found.ranks) == found.nbytes
+    assert sum(part.nbytes for part in inspection.ranks) == inspection.nbytes
 
 
 @pytest.mark.parametrize("name", EXPERTS)

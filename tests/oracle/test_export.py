@@ -76,11 +76,11 @@ def test_it_is_what_a_conversion_makes_and_transformers_loads(
 def test_a_pipeline_tells_a_story(name: str, exported: dict[str, Export]) -> None:
     path = path_of(exported[name])
     generator = pipeline("text-generation", model=str(path), device_map="auto")
-    said = generator("Once upon a time", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    text = generator("Once upon a time", max_new_tokens=5, do_sample=False)[0]["generated_text"]
     tokens = AutoTokenizer.from_pretrained(path)("Once upon a time", return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(path)
     again = model.generate(**tokens, max_new_tokens=5, do_sample=False)
-    assert said == generator.tokenizer.decode(again[0], skip_special_tokens=True)
+    assert text == generator.tokenizer.decode(again[0], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,8 +140,8 @@ def test_the_checksum_is_that_of_the_weights_whatever_their_layout(
     convert(iteration(runs[name]), tmp_path / "ranks", to="torch", tp=2, pp=2)
     rounded = export(tmp_path / "ranks", dtype="bfloat16", max_shard_size=200_000)
     assert rounded.checksum == exported[name].checksum
-    found = hf_tensors(path_of(rounded))
-    assert_same_tensors(found, {k: t.bfloat16() for k, t in hf_tensors(path_of(exported[name])).items()})
+    result = hf_tensors(path_of(rounded))
+    assert_same_tensors(result, {k: t.bfloat16() for k, t in hf_tensors(path_of(exported[name])).items()})
     assert len(list(path_of(rounded).glob("model-*.safetensors"))) == 3
     card = (path_of(rounded) / "README.md").read_text()
     assert "| dtype of the source | float32, cast to bfloat16, rounded to nearest |" in card
@@ -185,10 +185,10 @@ def test_it_appears_whole_or_not_at_all(small: Path) -> None:
 
 
 def test_progress_ends_at_its_total(small: Path) -> None:
-    told: list[tuple[int, int]] = []
-    export(small, progress=lambda done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1] == max(done for done, _ in told)
-    assert len({total for _, total in told}) == 1
+    messages: list[tuple[int, int]] = []
+    export(small, progress=lambda done, total: messages.append((done, total)))
+    assert messages[-1][0] == messages[-1][1] == max(done for done, _ in messages)
+    assert len({total for _, total in messages}) == 1
 
 
 def test_without_a_tokenizer_nothing_is_guessed(small: Path) -> None:
@@ -250,7 +250,7 @@ def test_another_tokenizer_brings_its_own_tokens(small: Path, tmp_path: Path) ->
 
 
 def saved(path: Path, **args: Any) -> Path:
-    """A run without anything beside its checkpoint, whose arguments do not say the vocabulary."""
+    """Return a run without anything beside its checkpoint, whose arguments do not say the vocabulary."""
     return make_run(path, [10], tokenizer=False, args={"vocab_size": None, **args}, picture=False)
 
 
@@ -328,9 +328,9 @@ def test_a_card_for_the_hub_names_the_repository(small: Path) -> None:
 def test_what_megatron_saved_on_gpus_is_exported(name: str, tmp_path: Path) -> None:
     source = real_checkpoint(name)
     done = export(source, tmp_path / "out", with_tokenizer=False, dtype="float32")
-    found = hf_tensors(tmp_path / "out")
+    result = hf_tensors(tmp_path / "out")
     convert(source, tmp_path / "plain", to="hf")
-    assert_same_tensors(found, {key: tensor.float() for key, tensor in hf_tensors(tmp_path / "plain").items()})
+    assert_same_tensors(result, {key: tensor.float() for key, tensor in hf_tensors(tmp_path / "plain").items()})
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| iteration | 10 of 10 |" in card
     assert done.checksum is not None

@@ -52,15 +52,15 @@ def test_what_an_absent_key_means_is_the_class_default_of_transformers(mapping: 
 
 
 def meaning(mapping: ConfigMapping, config: dict[str, Any]) -> list[Any]:
-    """What each field makes of a configuration with the defaults of the mapping, or why it refuses it."""
+    """Return what each field makes of a configuration with the defaults of the mapping, or why it refuses it."""
     absent = {key: value for field in mapping.fields for key, value in field.hf.items() if value is not REQUIRED}
-    found: list[Any] = []
+    result: list[Any] = []
     for field in mapping.fields:
         try:
-            found.append(field.to_megatron({**absent, **config}))
+            result.append(field.to_megatron({**absent, **config}))
         except Refused as refused:
-            found.append(refused.lines)
-    return found
+            result.append(refused.lines)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_megatron_core_computes_what_transformers_does(name: str, hf_checkpoint:
     shutil.rmtree(tmp_path / "out/release/hf")
     convert(tmp_path / "out", tmp_path / "back", family=FAMILY_OF[name])
     assert_same_tensors(hf_tensors(tmp_path / "back"), hf_tensors(source))
-    found = verify(source, tmp_path / "back")
-    assert found.equal
-    assert not found.config_differences
+    result = verify(source, tmp_path / "back")
+    assert result.equal
+    assert not result.config_differences
 
 
 @pytest.mark.parametrize(("name", "tp", "pp"), RANKS)

@@ -1,4 +1,4 @@
-"""What is written for a version of Megatron-LM: forms of optimizer state, orders of groups, where Adam counts steps."""
+"""Output for a version of Megatron-LM: forms of optimizer state, orders of groups, where Adam counts steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ OLD, NEW = "fully_sharded_model_space", "fully_reshardable"
 
 
 def common_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(path / "iter_0000010/common.pt", weights_only=False, map_location="cpu")
-    return found
+    actual: dict[str, Any] = torch.load(path / "iter_0000010/common.pt", weights_only=False, map_location="cpu")
+    return actual
 
 
 def test_the_form_of_old_versions_is_what_they_saved(tmp_path: Path) -> None:
@@ -38,9 +38,9 @@ def test_the_form_of_old_versions_is_what_they_saved(tmp_path: Path) -> None:
     for key in states:
         assert mine.tensors[key] == real.tensors[key]
         assert mine.unflattened[key] == real.unflattened[key]
-    found, wanted = dcp_tensors(tmp_path / "out/iter_0000010"), dcp_tensors(source / "iter_0000010")
+    actual, wanted = dcp_tensors(tmp_path / "out/iter_0000010"), dcp_tensors(source / "iter_0000010")
     for key in states:  # as torch reads them, flattened
-        assert torch.equal(found[key], wanted[key])
+        assert torch.equal(actual[key], wanted[key])
     assert common_of(tmp_path / "out")["optimizer"]["param_state_sharding_type"] == OLD
     assert verify(tmp_path / "out", source).equal
 
@@ -94,12 +94,12 @@ def test_chained_optimizers(version: str, form: str, prefixes: set[str], tmp_pat
 
 
 def groups_of(names: dict[str, torch.Tensor]) -> list[tuple[float, int]]:
-    """What `_get_param_groups` of 0.12.3 makes of the parameters of a rank: as they come."""
-    found: dict[float, int] = {}
+    """Return what `_get_param_groups` of 0.12.3 makes of the parameters of a rank: as they come."""
+    result: dict[float, int] = {}
     for name, tensor in names.items():
         wd_mult = 0.0 if name.endswith(".bias") or tensor.ndim == 1 else 1.0
-        found[wd_mult] = found.get(wd_mult, 0) + 1
-    return list(found.items())
+        result[wd_mult] = result.get(wd_mult, 0) + 1
+    return list(result.items())
 
 
 @pytest.mark.parametrize("name", ["llama_legacy_vpp", "gpt2_legacy_tp2pp2", "llama_legacy_tp2pp2"])
@@ -193,5 +193,5 @@ def test_what_a_version_does_not_have_is_refused(tmp_path: Path) -> None:
     source = real_checkpoint("llama_tp2pp2")
     with pytest.raises(LayoutError, match=r"needs Megatron-LM 0\.13 or later, not 0\.12"):
         reshard(source, tmp_path / "out", pp=2, pipeline_layout="Ett|ttL", for_megatron="0.12.3")
-    found = CliRunner().invoke(app, ["reshard", str(source), str(tmp_path / "out"), "--for-megatron", "latest"])
-    assert "`latest` is no version of Megatron-LM" in str(found.exception or found.output)
+    result = CliRunner().invoke(app, ["reshard", str(source), str(tmp_path / "out"), "--for-megatron", "latest"])
+    assert "`latest` is no version of Megatron-LM" in str(result.exception or result.output)

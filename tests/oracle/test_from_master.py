@@ -14,7 +14,7 @@ from tests.tensors import dcp_tensors, hf_tensors
 
 
 def exported(name: str, out: Path, **options: object) -> dict[str, torch.Tensor]:
-    """The tensors of an export of a real run without a tokenizer."""
+    """Return the tensors of an export of a real run without a tokenizer."""
     done = export(real_checkpoint(name), out, with_tokenizer=False, family="llama", **options)  # type: ignore[arg-type]
     assert done.path is not None
     return hf_tensors(done.path)

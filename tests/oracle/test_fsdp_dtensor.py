@@ -1,4 +1,4 @@
-"""What Megatron-FSDP saves, made by Megatron Core's own functions and torch's DCP on two ranks; and what it loads."""
+"""Saves of Megatron-FSDP, made by Megatron Core's own functions and torch's DCP on two ranks; and what it loads."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_to_hugging_face(name: str, runs: dict[str, Run], source: Path, tmp_path
 
 
 def stacked(tensors: Mapping[str, Tensor], key: str) -> Tensor:
-    """The tensor of a `torch_dist` key, whose layers and experts are leading dimensions."""
+    """Return the tensor of a `torch_dist` key, whose layers and experts are leading dimensions."""
     layer, experts = ".layers.{}.", ".experts.experts.{}."
     if layer.format("0") not in "".join(tensors) or ".layers." not in key:
         return tensors[key]
@@ -116,8 +116,8 @@ def stacked(tensors: Mapping[str, Tensor], key: str) -> Tensor:
     parts: list[Tensor] = []
     while (name := template.format(len(parts))).format(0) in tensors:
         each = [name.format(expert) for expert in range(EXPERTS["num_experts"])] if "{}" in name else [name]
-        found = [tensors[one] for one in each]
-        parts.append(torch.stack(found) if "{}" in name else found[0])
+        result = [tensors[one] for one in each]
+        parts.append(torch.stack(result) if "{}" in name else result[0])
     return torch.stack(parts)
 
 
@@ -127,17 +127,17 @@ def test_to_torch_dist(layout: str, runs: dict[str, Run], tmp_path: Path) -> Non
     run = runs[layout]
     done = reshard(run.path, tmp_path / "dist", to="torch_dist", **run.layout)
     assert any("become bfloat16" in note for note in done.notes)
-    found = dcp_tensors(tmp_path / "dist" / ITERATION)
-    weights = [key for key in found if not key.startswith("optimizer.") and "_extra_state" not in key]
+    actual = dcp_tensors(tmp_path / "dist" / ITERATION)
+    weights = [key for key in actual if not key.startswith("optimizer.") and "_extra_state" not in key]
     assert len(weights) == 9 + (layout == "ep2")
     for key in weights:
         name = key if layout != "ep2" else key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
         master = stacked(run.state.master, name)
-        assert torch.equal(found[key], master.bfloat16()), key
-        assert torch.equal(found[f"optimizer.state.param.{key}"], master), key
+        assert torch.equal(actual[key], master.bfloat16()), key
+        assert torch.equal(actual[f"optimizer.state.param.{key}"], master), key
         for state in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(found[f"optimizer.state.{state}.{key}"], stacked(getattr(run.state, state), name)), key
-    assert len(found) == 4 * len(weights)
+            assert torch.equal(actual[f"optimizer.state.{state}.{key}"], stacked(getattr(run.state, state), name)), key
+    assert len(actual) == 4 * len(weights)
     common = torch.load(tmp_path / "dist" / ITERATION / "common.pt", weights_only=False)
     (part,) = [common["optimizer"]] if layout != "ep2" else [common["optimizer"][0]]
     groups = part["optimizer"]["param_groups"]
@@ -152,7 +152,7 @@ def test_to_torch_dist(layout: str, runs: dict[str, Run], tmp_path: Path) -> Non
 
 
 def groups_of(path: Path) -> list[list[tuple[str, Any]]]:
-    """The parameter groups of a checkpoint, in an order of their own."""
+    """Return the parameter groups of a checkpoint, in an order of their own."""
     training = open_checkpoint(path).training
     assert training is not None
     return sorted((sorted(group.items()) for group in training.groups), key=repr)
@@ -177,7 +177,7 @@ Keys = dict[str, tuple[TensorMeta, list[Chunk]]]
 
 
 def changed(path: Path, copy: Path, change: Callable[[Keys], Keys], *, without: str = "nothing") -> Path:
-    """A copy of an iteration with other tensors in its `.metadata`, and without some objects."""
+    """Return a copy of an iteration with other tensors in its `.metadata`, and without some objects."""
     shutil.copytree(path, copy)
     (copy / "mcore_convert.json").unlink(missing_ok=True)
     directory = dcp.read(copy)
@@ -189,7 +189,7 @@ def changed(path: Path, copy: Path, change: Callable[[Keys], Keys], *, without: 
 
 
 def whole_fc1(keys: Keys) -> Keys:
-    """The tensors with gate and up in one, as a writer leaves them that does not split them."""
+    """Return the tensors with gate and up in one, as a writer leaves them that does not split them."""
     joined: Keys = {}
     for key, (meta, chunks) in keys.items():
         if "linear_fc1.weight_v" not in key:
@@ -276,9 +276,9 @@ def test_weights_alone_stay_main_weights(runs: dict[str, Run], tmp_path: Path) -
     """In their own format they stay exact, and the run stays one in bfloat16; elsewhere they are rounded."""
     key, master = "embedding.word_embeddings.weight", runs["dp2"].state.master["embedding.word_embeddings.weight"]
     reshard(runs["dp2"].path, tmp_path / "fsdp", optimizer=False)
-    found = dcp_tensors(tmp_path / "fsdp" / "release")
-    assert torch.equal(found[f"model.module.{key}"], master)
-    assert not any(name.startswith("optimizer.") for name in found)
+    actual = dcp_tensors(tmp_path / "fsdp" / "release")
+    assert torch.equal(actual[f"model.module.{key}"], master)
+    assert not any(name.startswith("optimizer.") for name in actual)
     assert (open_checkpoint(tmp_path / "fsdp").common.args or {})["bf16"] is True
     reshard(tmp_path / "fsdp", tmp_path / "dist", to="torch_dist")
     assert torch.equal(dcp_tensors(tmp_path / "dist" / "release")[key], master.bfloat16())

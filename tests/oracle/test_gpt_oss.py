@@ -59,14 +59,14 @@ def test_experts_of_both_files_are_the_same_weights(
     """Rows of Megatron are columns of transformers' tensors: gate those with even numbers, up the others."""
     source, decoded = published
     convert(source, tmp_path / "megatron", to=to, **layout)  # type: ignore[arg-type]
-    found = dict(tensors_of(identify(tmp_path / "megatron")))
+    model = dict(tensors_of(identify(tmp_path / "megatron")))
     for layer in range(4):
         gate_up, down = (decoded[LAYER.format(layer) + name] for name in ("gate_up_proj", "down_proj"))
         for expert in range(8):
             own = f"decoder.layers.{layer}.mlp.experts.experts.{expert}."
             gate, up = gate_up[expert][:, 0::2].T, gate_up[expert][:, 1::2].T
-            assert torch.equal(found[own + "linear_fc1.weight"], torch.cat([gate, up]))
-            assert torch.equal(found[own + "linear_fc2.weight"], down[expert].T)
+            assert torch.equal(model[own + "linear_fc1.weight"], torch.cat([gate, up]))
+            assert torch.equal(model[own + "linear_fc2.weight"], down[expert].T)
             assert not torch.equal(down[expert].T, down[expert])
     assert verify(source, tmp_path / "megatron").equal
     convert(tmp_path / "megatron", tmp_path / "back")

@@ -63,17 +63,17 @@ def test_what_megatron_saves_is_read(model: str, dialect: Dialect, names: Any, t
     args = MODELS[model]
     weights = random_weights(args)
     save_torch_dist(args, weights, tmp_path, dialect=dialect, moe_norm=names)
-    found = identify(tmp_path)
-    assert found.checkpoint.tensors.keys()  # named as the dialect does
-    assert getattr(found.checkpoint, "dialect", None) == dialect
+    result = identify(tmp_path)
+    assert result.checkpoint.tensors.keys()  # named as the dialect does
+    assert getattr(result.checkpoint, "dialect", None) == dialect
     assert any(name.startswith("mtp.layers.0.transformer_layer.mlp.experts.") for name in weights)
     assert any(name.endswith("expert_bias") and tensor.any() for name, tensor in weights.items())
-    rows = found.dims.vocab_size
+    rows = result.dims.vocab_size
     cut = {
         name: tensor[:rows] if tensor.shape[0] == args["padded_vocab_size"] else tensor
         for name, tensor in weights.items()
     }
-    assert_same_tensors(dict(tensors_of(found)), cut)
+    assert_same_tensors(dict(tensors_of(result)), cut)
 
 
 Layout = dict[str, Any]
@@ -107,10 +107,10 @@ def test_rank_files_are_resharded_with_their_optimizer(
     path = tmp_path / "moved/iter_0000010"
     each = partial(load, args, state, path, distributed=optimizer == "distributed", **layout)
     loaded: list[Loaded] = run_ranks(count(layout), each)
-    for found in loaded:
-        assert not found.differing
-        assert set(found.steps) == {STEP}
-    assert sum(found.count for found in loaded) > 100
+    for result in loaded:
+        assert not result.differing
+        assert set(result.steps) == {STEP}
+    assert sum(result.count for result in loaded) > 100
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,6 @@ def test_distributed_checkpoints_are_resharded_with_their_optimizer(
     reshard(tmp_path / "saved", tmp_path / "moved", **moved)
     assert verify(tmp_path / "saved", tmp_path / "moved").equal
     load = partial(load_mp_rank, {**LATENT, "transformer_impl": "local"}, state, tmp_path / "moved/iter_0000010")
-    for found in run_ranks(2, partial(load, distributed=form != "plain", **layout)):
-        assert not found.differing
-        assert set(found.steps) == {STEP}
+    for result in run_ranks(2, partial(load, distributed=form != "plain", **layout)):
+        assert not result.differing
+        assert set(result.steps) == {STEP}

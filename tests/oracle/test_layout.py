@@ -45,7 +45,9 @@ def standing_on(layout: Layout, pp_rank: int) -> Iterator[None]:
 
 
 def stages_by_megatron(num_layers: int, layout: Layout) -> Stages | None:
-    """The layers of each stage, or None where Megatron Core refuses, or builds stages that are no model together."""
+    """Return the layers of each stage, or None where Megatron Core refuses,
+    or builds stages that are no model together.
+    """
     try:
         stages = _build(num_layers, layout)
     except (AssertionError, ValueError):
@@ -132,11 +134,11 @@ def test_stages_are_those_of_megatron_core(num_layers: int, options: dict[str, A
     assert stages == stages_by_megatron(num_layers, layout)
     for stage, layers in stages.items():
         for local, layer in enumerate(layers):
-            assert layout.stage_of(layer, num_layers) == (stage, local)
+            assert layout.stages(num_layers)[stage][local] == layer
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"pp": 2, "pipeline_layout": "E|(tt|)*4,t|L"}, "has 7 stages"),
         ({"pp": 2, "vpp": 2, "pipeline_layout": "Et|tL"}, "has 2 stages"),
@@ -145,8 +147,8 @@ def test_stages_are_those_of_megatron_core(num_layers: int, options: dict[str, A
         ({"pp": 4, "first_stage_layers": 2, "account_for_loss": True}, "cannot be combined"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(LayoutError, match=said):
+def test_layouts_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
         Layout(**options)
 
 
@@ -175,7 +177,7 @@ def test_any_layout_agrees_with_megatron_core(pp: int, vpp: int | None, uneven: 
 
 
 def boxes_by_megatron(shard: Shard, shape: tuple[int, ...], tp: int, rank: int) -> list[Box]:
-    """Where Megatron Core puts the local tensor of a rank: one box, or two of a gated weight."""
+    """Return where Megatron Core puts the local tensor of a rank: one box, or two of a gated weight."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
@@ -251,15 +253,15 @@ def test_rows_name_and_cut_what_megatron_core_does(name: str) -> None:
     def held() -> dict[str, tuple[tuple[int, ...], list[Box]]]:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-        found: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+        result: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
         with model_parallel(tp, 1):
             (model,) = build_stages(args)
             for entry in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values():
                 for part in entry.build() if hasattr(entry, "build") else [entry]:
                     if isinstance(part, ShardedTensor):
                         box = Box(tuple(part.global_offset), tuple(part.local_shape))
-                        found.setdefault(part.key, (tuple(part.global_shape), []))[1].append(box)
-        return found
+                        result.setdefault(part.key, (tuple(part.global_shape), []))[1].append(box)
+        return result
 
     vocab = args["padded_vocab_size"]
     dims = Dims.of(args, vocab_size=vocab, padded_vocab_size=vocab)

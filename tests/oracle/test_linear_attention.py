@@ -133,12 +133,12 @@ def test_segments_go_through_every_tensor_parallelism(args: dict[str, Any], tmp_
 
 
 def content(folder: Path) -> dict[str, Tensor]:
-    """The tensors of one rank's model and of its flat buffers."""
+    """Return the tensors of one rank's model and of its flat buffers."""
     model = torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]
     buffers = torch.load(folder / "distrib_optim.pt", weights_only=False)
-    found = {name: each for name, each in model.items() if isinstance(each, Tensor) and "_extra_state" not in name}
+    result = {name: each for name, each in model.items() if isinstance(each, Tensor) and "_extra_state" not in name}
     (of_dtype,) = buffers[0].values()
-    return found | {name: each for name, each in of_dtype.items() if isinstance(each, Tensor)}
+    return result | {name: each for name, each in of_dtype.items() if isinstance(each, Tensor)}
 
 
 def test_a_trained_norm_is_exported_from_its_master_copy(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ EXPERTS = {**ARGS, "num_layers": 2, "num_experts": 2, "moe_router_topk": 1, "moe
 
 
 def keys_of(path: Path) -> dict[str, list[int]]:
-    """The tensors of a checkpoint and their global shapes, without extra states."""
+    """Return the tensors of a checkpoint and their global shapes, without extra states."""
     metadata = dcp.FileSystemReader(path / "iter_0000010").read_metadata().state_dict_metadata
     return {key: list(each.size) for key, each in metadata.items() if hasattr(each, "size")}
 

@@ -57,7 +57,7 @@ def test_a_tied_output_layer_must_equal_the_embedding(alone: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"rotary_scaling_factor": 4.0}, "rotary_scaling_factor = 4.0"),
         ({"qk_l2_norm": True}, "qk_l2_norm = True"),
@@ -66,10 +66,10 @@ def test_a_tied_output_layer_must_equal_the_embedding(alone: None) -> None:
         ({"padded_vocab_size": None}, "padded_vocab_size or vocab_size"),
     ],
 )
-def test_arguments_that_cannot_be_built_are_refused_by_name(change: dict[str, Any], said: str, alone: None) -> None:
+def test_arguments_that_cannot_be_built_are_refused_by_name(change: dict[str, Any], message: str, alone: None) -> None:
     with pytest.raises(ConfigError) as refusal:
         build_model({**LLAMA, **change})
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_nothing_is_left_behind() -> None:

@@ -29,7 +29,7 @@ def transformers_logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def megatron_logits(path: Path, args: dict[str, Any], tokens: torch.Tensor, tp: int, pp: int) -> torch.Tensor:
-    """The logits of a checkpoint that Megatron Core loads on this rank's layout."""
+    """Return the logits of a checkpoint that Megatron Core loads on this rank's layout."""
     from mcore_convert.megatron.checkpoint import load_torch_dist
     from mcore_convert.megatron.logits import logits
     from mcore_convert.megatron.model import build_stages

@@ -64,7 +64,9 @@ def tokens() -> Tensor:
 
 
 def randomised(model: Any) -> Any:
-    """Every parameter random: transformers starts with zero biases and unit norms, which would hide a wrong mapping."""
+    """Return every parameter random: transformers starts with zero biases and unit norms,
+    which would hide a wrong mapping.
+    """
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -52,9 +52,9 @@ def test_rank_files_are_what_megatron_holds(name: str, optimizer: Optimizer, tmp
     layout = LAYOUTS[name]
     wanted = load(saved_by_megatron(MIXED, tmp_path / "megatron", layout, optimizer, torch.bfloat16))
     whole = saved_by_megatron(MIXED, tmp_path / "whole", Layout(), optimizer, torch.bfloat16)
-    found = load(resharded(open_mp_rank(whole), tmp_path / "there", layout))
-    assert sorted(found) == sorted(wanted)
-    assert_same(found, wanted)
+    actual = load(resharded(open_mp_rank(whole), tmp_path / "there", layout))
+    assert sorted(actual) == sorted(wanted)
+    assert_same(actual, wanted)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -62,10 +62,10 @@ def test_keys_and_tensors_are_those_that_megatron_writes(pattern: str, tmp_path:
     args = {**MIXED, "moe_layer_freq": PATTERNS[pattern], "transformer_impl": "local"}
     save_torch_dist(args, random_weights(args), tmp_path / "megatron")
     reshard(tmp_path / "megatron", tmp_path / "ours", iteration=10)
-    wanted, found = (dcp_tensors(tmp_path / name / "iter_0000010") for name in ("megatron", "ours"))
+    wanted, actual = (dcp_tensors(tmp_path / name / "iter_0000010") for name in ("megatron", "ours"))
     assert any("layers.3." in key for key in wanted)
-    assert sorted(found) == sorted(wanted)
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    assert sorted(actual) == sorted(wanted)
+    assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
     assert verify(tmp_path / "megatron", tmp_path / "ours").equal
     with single_process():  # and with default strictness Megatron loads it, extra states and all
         stages = build_stages(args)
@@ -101,9 +101,9 @@ def test_a_layer_has_the_rows_of_its_parts() -> None:
 
 def test_ranks_hold_the_layers_that_inspect_draws(tmp_path: Path) -> None:
     path = saved_by_megatron(MIXED, tmp_path / "run", Layout(pp=2, first_stage_layers=1), None, torch.bfloat16)
-    found = inspect(path)
-    assert sum(part.nbytes for part in found.ranks) == found.nbytes
-    assert len({part.nbytes for part in found.ranks}) == 2
+    inspection = inspect(path)
+    assert sum(part.nbytes for part in inspection.ranks) == inspection.nbytes
+    assert len({part.nbytes for part in inspection.ranks}) == 2
 
 
 @pytest.mark.parametrize(

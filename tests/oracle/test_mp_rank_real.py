@@ -43,7 +43,7 @@ OF_A_PROCESS = ("args", "rng_state", "rerun_state_machine")
 
 
 def load_real(file: Path) -> Any:
-    """A file through torch, its args through our reader: they name classes that are not installed here."""
+    """Return a file through torch, its args through our reader: they name classes that are not installed here."""
     content = torch.load(file, map_location="cpu", weights_only=False, pickle_module=_Lenient)
     return {k: v for k, v in content.items() if k not in OF_A_PROCESS} if "args" in content else content
 
@@ -68,18 +68,20 @@ def test_real_checkpoints_are_read_and_proven(name: str) -> None:
     layout, implementation, distributed = REAL[name]
     path = real_checkpoint(name)
     assert detect(open_mp_rank(path).path)
-    found = open_mp_rank(path)
-    assert (found.layout, found.implementation, found.experts) == (layout, implementation, SEQUENTIAL)
-    assert found.states == ("param", "master", "exp_avg", "exp_avg_sq")
-    assert found.training is not None
-    assert (found.training.distributed, found.training.iteration) == (distributed, 10)
-    assert [group["step"] for group in found.training.groups] == [5 if TE in name else 10] * len(found.training.groups)
-    family = gpt.family(arguments.normalise(found.args))
-    sources = find_weights(family, dims_of(found.args), found, found.states)
+    checkpoint = open_mp_rank(path)
+    assert (checkpoint.layout, checkpoint.implementation, checkpoint.experts) == (layout, implementation, SEQUENTIAL)
+    assert checkpoint.states == ("param", "master", "exp_avg", "exp_avg_sq")
+    assert checkpoint.training is not None
+    assert (checkpoint.training.distributed, checkpoint.training.iteration) == (distributed, 10)
+    assert [group["step"] for group in checkpoint.training.groups] == [5 if TE in name else 10] * len(
+        checkpoint.training.groups
+    )
+    family = gpt.family(arguments.normalise(checkpoint.args))
+    sources = find_weights(family, dims_of(checkpoint.args), checkpoint, checkpoint.states)
     prove(sources.checks)
     with Files() as files:
-        proofs = list(found.proofs())
-        assert len(proofs) >= len(found.tensors) - layout.tp * layout.pp
+        proofs = list(checkpoint.proofs())
+        assert len(proofs) >= len(checkpoint.tensors) - layout.tp * layout.pp
         for proof in proofs:
             assert (round_to(files.read(proof.master), proof.param.dtype) == files.read(proof.param)).all(), proof
 
@@ -91,11 +93,11 @@ def test_a_rewritten_checkpoint_is_the_original(name: str, tmp_path: Path) -> No
     originals = sorted(source.path.rglob("*.pt"))
     assert originals
     for file in originals:
-        wanted, found = load_real(file), load_real(again / "iter_0000010" / file.relative_to(source.path))
-        for content in (wanted, found):
+        wanted, actual = load_real(file), load_real(again / "iter_0000010" / file.relative_to(source.path))
+        for content in (wanted, actual):
             if "model" in content:  # an empty tensor in the original, and what every version accepts in ours
                 content["model"] = {k: v for k, v in content["model"].items() if "_extra_state" not in k or v is None}
-        assert_same(found, wanted)
+        assert_same(actual, wanted)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -139,9 +141,9 @@ def test_names_follow_the_layer_spec(tmp_path: Path) -> None:
     """A run of the local spec in the names of Transformer Engine, experts grouped, and back."""
     source = open_mp_rank(real_checkpoint("moe_legacy_pp2ep2"))
     fused = resharded(source, tmp_path / "fused", Layout(), implementation=TRANSFORMER_ENGINE, experts=GROUPED)
-    found = open_mp_rank(fused)
-    assert (found.implementation, found.experts) == (TRANSFORMER_ENGINE, GROUPED)
-    assert list(found.tensors)[1:8] == [
+    checkpoint = open_mp_rank(fused)
+    assert (checkpoint.implementation, checkpoint.experts) == (TRANSFORMER_ENGINE, GROUPED)
+    assert list(checkpoint.tensors)[1:8] == [
         "mp_rank_00: decoder.layers.0.self_attention.linear_proj.weight",
         "mp_rank_00: decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
         "mp_rank_00: decoder.layers.0.self_attention.linear_qkv.weight",
@@ -161,7 +163,7 @@ def test_names_follow_the_layer_spec(tmp_path: Path) -> None:
         "mlp.experts.linear_fc2",
     }
     assert state["decoder.layers.0.mlp.experts.linear_fc1._extra_state"].dtype == torch.uint8
-    back = resharded(found, tmp_path / "back", source.layout, implementation=LOCAL, experts=SEQUENTIAL)
+    back = resharded(checkpoint, tmp_path / "back", source.layout, implementation=LOCAL, experts=SEQUENTIAL)
     once = resharded(source, tmp_path / "once", source.layout)
     for file in sorted(once.rglob("*.pt")):
         assert file.read_bytes() == (back / file.relative_to(once)).read_bytes(), file
@@ -204,11 +206,11 @@ def test_a_missing_file_is_named(llama: Path) -> None:
 
 def test_missing_buffers_are_named_when_they_are_needed(llama: Path) -> None:
     (llama / RANK / "distrib_optim.pt").unlink()
-    found = open_mp_rank(llama)
-    family = gpt.family(arguments.normalise(found.args))
-    find_weights(family, dims_of(found.args), found)
+    checkpoint = open_mp_rank(llama)
+    family = gpt.family(arguments.normalise(checkpoint.args))
+    find_weights(family, dims_of(checkpoint.args), checkpoint)
     with pytest.raises(UnreadableCheckpoint, match=r"mp_rank_01_001` has no `distrib_optim.pt`"):
-        find_weights(family, dims_of(found.args), found, found.states)
+        find_weights(family, dims_of(checkpoint.args), checkpoint, checkpoint.states)
 
 
 def test_ranks_that_fit_no_layout_are_refused(llama: Path) -> None:
@@ -275,9 +277,11 @@ def test_optimizer_state_of_another_model_is_refused(llama: Path) -> None:
             tensors[state] = tensors[state][:-64].clone()
 
     rewrite(llama / RANK / "distrib_optim.pt", shorten)
-    found = open_mp_rank(llama)
+    checkpoint = open_mp_rank(llama)
     with pytest.raises(MappingError, match="does not fit the model's parameters") as caught:
-        find_weights(gpt.family(arguments.normalise(found.args)), dims_of(found.args), found, found.states)
+        find_weights(
+            gpt.family(arguments.normalise(checkpoint.args)), dims_of(checkpoint.args), checkpoint, checkpoint.states
+        )
     assert caught.value.items == ("a buffer has 62720 elements, which is not what 14 parameters take",)
 
 
@@ -287,9 +291,9 @@ def test_a_transposed_weight_is_named(llama: Path) -> None:
         content["model"][key] = content["model"][key].t().contiguous()
 
     rewrite(llama / RANK / "model_optim_rng.pt", transpose)
-    found = open_mp_rank(llama)
+    checkpoint = open_mp_rank(llama)
     with pytest.raises(MappingError) as caught:
-        find_weights(gpt.family(arguments.normalise(found.args)), dims_of(found.args), found)
+        find_weights(gpt.family(arguments.normalise(checkpoint.args)), dims_of(checkpoint.args), checkpoint)
     assert caught.value.items == (
         "mp_rank_01_001: decoder.layers.0.mlp.linear_fc2.weight is [88, 64], the configuration demands [64, 88]",
     )
@@ -300,7 +304,7 @@ def test_a_replica_that_drifted_is_named(llama: Path) -> None:
         content["model"]["decoder.final_layernorm.weight"][0] += 1
 
     rewrite(llama / RANK / "model_optim_rng.pt", nudge)
-    found = open_mp_rank(llama)
-    sources = find_weights(gpt.family(arguments.normalise(found.args)), dims_of(found.args), found)
+    checkpoint = open_mp_rank(llama)
+    sources = find_weights(gpt.family(arguments.normalise(checkpoint.args)), dims_of(checkpoint.args), checkpoint)
     with pytest.raises(ConvertError, match=r"mp_rank_01_001: decoder\.final_layernorm\.weight"):
         prove(sources.checks)

@@ -32,7 +32,7 @@ LLAMA = Model(groups=2, positions=None, swiglu=True, bias=False, norm_bias=False
 
 
 def read(view: View) -> Tensor:
-    """The elements of a view, by torch."""
+    """Return the elements of a view, by torch."""
     dtype = getattr(torch, view.dtype)
     content = bytearray(view.path.read_bytes()[view.offset :])
     elements = torch.frombuffer(content, dtype=dtype, count=len(content) // dtype.itemsize)
@@ -40,7 +40,7 @@ def read(view: View) -> Tensor:
 
 
 def assembled(slots: list[Slot]) -> Tensor:
-    """A local tensor from its slots, which must tile it."""
+    """Return a local tensor from its slots, which must tile it."""
     boxes = [slot.box for slot in slots]
     shape = tuple(max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(len(boxes[0].sizes)))
     assert untiled(boxes, shape) is None
@@ -64,10 +64,10 @@ def test_each_rank_holds_what_core_would_hold(tmp_path: Path, spelling: str, ver
     for rank, tree in enumerate(trees(directory)):
         assert is_old(tree["model"])
         assert tree.get("checkpoint_version", 0) == version
-        found = core_tensors(tree["model"], version, heads=GPT.heads // tp, kv_channels=GPT.kv_channels)
-        assert sorted(found) == sorted(weights)
+        result = core_tensors(tree["model"], version, heads=GPT.heads // tp, kv_channels=GPT.kv_channels)
+        assert sorted(result) == sorted(weights)
         for name, tensor in weights.items():
-            assert torch.equal(assembled(found[name]), local_tensor(name, tensor, GPT, 3, tp, rank)), name
+            assert torch.equal(assembled(result[name]), local_tensor(name, tensor, GPT, 3, tp, rank)), name
 
 
 @pytest.mark.parametrize("spelling", ["2021", "2023", "transformer_engine"])
@@ -75,10 +75,10 @@ def test_groups_gates_and_a_head_of_its_own(tmp_path: Path, spelling: str) -> No
     weights = random_weights(LLAMA)
     directory = save_old(tmp_path, weights, LLAMA, version=3, spelling=SPELLINGS[spelling], tp=2)
     for rank, tree in enumerate(trees(directory)):
-        found = core_tensors(tree["model"], 3.0, heads=2, kv_channels=4)
-        assert sorted(found) == sorted(weights)
+        result = core_tensors(tree["model"], 3.0, heads=2, kv_channels=4)
+        assert sorted(result) == sorted(weights)
         for name, tensor in weights.items():
-            assert torch.equal(assembled(found[name]), local_tensor(name, tensor, LLAMA, 3, 2, rank)), name
+            assert torch.equal(assembled(result[name]), local_tensor(name, tensor, LLAMA, 3, 2, rank)), name
 
 
 def test_pipeline_stages_number_layers_anew_and_copy_the_tied_embedding(tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ def test_the_attention_of_each_version_is_that_of_gpt2(tmp_path: Path, version: 
     name = "decoder.layers.1.self_attention.linear_qkv."
     stored = named(tree["model"])
     output = hidden @ read(stored[name + "weight"]).T + read(stored[name + "bias"])
-    for found, part in zip(heads_as_computed(version, output), wanted, strict=True):
-        torch.testing.assert_close(found, part)
+    for actual, part in zip(heads_as_computed(version, output), wanted, strict=True):
+        torch.testing.assert_close(actual, part)
 
     current = core_tensors(tree["model"], version, heads=4, kv_channels=4)
     output = hidden @ assembled(current[name + "weight"]).T + assembled(current[name + "bias"])
-    for found, part in zip(heads_as_computed(3, output), wanted, strict=True):
-        torch.testing.assert_close(found, part)
+    for actual, part in zip(heads_as_computed(3, output), wanted, strict=True):
+        torch.testing.assert_close(actual, part)
 
 
 def test_the_published_345m_is_a_gpt2(tmp_path: Path) -> None:

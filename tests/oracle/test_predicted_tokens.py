@@ -23,7 +23,7 @@ Change = Callable[[dict[str, Tensor]], object]
 
 
 def changed(source: Path, path: Path, change: Change) -> Path:
-    """The directory with other tensors."""
+    """Return the directory with other tensors."""
     shutil.copytree(source, path)
     state = load_file(path / "model.safetensors")
     change(state)
@@ -94,7 +94,7 @@ def test_one_tensor_is_refused_by_name(
     assert name in caught.value.items[0]
 
 
-def test_another_epsilon_is_told_of(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+def test_another_epsilon_is_reported(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     """As of Moonlight, whose norms within latent attention have 1e-6 in transformers all the same."""
     source = hf_checkpoint("deepseek_v3", config={"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 5e4})
     done = convert(source, tmp_path / "out", to="torch")

@@ -48,7 +48,7 @@ TE, ENGINE = "transformer_engine_names/", "transformer_engine"
 
 
 def stored_arguments(path: Path) -> dict[str, Any]:
-    """The arguments that a Megatron checkpoint stores."""
+    """Return the arguments that a Megatron checkpoint stores."""
     checkpoint = open_checkpoint(path)
     assert not isinstance(checkpoint, HfCheckpoint)
     assert checkpoint.common.args is not None
@@ -56,7 +56,7 @@ def stored_arguments(path: Path) -> dict[str, Any]:
 
 
 def accepted_by(line: str, versions: tuple[str, ...] = ALL) -> dict[str, argparse.Namespace]:
-    """What the versions of Megatron-LM that load the files make of the line; each of them must accept it."""
+    """Return what the versions of Megatron-LM that load the files make of the line; each of them must accept it."""
     return {version: megatron_flags.parse(line, version) for version in versions}
 
 
@@ -185,7 +185,7 @@ def state_of(model: str) -> State:
 
 
 def loaded_by_the_line(done: Conversion, model: str) -> list[Loaded]:
-    """What Megatron Core loads on each rank, where it is built from the flags of the line and nothing else."""
+    """Return what Megatron Core loads on each rank, where it is built from the flags of the line and nothing else."""
     assert done.command is not None
     args = vars(megatron_flags.parse(done.command, "0.16"))
     tp, pp = args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]
@@ -208,8 +208,8 @@ def loaded_by_the_line(done: Conversion, model: str) -> list[Loaded]:
         vpp=args["num_layers"] // pp // layers if layers else None,
         ep=ep,
     )
-    found: list[Loaded] = run_ranks(tp * pp * ep, each)
-    return found
+    result: list[Loaded] = run_ranks(tp * pp * ep, each)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -257,11 +257,11 @@ def test_names_of_grouped_experts(tmp_path: Path) -> None:
     assert done.command is not None
     assert "--transformer-impl transformer_engine" in done.command
     assert "--moe-grouped-gemm" in done.command
-    found, wanted = (
+    actual, wanted = (
         {key for key in dcp.read(path / "iter_0000010").tensors if "optimizer" not in key}
         for path in (tmp_path / "out", source)
     )
-    assert found == wanted
+    assert actual == wanted
     reshard(source, tmp_path / "local", implementation="local")
     names = set(dcp.read(tmp_path / "local/iter_0000010").tensors)
     assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in names

@@ -28,8 +28,8 @@ PUT = "PUT .*"
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    with client_of_a_hub(tmp_path) as found:
-        yield found
+    with client_of_a_hub(tmp_path) as result:
+        yield result
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def refusal(model: Path, repo: str = REPO, **options: str) -> str:
 WRITE = "hint: make a token with the role write at https://huggingface.co/settings/tokens, then `hf auth login`"
 
 
-def test_a_token_that_will_not_do_is_told_before_anything_is_sent(
+def test_a_token_that_will_not_do_is_refused_before_anything_is_sent(
     hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.tokens["hf_ada"] = Token("ada", "read")
@@ -197,9 +197,9 @@ def test_an_upload_goes_on_where_it_was_cut(hub: Hub, model: Path) -> None:
     hub.part = 10**9
     digest = sha256_of(model / "model-00002-of-00003.safetensors")
     hub.faults.append(Fault(f"PUT /_lfs/{digest}", after=5000, times=1000))
-    said = refusal(model)
-    assert said.startswith(f"`{REPO}` cannot be written: the connection to the Hub was lost: ")
-    assert said.endswith("hint: run the same command again: what has arrived is not sent twice")
+    reasons = refusal(model)
+    assert reasons.startswith(f"`{REPO}` cannot be written: the connection to the Hub was lost: ")
+    assert reasons.endswith("hint: run the same command again: what has arrived is not sent twice")
     assert sorted(hub.sent) == sorted(size for name, size in sizes.items() if "00002" not in name)
     assert files_on(hub) == {}
     hub.faults.clear()
@@ -234,15 +234,15 @@ def files_of_another(hub: Hub) -> Mapping[str, File]:
     return {"pytorch_model.bin": File.large(b"weights"), "notes.txt": File.regular(b"hello")}
 
 
-def test_a_hub_that_fails_is_said_to_fail(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_fails_is_reported(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = "hint: run the same command again: what has arrived is not sent twice"
     hub.faults.append(Fault("POST .*/commit/main", 500, "no disk", times=3))
     assert refusal(model) == f"`{REPO}` cannot be written: the Hub fails with 500: no disk\n{again}"
     hub.faults.append(Fault("POST .*/commit/main", 429, times=3))
     assert "too many requests\nhint: wait some minutes" in refusal(model)
     (model / "README.md").write_text("---\nlicense: [\n---\n")
-    said = f"`{REPO}` cannot be written: Invalid metadata in README.md.\n  - while parsing a flow node"
-    assert refusal(model) == said
+    message = f"`{REPO}` cannot be written: Invalid metadata in README.md.\n  - while parsing a flow node"
+    assert refusal(model) == message
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     assert refusal(model).startswith("the token cannot be checked: the connection to the Hub was lost: ")
 
@@ -283,8 +283,8 @@ def test_a_signal_ends_an_upload(hub: Hub, model: Path, tmp_path: Path, number: 
     hub.faults.append(Fault("POST .*/preupload/main", then=lambda: os.kill(process.pid, number), late=True))
     code = "import sys; from mcore_convert.cli import main; main(sys.argv[1:])"
     process = started_with(hub, tmp_path / "home", "-c", code, "push", model, REPO)
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (
+    _, messages = process.communicate(timeout=60)
+    assert (process.returncode, messages) == (
         128 + number,
         "interrupted; run it again: what has arrived is not sent twice\n",
     )
@@ -376,14 +376,14 @@ def test_the_repository_is_a_model_for_everybody(hub: Hub, model: Path, tmp_path
     assert done.returncode == 0, done.stderr
 
 
-def test_a_cache_that_cannot_be_written_is_said(hub: Hub, model: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(hub: Hub, model: Path, tmp_path: Path) -> None:
     push(model, REPO)
     (tmp_path / "file").write_text("no directory")
     code = "import sys; from mcore_convert.cli import main; main(sys.argv[1:])"
     done = run_with(hub, tmp_path / "file", "-c", code, "convert", REPO, tmp_path / "out")
     assert done.returncode == 1
-    said, hint = done.stderr.splitlines()[-2:]
-    assert said.startswith(f"error: cannot download `{REPO}`: `{tmp_path / 'file'}")
+    message, hint = done.stderr.splitlines()[-2:]
+    assert message.startswith(f"error: cannot download `{REPO}`: `{tmp_path / 'file'}")
     assert hint.startswith("hint: HF_HOME names the directory for downloads")
 
 
@@ -393,7 +393,7 @@ def test_offline_means_offline(hub: Hub, model: Path, monkeypatch: pytest.Monkey
         push(model, REPO)
 
 
-def test_an_unwritable_place_for_an_export_is_said(tmp_path: Path, hf_checkpoint: HfMaker) -> None:
+def test_an_unwritable_place_for_an_export_is_reported(tmp_path: Path, hf_checkpoint: HfMaker) -> None:
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(UnwritableTarget, match="cannot write"):
         export(hf_checkpoint("gpt2"), tmp_path / "file" / "out")

@@ -103,15 +103,15 @@ def test_int4_has_the_codes_of_its_groups(ranks: Path, plain: Path, tmp_path: Pa
         assert torch.equal(stored[f"{name}_scale"], scales)
         assert torch.equal(stored[f"{name}_packed"], in_words(codes.long(), 4))
         assert stored[f"{name}_shape"].tolist() == list(tensor.shape)
-    told = inspect(tmp_path / "int4").quantised
-    assert told is not None
-    assert (told.forms, told.num_tensors) == (("int4, groups of 32",), 14)
+    inspection = inspect(tmp_path / "int4").quantised
+    assert inspection is not None
+    assert (inspection.forms, inspection.num_tensors) == (("int4, groups of 32",), 14)
     result = verify(plain, tmp_path / "int4")
     assert len(result.differences) == 8
     assert result.within_loss
 
 
-def test_what_is_quantised_is_said_and_kept_in_manifest_and_card(ranks: Path, fp8: Path, tmp_path: Path) -> None:
+def test_what_is_quantised_is_reported_and_kept_in_manifest_and_card(ranks: Path, fp8: Path, tmp_path: Path) -> None:
     planned = export(ranks, tmp_path / "nowhere", quantize="fp8-block", dry_run=True)
     line = (
         "quantised: 8 tensors in float8_e4m3fn, blocks of 128 x 128; at most 1/16 of a value, "

@@ -203,26 +203,30 @@ def test_codes_without_scales_and_scales_without_codes_have_no_place(fp8: tuple[
     assert len(refused.value.items) == 2
 
 
-def test_a_quantised_source_is_told_with_what_decoding_costs(
+def test_a_quantised_source_is_reported_with_what_decoding_costs(
     fp8: tuple[Path, Tensors], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, decoded = fp8
     stored = load_file(path / "model.safetensors")
     coded = [name for name in decoded if f"{name}_scale_inv" in stored]
     nbytes = sum(stored[n].nbytes for name in coded for n in (name, f"{name}_scale_inv"))
-    told = inspect(path, html=tmp_path / "page.html")
-    assert told.nbytes == sum(tensor.nbytes for tensor in stored.values())
-    assert told.dtypes == ("bfloat16", "float32", "float8_e4m3fn")
-    assert told.quantised is not None
+    inspection = inspect(path, html=tmp_path / "page.html")
+    assert inspection.nbytes == sum(tensor.nbytes for tensor in stored.values())
+    assert inspection.dtypes == ("bfloat16", "float32", "float8_e4m3fn")
+    assert inspection.quantised is not None
     form = "float8_e4m3fn, blocks of 128 x 128"
-    assert (told.quantised.method, told.quantised.forms, told.quantised.num_tensors) == ("fp8", (form,), 10)
-    assert told.quantised.nbytes == nbytes
-    assert told.quantised.decoded == sum(decoded[name].nbytes for name in coded)
-    assert told.as_dict()["quantised"]["dtype"] == "bfloat16"
+    assert (inspection.quantised.method, inspection.quantised.forms, inspection.quantised.num_tensors) == (
+        "fp8",
+        (form,),
+        10,
+    )
+    assert inspection.quantised.nbytes == nbytes
+    assert inspection.quantised.decoded == sum(decoded[name].nbytes for name in coded)
+    assert inspection.as_dict()["quantised"]["dtype"] == "bfloat16"
     assert f"bfloat16, from {form}" in (tmp_path / "page.html").read_text().replace("<wbr>", "")
-    report(told)
+    report(inspection)
     assert f"10 tensors in {form} (fp8); decoded, " in capsys.readouterr().out
-    assert {line.dtype for line in told.weights} == {"bfloat16"}
+    assert {line.dtype for line in inspection.weights} == {"bfloat16"}
 
     export(path, tmp_path / "hf")
     assert f"| decoded | 10 tensors in {form}, to bfloat16 |" in (tmp_path / "hf/README.md").read_text()
@@ -232,7 +236,7 @@ def test_a_quantised_source_is_told_with_what_decoding_costs(
         "forms": [form],
         "num_tensors": 10,
         "nbytes": nbytes,
-        "decoded": told.quantised.decoded,
+        "decoded": inspection.quantised.decoded,
         "dtype": "bfloat16",
     }
     name = coded[0]
@@ -241,7 +245,7 @@ def test_a_quantised_source_is_told_with_what_decoding_costs(
 
 
 def convert_plain(tmp_path: Path) -> Path:
-    """The manifest of a conversion of what is not quantised any more."""
+    """Return the manifest of a conversion of what is not quantised any more."""
     convert(tmp_path / "hf", tmp_path / "again")
     return tmp_path / "again/release/mcore_convert.json"
 
@@ -270,5 +274,5 @@ def test_blocks_larger_than_any_weight_are_one(fp8: tuple[Path, Tensors], tmp_pa
     save_file(tensors, tmp_path / "source/model.safetensors", {"format": "pt"})
     change_settings(tmp_path / "source", weight_block_size=[10**30, 10**30])
     convert(tmp_path / "source", tmp_path / "hf", to="hf")
-    found = hf_tensors(tmp_path / "hf")
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    actual = hf_tensors(tmp_path / "hf")
+    assert all(torch.equal(actual[name], tensor) for name, tensor in wanted.items())

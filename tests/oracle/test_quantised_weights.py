@@ -36,11 +36,11 @@ def test_masters_near_their_weights_go_along(tmp_path: Path) -> None:
     ]
     written = dcp_tensors(tmp_path / "one" / "iter_0000010")
     for name, master in STATE.master.items():
-        head, found, tail = name.partition("decoder.layers.")
+        head, separator, tail = name.partition("decoder.layers.")
         layer, _, rest = tail.partition(".")
-        key = f"{head}{found}{rest}" if found else name
+        key = f"{head}{separator}{rest}" if separator else name
         tensor = written[f"optimizer.state.param.{key}"]
-        assert torch.equal(tensor[int(layer)] if found else tensor, master), name
+        assert torch.equal(tensor[int(layer)] if separator else tensor, master), name
     run = with_args(tmp_path / "run", tmp_path / "plain", fp8_param_gather=False)
     with pytest.raises(ConvertError):
         reshard(run, tmp_path / "no")

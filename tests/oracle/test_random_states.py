@@ -25,23 +25,23 @@ def iteration(root: Path) -> Path:
 
 
 def states_of(root: Path) -> dict[tuple[int, ...], Any]:
-    """What torch loads of every rank's random states, by pipeline and tensor rank."""
+    """Return what torch loads of every rank's random states, by pipeline and tensor rank."""
     folder = iteration(root)
     if (folder / ".metadata").is_file():
-        found = {}
+        result = {}
         for key, place in dcp.read(folder).objects.items():
             if key.startswith("rng_state/"):
                 content = (folder / place.file).read_bytes()[place.offset : place.offset + place.length]
                 (loaded,) = torch.load(io.BytesIO(content), weights_only=False, map_location="cpu")
-                found[tuple(map(int, key.split("_")[2].split(".")))] = loaded
-        return found
-    found = {}
+                result[tuple(map(int, key.split("_")[2].split(".")))] = loaded
+        return result
+    result = {}
     for file in folder.glob("mp_rank_*/model_optim_rng.pt"):
         tp, *pp = map(int, file.parent.name.split("_")[2:])
-        found[(*(pp[:1] or [0]), tp, *pp[1:])] = torch.load(file, weights_only=False, map_location="cpu").get(
+        result[(*(pp[:1] or [0]), tp, *pp[1:])] = torch.load(file, weights_only=False, map_location="cpu").get(
             "rng_state"
         )
-    return found
+    return result
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -72,16 +72,16 @@ def moved(name: str, target: Path, **options: Any) -> Conversion:
 )
 def test_they_go_along_where_the_ranks_stay(name: str, layout: dict[str, int], to: str, tmp_path: Path) -> None:
     done = moved(name, tmp_path / "same", to=to, **layout)
-    found, wanted = states_of(tmp_path / "same"), states_of(real_checkpoint(name))
+    actual, wanted = states_of(tmp_path / "same"), states_of(real_checkpoint(name))
     assert wanted
-    assert found.keys() == wanted.keys()
-    assert all(equal(found[place], states) for place, states in wanted.items())
+    assert actual.keys() == wanted.keys()
+    assert all(equal(actual[place], states) for place, states in wanted.items())
     assert DROPPED not in done.notes
     assert any(note.startswith("random states of the ranks go along") for note in done.notes)
     assert "--no-load-rng" not in (tmp_path / "same/megatron_args.txt").read_text()
     generator = torch.Generator()
-    generator.set_state(next(iter(found.values()))[0]["torch_rng_state"])
-    np.random.RandomState().set_state(next(iter(found.values()))[0]["np_rng_state"])
+    generator.set_state(next(iter(actual.values()))[0]["torch_rng_state"])
+    np.random.RandomState().set_state(next(iter(actual.values()))[0]["np_rng_state"])
 
 
 @pytest.mark.parametrize(

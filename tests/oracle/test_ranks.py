@@ -25,5 +25,5 @@ def test_bytes_and_layers_are_those_of_the_rank_files(name: str) -> None:
         stages = [stage for key, stage in TorchFile(file).tree.items() if key.startswith("model")]
         tensors = [tensor for stage in stages for key, tensor in stage.items() if "_extra_state" not in key]
         assert part.nbytes == sum(tensor.nbytes for tensor in tensors)
-        found = [len({key.split(".")[2] for key in stage if key.startswith("decoder.layers.")}) for stage in stages]
-        assert [len(layers) for layers in part.layers] == found
+        result = [len({key.split(".")[2] for key in stage if key.startswith("decoder.layers.")}) for stage in stages]
+        assert [len(layers) for layers in part.layers] == result

@@ -29,10 +29,10 @@ def test_logits_are_those_that_megatron_recorded(name: str, tmp_path: Path) -> N
     recorded: dict[str, Any] = torch.load(source / "logits.pt", weights_only=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     with torch.no_grad():
-        found = model(recorded["tokens"]).logits
-    wanted = recorded["logits"][..., : found.shape[-1]]
-    assert found.shape[-1] == 500
-    assert (found - wanted).abs().max() < LOGITS_TOLERANCE
+        actual = model(recorded["tokens"]).logits
+    wanted = recorded["logits"][..., : actual.shape[-1]]
+    assert actual.shape[-1] == 500
+    assert (actual - wanted).abs().max() < LOGITS_TOLERANCE
     assert wanted.abs().max() > 1  # a trained model, not noise
 
 
@@ -49,10 +49,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 def test_megatron_and_transformers_compute_the_same(name: str, tmp_path: Path) -> None:
     source = real_checkpoint(name)
     convert(source, tmp_path / "hf")
-    found = verify(source, tmp_path / "hf", logits=True)
-    assert found.equal
-    assert found.logits is not None
-    assert found.logits.difference < LOGITS_TOLERANCE
+    result = verify(source, tmp_path / "hf", logits=True)
+    assert result.equal
+    assert result.logits is not None
+    assert result.logits.difference < LOGITS_TOLERANCE
 
 
 def test_the_gelu_is_the_one_that_the_run_used(tmp_path: Path) -> None:
@@ -72,17 +72,17 @@ def test_the_gelu_is_the_one_that_the_run_used(tmp_path: Path) -> None:
     ],
 )
 def test_inspect_says_what_they_are(name: str, written_by: str, optimizer: str, vocab_size: int) -> None:
-    found = inspect(real_checkpoint(name))
-    assert (found.family, found.written_by, found.optimizer) == ("llama", written_by, optimizer)
-    assert (found.vocab_size, found.iteration, found.dtypes) == (vocab_size, 10, ("bfloat16",))
-    assert found.layout is not None
-    assert found.layout["tp"] == 2
+    inspection = inspect(real_checkpoint(name))
+    assert (inspection.family, inspection.written_by, inspection.optimizer) == ("llama", written_by, optimizer)
+    assert (inspection.vocab_size, inspection.iteration, inspection.dtypes) == (vocab_size, 10, ("bfloat16",))
+    assert inspection.layout is not None
+    assert inspection.layout["tp"] == 2
 
 
 def test_a_model_with_experts_is_looked_at() -> None:
-    found = inspect(real_checkpoint("transformer_engine_names/v0.16.1_moe_te_torch_dist"))
-    assert (found.family, found.refusals) == ("mixtral", ())
-    assert any(line.name == "decoder.layers.mlp.experts.experts.linear_fc1.weight" for line in found.weights)
+    inspection = inspect(real_checkpoint("transformer_engine_names/v0.16.1_moe_te_torch_dist"))
+    assert (inspection.family, inspection.refusals) == ("mixtral", ())
+    assert any(line.name == "decoder.layers.mlp.experts.experts.linear_fc1.weight" for line in inspection.weights)
 
 
 def test_latent_attention_computes_the_same_and_comes_back_with_its_optimizer(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_latent_attention_computes_the_same_and_comes_back_with_its_optimizer(tm
     source = real_checkpoint("dsv3_legacy_ep2")
     assert inspect(source).family == "deepseek_v3"
     convert(source, tmp_path / "hf")
-    found = verify(source, tmp_path / "hf", logits=True)
-    assert found.equal
-    assert found.logits is not None
-    assert found.logits.difference < LOGITS_TOLERANCE
+    result = verify(source, tmp_path / "hf", logits=True)
+    assert result.equal
+    assert result.logits is not None
+    assert result.logits.difference < LOGITS_TOLERANCE
     assert json.loads((tmp_path / "hf/config.json").read_text())["n_group"] == 1
     reshard(source, tmp_path / "moved", to="torch_dist", tp=2)
     reshard(tmp_path / "moved", tmp_path / "back", to="torch", ep=2)

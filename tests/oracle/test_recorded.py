@@ -40,7 +40,7 @@ def plain(name: str) -> Path:
 
 
 def as_bridge(source: Path, root: Path, config: dict[str, Any] | None = None) -> Path:
-    """A run's directory as Megatron-Bridge and NeMo-RL leave it."""
+    """Return a run's directory as Megatron-Bridge and NeMo-RL leave it."""
     target = root / "iter_0000010"
     without_arguments(source, target)
     gpt = {**LLAMA_GPT, "vocab_size": 500, "should_pad_vocab": True}
@@ -89,7 +89,7 @@ def of_verl_in_parts(source: Path, config: Path, root: Path) -> list[Path]:
 
 
 def as_of_verl(source: Path, target: Path) -> None:
-    """The state of verl has the scheduler under another name, and no iteration."""
+    """Store the state as verl does: the scheduler under another name, and no iteration."""
     without_arguments(source, target)
     state = torch.load(target / "common.pt", weights_only=False)
     state["lr_scheduler"] = state.pop("opt_param_scheduler")
@@ -156,10 +156,10 @@ def test_what_has_no_arguments_becomes_what_it_became(program: str, exported: Pa
         convert(path, tmp_path / f"hf{number}", family="llama", **options)
         for file in ("model.safetensors", "config.json"):
             assert (tmp_path / f"hf{number}" / file).read_bytes() == (exported / file).read_bytes(), (path, file)
-    found, wanted = inspect(paths[0]), inspect(source)
-    assert (found.family, found.iteration) == (wanted.family, 10)
+    actual, wanted = inspect(paths[0]), inspect(source)
+    assert (actual.family, actual.iteration) == (wanted.family, 10)
     # NeMo leaves the vocabulary to its tokenizer
-    assert found.vocab_size == (wanted.padded_vocab_size if program == "NeMo 2" else wanted.vocab_size)
+    assert actual.vocab_size == (wanted.padded_vocab_size if program == "NeMo 2" else wanted.vocab_size)
     assert verify(paths[0], exported, **options).equal
     assert diff(paths[0], source, **options).num_changed == 0
 
@@ -170,9 +170,9 @@ def test_optimizer_state_goes_along(program: str, exported: Path, tmp_path: Path
     path = PROGRAMS[program](source, exported / "config.json", tmp_path / "run")[0]
     reshard(source, tmp_path / "wanted", tp=1, pp=1)
     reshard(path, tmp_path / "found", tp=1, pp=1)
-    found, wanted = states_in(tmp_path / "found"), states_in(tmp_path / "wanted")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    actual, wanted = states_in(tmp_path / "found"), states_in(tmp_path / "wanted")
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
     first, second = (open_torch_dist(tmp_path / name) for name in ("found", "wanted"))
     assert first.path.name == second.path.name == "iter_0000010"
     assert first.training is not None
@@ -180,7 +180,7 @@ def test_optimizer_state_goes_along(program: str, exported: Path, tmp_path: Path
     assert first.training.groups == second.training.groups
     # Lightning has a scheduler of its own
     assert first.training.scheduler == (None if program == "NeMo 2" else second.training.scheduler)
-    said, before = (dict(each.common.args or {}) for each in (first, second))
+    message, before = (dict(each.common.args or {}) for each in (first, second))
     architecture = [
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization",
         "layernorm_epsilon swiglu add_bias_linear untie_embeddings_and_output_weights position_embedding_type",
@@ -189,7 +189,7 @@ def test_optimizer_state_goes_along(program: str, exported: Path, tmp_path: Path
         "use_distributed_optimizer group_query_attention",
     ]
     names = " ".join(architecture).split()
-    assert {name: said.get(name) for name in names} == {name: before.get(name) for name in names}
+    assert {name: message.get(name) for name in names} == {name: before.get(name) for name in names}
 
 
 def test_an_activation_that_was_left_out_is_asked_for(exported: Path, tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_an_activation_that_was_left_out_is_asked_for(exported: Path, tmp_path: 
     convert(path, tmp_path / "hf", hf_config=exported)
     assert (tmp_path / "hf/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
     reshard(path, tmp_path / "again", tp=1, hf_config=exported)
-    found, wanted = states_in(tmp_path / "again"), states_in(plain("llama_tp2pp2"))
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    actual, wanted = states_in(tmp_path / "again"), states_in(plain("llama_tp2pp2"))
+    assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
 
 
 @pytest.mark.parametrize("program", ["Megatron-Bridge", "verl"])
@@ -211,10 +211,10 @@ def test_buckets_are_found_by_what_is_recorded(program: str, exported: Path, tmp
     source = plain(DENSE)
     path = PROGRAMS[program](source, exported / "config.json", tmp_path / "run")[0]
     reshard(path, tmp_path / "found", tp=1)
-    found, wanted = states_in(tmp_path / "found"), states_in(source)
+    actual, wanted = states_in(tmp_path / "found"), states_in(source)
     assert len({state for _, state in wanted}) == 4
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
 
 
 def test_a_run_config_is_written_again(tmp_path: Path) -> None:
@@ -270,10 +270,10 @@ def test_a_nested_model_says_the_same(tmp_path: Path) -> None:
     }
     path = as_bridge(plain("llama_tp2pp2"), tmp_path / "run", {**flat, "model": nested})
     wanted = as_bridge(plain("llama_tp2pp2"), tmp_path / "flat", flat)
-    found, said = (open_torch_dist(each / "iter_0000010").common.args for each in (path, wanted))
-    assert found is not None
-    assert said is not None
-    assert {name: found.get(name) for name in said} == said
+    actual, checkpoint = (open_torch_dist(each / "iter_0000010").common.args for each in (path, wanted))
+    assert actual is not None
+    assert checkpoint is not None
+    assert {name: actual.get(name) for name in checkpoint} == checkpoint
     reshard(path, tmp_path / "again", tp=1, pp=1)
     again = yaml.safe_load((tmp_path / "again/iter_0000010/run_config.yaml").read_text())
     assert again["model"]["transformer"]["tensor_model_parallel_size"] == 1

@@ -39,7 +39,9 @@ FULL: dict[str, Any] = {**ARGS, "vocab_size": 32, "make_vocab_size_divisible_by"
 
 
 def ties(state: State) -> State:
-    """The state, every fifth master copy halfway between two weights, where the kernel does not round to even."""
+    """Return the state, every fifth master copy halfway between two weights,
+    where the kernel does not round to even.
+    """
 
     def halved(tensor: Tensor) -> Tensor:
         bits = tensor.view(torch.int32).clone().view(-1)
@@ -70,7 +72,7 @@ def opened(path: Path) -> Checkpoint:
 
 
 def slots_in(path: Path) -> dict[tuple[str, str], list[Slot]]:
-    """The slots of every state of every weight, what must hold in the data proven."""
+    """Return the slots of every state of every weight, what must hold in the data proven."""
     checkpoint = opened(path)
     assert checkpoint.common.args is not None
     args = arguments.normalise(checkpoint.common.args)
@@ -81,20 +83,22 @@ def slots_in(path: Path) -> dict[tuple[str, str], list[Slot]]:
 
 
 def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
-    """Every state of every weight."""
-    found = {}
+    """Return every state of every weight."""
+    result = {}
     with Files() as files:
         for key, slots in slots_in(path).items():
             shape = STATE.master[key[0]].shape
-            found[key] = torch.from_numpy(global_tensor(files, slots, tuple(shape)).copy())
-            found[key] = found[key].view(getattr(torch, slots[0].view.dtype))
-    return found
+            result[key] = torch.from_numpy(global_tensor(files, slots, tuple(shape)).copy())
+            result[key] = result[key].view(getattr(torch, slots[0].view.dtype))
+    return result
 
 
-def assert_is_state(found: dict[tuple[str, str], Tensor]) -> None:
-    """The states are those that were saved, bit for bit, and the weights round as the kernel rounds."""
-    assert len(found) == 4 * len(STATE.master)
-    for (name, kind), tensor in found.items():
+def assert_is_state(actual: dict[tuple[str, str], Tensor]) -> None:
+    """Assert that the states are those that were saved, bit for bit,
+    and that the weights round as the kernel rounds.
+    """
+    assert len(actual) == 4 * len(STATE.master)
+    for (name, kind), tensor in actual.items():
         if kind == PARAM:
             bits = STATE.master[name].numpy().view(np.uint32).astype(np.uint64)
             assert np.array_equal(tensor.view(torch.int16).numpy().view(np.uint16), bits + 0x8000 >> 16)
@@ -168,7 +172,7 @@ def test_a_gathered_number_that_is_no_remainder_is_refused(form: str, saved: dic
 
 
 def with_args(path: Path, destination: Path, **args: Any) -> Path:
-    """A copy of a run in `torch_dist` whose stored arguments say something else."""
+    """Return a copy of a run in `torch_dist` whose stored arguments say something else."""
     shutil.copytree(path, destination)
     file = destination / "iter_0000010" / "common.pt"
     content = torch.load(file, weights_only=False)
@@ -221,5 +225,5 @@ def test_whole_masters_of_a_precision_aware_optimizer(tmp_path: Path) -> None:
     run_ranks(1, lambda: save_with_optimizer(args, STATE, tmp_path / "run", "fully_reshardable"))
     plan = reshard(tmp_path / "run", tmp_path / "one", tp=2)
     assert not [note for note in plan.notes if "remainders" in note]
-    found = states_in(tmp_path / "one")
-    assert all(torch.equal(found[name, MASTER], master) for name, master in STATE.master.items())
+    actual = states_in(tmp_path / "one")
+    assert all(torch.equal(actual[name, MASTER], master) for name, master in STATE.master.items())

@@ -64,7 +64,7 @@ def bucket(server: Server) -> str:
 
 
 def same(url: str, local: Path) -> None:
-    """Every file is there and no other, byte for byte, but for those that name their own place."""
+    """Assert that every file is there and no other, byte for byte, but for those that name their own place."""
     remote, here = tree_of(url), {name: content for name, content in tree(local).items() if content is not None}
     assert sorted(remote) == sorted(here)
     assert [name for name in here if remote[name] != here[name] and not name.endswith(NAMES_ITS_PLACE)] == []

@@ -64,15 +64,15 @@ def made(hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> Ma
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a Megatron checkpoint but for random states, each rank's own ones, through torch."""
+    """Return every tensor of a Megatron checkpoint but for random states, each rank's own ones, through torch."""
     if inspect(path).format == "torch_dist":
         (folder,) = (file.parent for file in path.rglob(".metadata"))
         return dcp_tensors(folder)
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for file in sorted(path.rglob("*.pt")):
         leaves = _leaves(torch.load(file, weights_only=False))
-        found |= {f"{file.relative_to(path)}: {key}": tensor for key, tensor in leaves if "rng_state" not in key}
-    return found
+        result |= {f"{file.relative_to(path)}: {key}": tensor for key, tensor in leaves if "rng_state" not in key}
+    return result
 
 
 def _leaves(tree: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,12 +131,12 @@ def test_between_the_formats(model: str, layout: str, made: Maker, hf_checkpoint
 def test_a_layout_is_read_as_it_was_written(layout: str, made: Maker) -> None:
     """What is stored says the layout, and `inspect` draws what lies in the files."""
     wanted = Layout(**LAYOUTS[layout])
-    found = inspect(made("llama-gqa", "torch", layout))
-    assert found.layout is not None
-    assert (found.layout["tp"], found.layout["pp"]) == (wanted.tp, wanted.pp)
-    assert found.layout.get("vpp") == (wanted.vpp if wanted.pp > 1 else None)
-    assert sum(part.nbytes for part in found.ranks) == found.nbytes
-    assert {part.rank: part.layers for part in found.ranks} == {
+    actual = inspect(made("llama-gqa", "torch", layout))
+    assert actual.layout is not None
+    assert (actual.layout["tp"], actual.layout["pp"]) == (wanted.tp, wanted.pp)
+    assert actual.layout.get("vpp") == (wanted.vpp if wanted.pp > 1 else None)
+    assert sum(part.nbytes for part in actual.ranks) == actual.nbytes
+    assert {part.rank: part.layers for part in actual.ranks} == {
         rank: tuple(layers for stage, layers in wanted.stages(4).items() if stage.pp == rank.pp)
         for rank in wanted.ranks()
     }
@@ -184,10 +184,10 @@ REAL = {
 DROPPED = ("only one has exp_avg, exp_avg_sq, master of an optimizer",)
 
 
-def assert_with_optimizer(found: Verification, num_weights: int) -> None:
-    """Every weight was compared in its four states, and all are bit-equal."""
-    assert found.equal, found
-    assert (found.num_weights, found.notes) == (4 * num_weights, ())
+def assert_with_optimizer(result: Verification, num_weights: int) -> None:
+    """Assert that every weight was compared in its four states, and that all are bit-equal."""
+    assert result.equal, result
+    assert (result.num_weights, result.notes) == (4 * num_weights, ())
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -276,8 +276,8 @@ def test_what_agrees_between_two_optimizers() -> None:
     of_the_optimizer = {"use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable"}
     assert differing == of_the_optimizer | {"ckpt_format", "use_dist_ckpt", "save"}
     assert first.dims == second.dims
-    found = verify(plain, distributed)
-    assert (found.num_weights, found.config_differences) == (4 * 52, ())
+    result = verify(plain, distributed)
+    assert (result.num_weights, result.config_differences) == (4 * 52, ())
 
     gaps = [abs(a - b) for a, b in zip(losses(plain), losses(distributed), strict=True)]
     assert gaps[:2] == [0, 0]
@@ -300,7 +300,7 @@ def test_what_agrees_between_two_optimizers() -> None:
 
 
 def losses(path: Path) -> list[float]:
-    """The training losses that Megatron printed."""
+    """Return the training losses that Megatron printed."""
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", (path / "losses.txt").read_text())]
 
 
@@ -310,13 +310,13 @@ def gaps_of_masters(a: Path, b: Path) -> dict[str, Any]:
 
 
 def states_of(path: Path, state: str) -> dict[str, Any]:
-    """One state of every weight, as global tensors."""
+    """Return one state of every weight, as global tensors."""
     model = identify(path)
     family = gpt.family(model.args)
-    found = find_weights(family, model.dims, model.checkpoint, (PARAM, state))
+    sources = find_weights(family, model.dims, model.checkpoint, (PARAM, state))
     with Files() as files:
         return {
             str(item): as_float(global_tensor(files, slots, family.shape(item.weight, model.dims)), "float32")
-            for item, slots in found.slots.items()
+            for item, slots in sources.slots.items()
             if item.state == state
         }

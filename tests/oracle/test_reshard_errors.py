@@ -39,18 +39,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         "distributed": (args, {"optimizer": "distributed"}),
         "experts": ({**EXPERTS, "num_layers": 4}, {"optimizer": "plain"}),
     }
-    found = {}
+    result = {}
     for name, (held, options) in models.items():
         state = random_state(held)
-        one, found[name] = folder / f"{name}-one", folder / name
+        one, result[name] = folder / f"{name}-one", folder / name
         run_ranks(1, lambda: save_mp_rank(held, state, one, dtype=torch.bfloat16, **options))  # noqa: B023
-        reshard(one, found[name], pp=2, tp=1 if name == "experts" else 2)
-        (found[name] / ITERATION / MANIFEST).unlink()  # Megatron-LM writes none
-    return found
+        reshard(one, result[name], pp=2, tp=1 if name == "experts" else 2)
+        (result[name] / ITERATION / MANIFEST).unlink()  # Megatron-LM writes none
+    return result
 
 
 def refused(source: Path, *options: str) -> str:
-    """The message with which `reshard` refuses `SRC`; nothing may have changed. Paths are relative to its parent."""
+    """Return the message with which `reshard` refuses `SRC`; nothing may have changed.
+    Paths are relative to its parent.
+    """
     here = source.parent
     before = tree(here)
     ended = run("reshard", source, here / "DST", *options)

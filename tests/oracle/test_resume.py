@@ -102,7 +102,7 @@ def weights_of(model: str) -> dict[str, Tensor]:
 
 
 def trained(args: dict[str, Any], layout: Layout, *, ranks: int | None = None, **options: Any) -> list[Step]:
-    """The steps of `fixtures.training.train` on the ranks of a layout, or on more."""
+    """Return the steps of `fixtures.training.train` on the ranks of a layout, or on more."""
     steps: list[list[Step]] = run_ranks(
         ranks or layout.tp * layout.pp * layout.ep, lambda: train(args, layout, **options)
     )
@@ -121,15 +121,15 @@ def resharded(source: Path, destination: Path, layout: Layout, to: str | None = 
     return destination
 
 
-def distance(found: list[Step], wanted: list[Step]) -> float:
-    """The largest difference of two losses."""
-    return max(abs(f.loss - w.loss) for f, w in zip(found, wanted, strict=True))
+def distance(actual: list[Step], wanted: list[Step]) -> float:
+    """Return the largest difference of two losses."""
+    return max(abs(f.loss - w.loss) for f, w in zip(actual, wanted, strict=True))
 
 
-def assert_follows(found: list[Step], wanted: list[Step]) -> None:
-    assert distance(found, wanted) < TOLERANCE
-    assert [each.grad_norm for each in found] == pytest.approx([each.grad_norm for each in wanted], rel=TOLERANCE)
-    assert [each.lr for each in found] == [each.lr for each in wanted]
+def assert_follows(actual: list[Step], wanted: list[Step]) -> None:
+    assert distance(actual, wanted) < TOLERANCE
+    assert [each.grad_norm for each in actual] == pytest.approx([each.grad_norm for each in wanted], rel=TOLERANCE)
+    assert [each.lr for each in actual] == [each.lr for each in wanted]
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
@@ -144,8 +144,8 @@ def test_training_goes_on(model: str, form: Form, onto: str, originals: Original
     distributed = form in DISTRIBUTED
     original = originals(model, distributed)
     path = resharded(original.saved[form], tmp_path / "there", ONTO[onto])
-    found = goes_on(path, ONTO[onto], args=MODELS[model], distributed=distributed)
-    assert_follows(found, original.steps[SAVED_AT:])
+    result = goes_on(path, ONTO[onto], args=MODELS[model], distributed=distributed)
+    assert_follows(result, original.steps[SAVED_AT:])
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_there_and_back_changes_no_bit(
     original = originals(model, distributed, dtype)
     there = resharded(original.saved[form], tmp_path / "there", ONTO["pp2vpp2"], "torch")
     back = resharded(there, tmp_path / "back", FROM, "torch_dist")
-    found = goes_on(back, FROM, args=MODELS[model], distributed=distributed, dtype=dtype)
-    assert found == original.steps[SAVED_AT:]
+    result = goes_on(back, FROM, args=MODELS[model], distributed=distributed, dtype=dtype)
+    assert result == original.steps[SAVED_AT:]
 
 
 @pytest.mark.parametrize("form", ["dp_reshardable", "distrib_optim"])
@@ -229,6 +229,6 @@ def test_less_than_all_of_it_would_be_seen(what: str, originals: Originals, tmp_
         first, second = [each for each in state.values() if each["exp_avg"].shape == (96, 32)][:2]
         first["exp_avg_sq"], second["exp_avg_sq"] = second["exp_avg_sq"], first["exp_avg_sq"]
     torch.save(tree, file)
-    found = goes_on(path, Layout(), distributed=False)
-    assert found[0].loss == pytest.approx(original.steps[SAVED_AT].loss, abs=TOLERANCE)
-    assert distance(found, original.steps[SAVED_AT:]) > 10 * TOLERANCE
+    result = goes_on(path, Layout(), distributed=False)
+    assert result[0].loss == pytest.approx(original.steps[SAVED_AT].loss, abs=TOLERANCE)
+    assert distance(result, original.steps[SAVED_AT:]) > 10 * TOLERANCE

@@ -34,9 +34,9 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         port = free_port()
         server = started(port, log)
         try:
-            with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as found:
+            with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as result:
                 if answers(server, port):
-                    yield found
+                    yield result
                     return
         finally:
             server.terminate()
@@ -60,7 +60,7 @@ def started(port: int, log: Path) -> subprocess.Popen[bytes]:
 
 
 def answers(server: subprocess.Popen[bytes], port: int) -> bool:
-    """Whether a server comes up; false where it has ended."""
+    """Return whether a server comes up; false where it has ended."""
     deadline = time.monotonic() + 90
     while server.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health") as answer:
@@ -79,16 +79,16 @@ def model(request: pytest.FixtureRequest, hf_checkpoint: HfMaker, tmp_path_facto
 
 
 def generated(model: str, text: str) -> str:
-    """What transformers generates after a text."""
+    """Return what transformers generates after a text."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = tokenizer(text, return_tensors="pt")
     ids = AutoModelForCausalLM.from_pretrained(model).generate(**tokens, max_new_tokens=TOKENS, do_sample=False)
-    said: str = tokenizer.decode(ids[0, tokens.input_ids.shape[1] :], skip_special_tokens=True)
-    return said
+    message: str = tokenizer.decode(ids[0, tokens.input_ids.shape[1] :], skip_special_tokens=True)
+    return message
 
 
 def plain(answer: str | None, model: str, tokenizer: Any) -> str:
-    """An answer without the special tokens that the server leaves out for other models and shows for Qwen's."""
+    """Return an answer without the special tokens that the server leaves out for other models and shows for Qwen's."""
     for token in tokenizer.added_tokens_decoder.values() if is_qwen(model) else ():
         if token.special:
             answer = (answer or "").replace(str(token), "")

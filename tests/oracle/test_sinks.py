@@ -58,14 +58,14 @@ SINK = "decoder.layers.{}.self_attention.core_attention.softmax_offset"
 def test_what_megatron_saves_is_read(dialect: Dialect, tmp_path: Path) -> None:
     weights = random_weights(SINKS)
     save_torch_dist(SINKS, weights, tmp_path, dialect=dialect)
-    found = identify(tmp_path)
-    assert found.family.name == "gpt_oss"
+    model = identify(tmp_path)
+    assert model.family.name == "gpt_oss"
     assert weights[SINK.format(1)].shape == (4,)
     assert weights["decoder.layers.0.mlp.router.bias"].any()
     assert weights["decoder.layers.0.mlp.experts.experts.3.linear_fc1.bias"].any()
     whole = {name: tensor for name, tensor in weights.items() if "word_embeddings" in name or "output_layer" in name}
-    cut = {**weights, **{name: tensor[: found.dims.vocab_size] for name, tensor in whole.items()}}
-    assert_same_tensors(dict(tensors_of(found)), cut)
+    cut = {**weights, **{name: tensor[: model.dims.vocab_size] for name, tensor in whole.items()}}
+    assert_same_tensors(dict(tensors_of(model)), cut)
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -86,8 +86,8 @@ def test_the_rows_of_other_models_are_those_of_megatron(name: str) -> None:
     args = normalise({"vocab_size": 32, **OTHERS[name]})
     dims = Dims.of(args, vocab_size=32, padded_vocab_size=32)
     rows = gpt.family(args).instances(dims)
-    found = {spell(row.mcore or "", at): dims.shape(row.shape) for row, at in rows}
-    assert found == {key: tuple(tensor.shape) for key, tensor in random_weights(OTHERS[name]).items()}
+    result = {spell(row.mcore or "", at): dims.shape(row.shape) for row, at in rows}
+    assert result == {key: tuple(tensor.shape) for key, tensor in random_weights(OTHERS[name]).items()}
 
 
 def test_a_router_has_a_bias_since_the_release_that_has_sinks() -> None:
@@ -138,10 +138,10 @@ def test_optimizer_state_moves_along(start: Layout, options: Layout, optimizer: 
     args = {**SINKS, "transformer_impl": "local"}
     each = partial(load, args, state, tmp_path / "moved/iter_0000010", distributed=optimizer == "distributed", **layout)
     loaded: list[Loaded] = run_ranks(2, each)
-    for found in loaded:
-        assert not found.differing
-        assert set(found.steps) == {STEP}
-    assert sum(found.count for found in loaded) > 50
+    for result in loaded:
+        assert not result.differing
+        assert set(result.steps) == {STEP}
+    assert sum(result.count for result in loaded) > 50
 
 
 def test_megatron_fsdp_leaves_gate_and_up_in_one_tensor(tmp_path: Path) -> None:

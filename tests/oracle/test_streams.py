@@ -40,10 +40,10 @@ def checkpoint(request: pytest.FixtureRequest, hf_checkpoint: HfMaker, tmp_path:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_tensors_are_those_of_the_directory(name: str, checkpoint: Any, hf_checkpoint: HfMaker) -> None:
     original, source = hf_tensors(hf_checkpoint(name, fill="normal")), checkpoint(name)
-    found = list(iter_hf_weights(source))
-    assert_same_tensors(dict(found), original)
-    assert len(found) == len(original)
-    for _, tensor in found:
+    result = list(iter_hf_weights(source))
+    assert_same_tensors(dict(result), original)
+    assert len(result) == len(original)
+    for _, tensor in result:
         assert tensor.is_contiguous()
         tensor.zero_()  # it is the caller's own: the checkpoint does not change with it
     assert_same_tensors(dict(iter_hf_weights(source)), original)
@@ -53,8 +53,8 @@ def test_the_tensors_are_those_of_the_directory(name: str, checkpoint: Any, hf_c
 def test_they_are_cast_as_torch_casts(dtype: Any, checkpoint: Any, hf_checkpoint: HfMaker) -> None:
     wanted = getattr(torch, str(dtype).removeprefix("torch."))
     original = hf_tensors(hf_checkpoint("gpt2", fill="normal"))
-    found = dict(iter_hf_weights(checkpoint("gpt2"), dtype=dtype))
-    assert_same_tensors(found, {key: tensor.to(wanted) for key, tensor in original.items()})
+    actual = dict(iter_hf_weights(checkpoint("gpt2"), dtype=dtype))
+    assert_same_tensors(actual, {key: tensor.to(wanted) for key, tensor in original.items()})
 
 
 def same_models(mine: Any, wanted: Any) -> None:
@@ -65,8 +65,8 @@ def same_models(mine: Any, wanted: Any) -> None:
     assert ties[0] == ties[1] == wanted.config.tie_word_embeddings
     assert mine.training == wanted.training
     assert mine.dtype == wanted.dtype
-    for found, other in ((mine.config, wanted.config), (mine.generation_config, wanted.generation_config)):
-        assert {**found.to_dict(), "_name_or_path": ""} == {**other.to_dict(), "_name_or_path": ""}
+    for actual, other in ((mine.config, wanted.config), (mine.generation_config, wanted.generation_config)):
+        assert {**actual.to_dict(), "_name_or_path": ""} == {**other.to_dict(), "_name_or_path": ""}
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(mine(tokens).logits, wanted(tokens).logits)

@@ -45,21 +45,21 @@ def running(finished: Path, tmp_path: Path) -> Path:
 
 
 def arrive(finished: Path, path: Path, step: int) -> None:
-    """An iteration is saved: its directory appears whole, then the tracker names it."""
+    """Save an iteration: its directory appears whole, then the tracker names it."""
     name = f"checkpoints/iter_{step:07d}"
     shutil.copytree(finished / name, path / f"{name}.partial")
     (path / f"{name}.partial").rename(path / name)
     (path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
-def states(told: Iterator[Swept]) -> dict[int, str]:
-    return {each.iteration: each.state for each in told}
+def states(messages: Iterator[Swept]) -> dict[int, str]:
+    return {each.iteration: each.state for each in messages}
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """What tells a directory from another that was made later in its place."""
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns
+    """Return what tells a directory from another that was made later in its place."""
+    result = path.stat()
+    return result.st_ino, result.st_mtime_ns
 
 
 def test_interrupted_at_random_it_ends_with_all_and_none_twice(finished: Path, tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_interrupted_at_random_it_ends_with_all_and_none_twice(finished: Path, t
         time.sleep(drawn.random() * 0.06)  # an export takes about as long: it is met in all of its phases
         assert process.poll() is None, process.communicate()
         process.send_signal(kind)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == (128 + kind if kind != signal.SIGKILL else -kind), said
+        _, messages = process.communicate(timeout=60)
+        assert process.returncode == (128 + kind if kind != signal.SIGKILL else -kind), messages
         if kind != signal.SIGKILL:
-            assert "the same command goes on with the others" in said
+            assert "the same command goes on with the others" in messages
             assert not list(target.glob("*.partial*"))
         there = {path.name: identity(path) for path in target.glob("iter_???????")}
         assert {name: there[name] for name in made} == made
@@ -99,9 +99,9 @@ def test_interrupted_at_random_it_ends_with_all_and_none_twice(finished: Path, t
 
 def test_a_damaged_iteration_is_refused_and_the_others_go_on(running: Path) -> None:
     (running / "checkpoints" / "iter_0000020" / "__0_0.distcp").unlink()
-    told = list(export_all(running))
-    assert [(each.iteration, each.state) for each in told] == [(10, "exported"), (20, "refused"), (30, "exported")]
-    assert isinstance(told[1].error, UnreadableCheckpoint)
+    messages = list(export_all(running))
+    assert [(each.iteration, each.state) for each in messages] == [(10, "exported"), (20, "refused"), (30, "exported")]
+    assert isinstance(messages[1].error, UnreadableCheckpoint)
     shutil.rmtree(running / "hf" / "iter_0000030")
     (running / "hf" / "iter_0000010" / "model.safetensors").write_bytes(b"")
     ended = run("export", running, "--all")
@@ -156,13 +156,13 @@ def test_it_watches_a_run_to_its_end(finished: Path, running: Path) -> None:
 
     training = threading.Thread(target=train)
     training.start()
-    told = states(export_all(running, watch=True, interval=0.05))
+    messages = states(export_all(running, watch=True, interval=0.05))
     training.join()
-    assert told == dict.fromkeys([10, 20, 30, 40, 50, STEPS[-1]], "exported")
-    assert states(export_all(running, watch=True)) == dict.fromkeys(told, "there")  # the run has ended
+    assert messages == dict.fromkeys([10, 20, 30, 40, 50, STEPS[-1]], "exported")
+    assert states(export_all(running, watch=True)) == dict.fromkeys(messages, "there")  # the run has ended
 
 
-def test_a_watch_ends_when_it_is_told(running: Path) -> None:
+def test_a_watch_ends_on_a_signal(running: Path) -> None:
     assert states(export_all(running, watch=True, interval=0.01, until=30)) == dict.fromkeys([10, 20, 30], "exported")
     command = [sys.executable, "-c", CODE, "export", str(running), "--all", "--watch", "--interval", "0.05"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -170,9 +170,9 @@ def test_a_watch_ends_when_it_is_told(running: Path) -> None:
     for _ in range(3):
         assert " there " in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, messages = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert said == "interrupted; 0 exported; the same command goes on with the others\n"
+    assert messages == "interrupted; 0 exported; the same command goes on with the others\n"
 
 
 def test_a_watch_waits_for_a_run_to_begin(finished: Path, tmp_path: Path) -> None:
@@ -190,8 +190,8 @@ def test_a_watch_waits_for_a_run_to_begin(finished: Path, tmp_path: Path) -> Non
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    with client_of_a_hub(tmp_path) as found:
-        yield found
+    with client_of_a_hub(tmp_path) as result:
+        yield result
 
 
 def test_each_iteration_gets_a_branch(hub: Hub, running: Path) -> None:
@@ -217,8 +217,8 @@ def test_directories_and_branches(hub: Hub, running: Path, tmp_path: Path) -> No
     """With a destination both are kept, and what is in the one is not exported again for the other."""
     assert states(export_all(running, tmp_path / "out")) == dict.fromkeys([10, 20, 30], "exported")
     made = {path.name: identity(path) for path in (tmp_path / "out").iterdir()}
-    told = list(export_all(running, tmp_path / "out", push_to_hub="ada/model"))
-    assert [(each.state, each.export) for each in told] == [("exported", None)] * 3
+    messages = list(export_all(running, tmp_path / "out", push_to_hub="ada/model"))
+    assert [(each.state, each.export) for each in messages] == [("exported", None)] * 3
     assert {path.name: identity(path) for path in (tmp_path / "out").iterdir()} == made
     card = (tmp_path / "out" / "iter_0000010" / "README.md").read_bytes()
     assert hub.repositories["ada/model"].at("iter_0000010").files["README.md"].content == card
@@ -226,14 +226,14 @@ def test_directories_and_branches(hub: Hub, running: Path, tmp_path: Path) -> No
 
 def test_a_watch_outlives_a_hub_that_is_away(hub: Hub, running: Path) -> None:
     hub.faults.append(Fault("POST .*/commit/iter_0000020", 503, times=3))
-    told = states(export_all(running, push_to_hub="model", watch=True, until=30))
-    assert list(told.items()) == [(10, "exported"), (30, "exported"), (20, "exported")]
+    messages = states(export_all(running, push_to_hub="model", watch=True, until=30))
+    assert list(messages.items()) == [(10, "exported"), (30, "exported"), (20, "exported")]
 
 
 def test_options_are_those_of_an_export(running: Path) -> None:
-    (told, *_) = export_all(running, dtype="bfloat16")
-    assert told.export is not None
-    assert told.export.as_dict()["dtypes"] == ["bfloat16"]
+    (messages, *_) = export_all(running, dtype="bfloat16")
+    assert messages.export is not None
+    assert messages.export.as_dict()["dtypes"] == ["bfloat16"]
     with pytest.raises(TypeError, match="unexpected keyword"):
         list(export_all(running, colour="red"))  # type: ignore[call-arg]
     with pytest.raises(ConvertError, match="no dtype"):

@@ -26,27 +26,27 @@ def change(folder: Path, **values: Any) -> None:
 
 def as_transformers_has_it(folder: Path) -> None:
     """Compare with the oracle."""
-    wanted, found = AutoTokenizer.from_pretrained(folder), read_tokenizer(folder)
-    assert found is not None
-    assert found.size == max(wanted.get_vocab().values()) + 1
+    wanted, actual = AutoTokenizer.from_pretrained(folder), read_tokenizer(folder)
+    assert actual is not None
+    assert actual.size == max(wanted.get_vocab().values()) + 1
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    assert found.special == {name: getattr(wanted, name) for name in names if getattr(wanted, name) is not None}
-    assert found.has_chat_template == (wanted.chat_template is not None)
+    assert actual.special == {name: getattr(wanted, name) for name in names if getattr(wanted, name) is not None}
+    assert actual.has_chat_template == (wanted.chat_template is not None)
 
 
 def test_a_fast_tokenizer(folder: Path) -> None:
     as_transformers_has_it(folder)
-    found = read_tokenizer(folder)
-    assert found is not None
-    assert set(found.files) == {path.name for path in folder.iterdir()}
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer is not None
+    assert set(tokenizer.files) == {path.name for path in folder.iterdir()}
 
 
 def test_a_special_token_that_the_vocabulary_lacks_comes_behind_it(folder: Path) -> None:
     change(folder, pad_token="[PAD]", extra_special_tokens=["<|user|>", "<|tool|>"])
     as_transformers_has_it(folder)
-    found = read_tokenizer(folder)
-    assert found is not None
-    assert found.size == 302
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer is not None
+    assert tokenizer.size == 302
 
 
 def test_no_special_tokens_and_no_template(folder: Path) -> None:
@@ -80,17 +80,17 @@ def test_sentencepiece_and_tiktoken_are_counted(tmp_path: Path) -> None:
     proto.trainer_spec.vocab_size = len(pieces)
     (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    found = read_tokenizer(tmp_path)
-    assert found is not None
-    assert (found.size, found.special) == (261, {"bos_token_id": 1, "eos_token_id": 2})
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert (tokenizer.size, tokenizer.special) == (261, {"bos_token_id": 1, "eos_token_id": 2})
 
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n4Q== 2\n")
     tokens = {"3": {"content": "<|begin_of_text|>"}, "4": {"content": "<|end_of_text|>"}}
     config = {"added_tokens_decoder": tokens, "bos_token": "<|begin_of_text|>", "eos_token": {"content": "!"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found = read_tokenizer(tmp_path)
-    assert found is not None
-    assert (found.size, found.special) == (5, {"bos_token_id": 3, "eos_token_id": 0})
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert (tokenizer.size, tokenizer.special) == (5, {"bos_token_id": 3, "eos_token_id": 0})
 
 
 def test_what_is_none_and_what_is_damaged(tmp_path: Path, folder: Path) -> None:

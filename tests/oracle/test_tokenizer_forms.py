@@ -42,7 +42,7 @@ def varint(number: int) -> bytes:
 
 
 def message(*fields: tuple[int, Any]) -> bytes:
-    """A protobuf message: numbers, and bytes with their length."""
+    """Return a protobuf message: numbers, and bytes with their length."""
     parts = []
     for number, value in fields:
         if isinstance(value, int):
@@ -68,10 +68,10 @@ def sentencepiece(tmp_path: Path) -> Path:
 def test_two_files_of_gpt2_are_a_tokenizer_of_their_own(bpe: Path) -> None:
     oracle = AutoTokenizer.from_pretrained(bpe.parent / "full")
     for name in (bpe, bpe / "vocab.json", bpe / "merges.txt"):
-        found, loaded = read_tokenizer(name), load_tokenizer(str(name))
-        assert found is not None
-        assert (found.size, loaded.vocab_size) == (300, 300)
-        assert found.special == {"bos_token_id": oracle.bos_token_id, "eos_token_id": oracle.eos_token_id}
+        tokenizer, loaded = read_tokenizer(name), load_tokenizer(str(name))
+        assert tokenizer is not None
+        assert (tokenizer.size, loaded.vocab_size) == (300, 300)
+        assert tokenizer.special == {"bos_token_id": oracle.bos_token_id, "eos_token_id": oracle.eos_token_id}
         assert loaded.eod == oracle.eos_token_id
         assert loaded.hf(TEXT)["input_ids"] == oracle(TEXT)["input_ids"]
     named, whole = read_gpt2_bpe(bpe / "vocab.json", bpe / "merges.txt"), read_tokenizer(bpe)
@@ -84,15 +84,15 @@ def test_a_token_that_the_vocabulary_lacks_is_not_added(bpe: Path) -> None:
     vocabulary = json.loads((bpe / "vocab.json").read_text())
     number = vocabulary.pop("<|endoftext|>")
     (bpe / "vocab.json").write_text(json.dumps({**vocabulary, "<end>": number}))
-    found = read_tokenizer(bpe)
-    assert found is not None
-    assert (found.size, found.special) == (300, {})
-    (bpe / "tokenizer_config.json").write_bytes(found.texts["tokenizer_config.json"])
+    tokenizer = read_tokenizer(bpe)
+    assert tokenizer is not None
+    assert (tokenizer.size, tokenizer.special) == (300, {})
+    (bpe / "tokenizer_config.json").write_bytes(tokenizer.texts["tokenizer_config.json"])
     assert len(AutoTokenizer.from_pretrained(bpe)) == 300
 
 
 def saved(source: Path, path: Path, **stored: Any) -> Path:
-    """A checkpoint that Megatron saved, with these arguments of its tokenizer."""
+    """Return a checkpoint that Megatron saved, with these arguments of its tokenizer."""
     model = identify(source)
     args = {**model.args, "padded_vocab_size": model.dims.vocab_size, "vocab_size": None, **stored}
     save_torch_dist(args, {name: tensor.clone() for name, tensor in tensors_of(model)}, path, common="common.pt")

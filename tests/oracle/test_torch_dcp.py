@@ -38,7 +38,9 @@ def saved(hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def _save(model: Any, path: Path, program: str) -> None:
-    """What accelerate's `save_fsdp_model` and torchtitan's `CheckpointManager` hand to torch's DCP, on each rank."""
+    """Save what accelerate's `save_fsdp_model` and torchtitan's `CheckpointManager` hand to torch's DCP,
+    on each rank.
+    """
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as states
     from torch.distributed.device_mesh import init_device_mesh

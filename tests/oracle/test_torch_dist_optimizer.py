@@ -77,12 +77,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @lru_cache
 def state_of(model: str) -> State:
-    """The state that every checkpoint of a model holds."""
+    """Return the state that every checkpoint of a model holds."""
     return random_state(MODELS[model])
 
 
 def model_of(checkpoint: TorchDistCheckpoint) -> tuple[Family, Dims]:
-    """All rows of the model, its vocabulary with the padding."""
+    """Return all rows of the model, its vocabulary with the padding."""
     assert checkpoint.common.args is not None
     args = arguments.normalise(checkpoint.common.args)
     rows = checkpoint.embedding_rows
@@ -91,22 +91,24 @@ def model_of(checkpoint: TorchDistCheckpoint) -> tuple[Family, Dims]:
 
 
 def states_in(path: Path) -> dict[tuple[str, str], Tensor]:
-    """Every state of every weight, through the reader; it is proven that they are whole, and what needs a proof."""
+    """Return every state of every weight, through the reader; it is proven that they are whole,
+    and what needs a proof.
+    """
     checkpoint = open_torch_dist(path)
     family, dims = model_of(checkpoint)
     sources = find_weights(family, dims, checkpoint, checkpoint.states)
-    found = {}
+    result = {}
     with Files() as files:
         for check in sources.checks:
             assert holds(check, files), check.failure
         for item, slots in sources.slots.items():
             tensor = torch.from_numpy(global_tensor(files, slots, family.shape(item.weight, dims)).copy())
-            found[str(item._replace(state=PARAM)), item.state] = tensor.view(getattr(torch, slots[0].view.dtype))
-    return found
+            result[str(item._replace(state=PARAM)), item.state] = tensor.view(getattr(torch, slots[0].view.dtype))
+    return result
 
 
 def holds(check: Check, files: Files) -> bool:
-    """Whether two views are equal, the first one rounded where that is what the check asks."""
+    """Return whether two views are equal, the first one rounded where that is what the check asks."""
     assert check.other is not None
     values = files.read(check.view)
     if check.rounded:
@@ -114,10 +116,10 @@ def holds(check: Check, files: Files) -> bool:
     return bool((values == files.read(check.other)).all())
 
 
-def assert_is(found: dict[tuple[str, str], Tensor], state: State, dtype: torch.dtype = torch.bfloat16) -> None:
-    """The weights are the rounded master copies, and the states are these, bit for bit."""
-    assert {name for name, _ in found} == set(state.master)
-    for (name, kind), tensor in found.items():
+def assert_is(actual: dict[tuple[str, str], Tensor], state: State, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Assert that the weights are the rounded master copies, and that the states are these, bit for bit."""
+    assert {name for name, _ in actual} == set(state.master)
+    for (name, kind), tensor in actual.items():
         wanted = state.master[name].to(dtype) if kind == PARAM else getattr(state, kind)[name]
         assert tensor.dtype == wanted.dtype, (name, kind)
         assert torch.equal(tensor, wanted), (name, kind)
@@ -142,7 +144,7 @@ def test_every_form_holds_the_same_state(model: str, layout: dict[str, int], for
     path = saved(model, form, **layout)
     checkpoint = open_torch_dist(path)
     assert checkpoint.states == ADAM
-    assert checkpoint.found_by_order == (form in ("dp_reshardable", "fully_reshardable"))
+    assert checkpoint.matched_by_order == (form in ("dp_reshardable", "fully_reshardable"))
     assert_is(states_in(path), state_of(model))
     training = checkpoint.training
     assert training is not None
@@ -276,18 +278,18 @@ def test_the_common_state_is_that_of_megatron(saved: Saved, tmp_path: Path) -> N
     for number, form in enumerate(("plain", "fully_reshardable")):
         source = saved("experts", form, pp=2, ep=2)
         reshard(source, tmp_path / str(number), ep=2)
-        wanted, found = (
+        wanted, actual = (
             torch.load(path / "iter_0000010/common.pt", weights_only=False) for path in (source, tmp_path / str(number))
         )
-        assert {**found, "args": None, "content_metadata": None} == {**wanted, "args": None, "content_metadata": None}
+        assert {**actual, "args": None, "content_metadata": None} == {**wanted, "args": None, "content_metadata": None}
         wanted = {**wanted["content_metadata"], "distrib_optim_fully_reshardable_mem_efficient": False}
-        assert found["content_metadata"].items() <= wanted.items()
+        assert actual["content_metadata"].items() <= wanted.items()
 
 
 def copy_with(
     path: Path, destination: Path, rename: Callable[[str], str], common: dict[str, Any] | None = None
 ) -> Path:
-    """A copy of an `iter_*` directory with other keys in its metadata and more in its common state."""
+    """Return a copy of an `iter_*` directory with other keys in its metadata and more in its common state."""
     shutil.copytree(path / "iter_0000010", destination)
     metadata = pickle.loads((destination / ".metadata").read_bytes())
     metadata.state_dict_metadata = {rename(key): entry for key, entry in metadata.state_dict_metadata.items()}
@@ -318,7 +320,7 @@ def test_prefixes(prefix: str, form: Form, saved: Saved, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("form", "rename", "common", "kind", "said"),
+    ("form", "rename", "common", "kind", "message"),
     [
         ("plain", ("exp_avg_sq", "max_exp_avg_sq"), {}, MappingError, "no place in the state of a weight"),
         ("plain", ("exp_avg.output_layer", "exp_avg.stranger"), {}, MappingError, "belong to no weight of its model"),
@@ -347,12 +349,12 @@ def test_nothing_is_left_out_in_silence(
     rename: tuple[str, str],
     common: dict[str, Any],
     kind: type[ConvertError],
-    said: str,
+    message: str,
     saved: Saved,
     tmp_path: Path,
 ) -> None:
     path = copy_with(saved("llama", form, tp=2), tmp_path / "it", lambda key: key.replace(*rename), common)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=message):
         reshard(path, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -366,7 +368,7 @@ def test_buckets_in_another_order_are_refused(name: str, saved: Saved, tmp_path:
             swapped = {"exp_avg": "param", "param": "exp_avg"}
             head, _, tail = key.rpartition(".")
             return f"{head}.{swapped.get(tail, tail)}" if "bucket_idx" in key else key
-        return re.sub(r"dp_group_idx_([01])", lambda found: f"dp_group_idx_{1 - int(found[1])}", key)
+        return re.sub(r"dp_group_idx_([01])", lambda result: f"dp_group_idx_{1 - int(result[1])}", key)
 
     path = copy_with(saved("llama", "dp_reshardable", tp=2), tmp_path / "it", exchanged)
     with pytest.raises(UnreadableCheckpoint, match="order of any known layer spec") as caught:

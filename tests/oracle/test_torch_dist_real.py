@@ -37,14 +37,14 @@ REAL = [
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_masters_round_to_the_weights(name: str) -> None:
-    found = states_in(real_checkpoint(name))
-    masters = {key for key, state in found if state == MASTER}
-    assert masters == {key for key, _ in found}
+    actual = states_in(real_checkpoint(name))
+    masters = {key for key, state in actual if state == MASTER}
+    assert masters == {key for key, _ in actual}
     for key in masters:
-        weight = found[key, PARAM]
-        assert torch.equal(found[key, MASTER].to(weight.dtype), weight), key
+        weight = actual[key, PARAM]
+        assert torch.equal(actual[key, MASTER].to(weight.dtype), weight), key
         if name.startswith("llama"):  # trained in the directories of these names: masters are finer than weights
-            assert not torch.equal(found[key, MASTER], weight.float()), key
+            assert not torch.equal(actual[key, MASTER], weight.float()), key
 
 
 @pytest.mark.parametrize("name", RESHARDABLE)
@@ -66,9 +66,9 @@ def test_real_checkpoints_become_reshardable(name: str, tmp_path: Path) -> None:
     source = real_checkpoint(name)
     experts = "moe" in name
     reshard(source, tmp_path / "again", ep=2 if experts else 1)
-    found, wanted = states_in(tmp_path / "again"), states_in(source)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    actual, wanted = states_in(tmp_path / "again"), states_in(source)
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
     stored = dcp_tensors(tmp_path / "again/iter_0000010")
     assert torch.equal(
         stored["optimizer.state.exp_avg_sq.decoder.final_layernorm.weight"],
@@ -106,5 +106,5 @@ def test_flattened_tensors_get_their_shape_back(axes: list[tuple[int, int]], cut
         assert keys.tensors["key"].shape == whole
         assert untiled([slot.box for slot in slots], whole) is None
         with Files() as files:
-            found = torch.from_numpy(global_tensor(files, slots, whole).copy()).view(torch.float32)
-        assert torch.equal(found, tensor)
+            result = torch.from_numpy(global_tensor(files, slots, whole).copy()).view(torch.float32)
+        assert torch.equal(result, tensor)

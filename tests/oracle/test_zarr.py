@@ -45,7 +45,7 @@ def known(args: dict[str, Any]) -> tuple[Family, Dims]:
 
 
 def tiny(path: Path, tensors: dict[str, Tensor] | None = None) -> Path:
-    """A model of two tensors, the embedding in 2 x 2 chunks of which some lie at an edge."""
+    """Return a model of two tensors, the embedding in 2 x 2 chunks of which some lie at an edge."""
     held = {EMBEDDING: torch.arange(35.0).reshape(7, 5), NORM: torch.arange(5.0), **(tensors or {})}
     return save_zarr(path, held, {"iteration": 3}, chunks=lambda key, shape: (4, 3) if key == EMBEDDING else shape)
 
@@ -67,9 +67,9 @@ def test_every_weight_is_what_megatron_laid_out(dialect: Dialect, split: dict[st
     assert checkpoint.common.iteration == 10
     checkpoint.check_whole()
     family, dims = known(ARGS)
-    found = find_weights(family, dims, checkpoint)
-    assert len(found.slots) == len(weights)
-    for item, slots in found.slots.items():
+    sources = find_weights(family, dims, checkpoint)
+    assert len(sources.slots) == len(weights)
+    for item, slots in sources.slots.items():
         assert torch.equal(assembled(slots), weights[str(item)].bfloat16()), str(item)
 
 
@@ -96,8 +96,8 @@ def test_states_of_the_optimizer(tmp_path: Path) -> None:
     assert checkpoint.training is not None
     assert checkpoint.training.groups[0]["step"] == 7
     for number, state in enumerate((MASTER, EXP_AVG)):
-        found = find_weights(family, dims, checkpoint, (PARAM, state))
-        slots = {item: each for item, each in found.slots.items() if item.state == state}
+        sources = find_weights(family, dims, checkpoint, (PARAM, state))
+        slots = {item: each for item, each in sources.slots.items() if item.state == state}
         assert len(slots) == len(weights)
         for item, each in slots.items():
             assert torch.equal(assembled(each), weights[spell(item.weight.name, item.at)] + number), str(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from fixtures.tokenizer import make_tokenizer, stories
 from train_entry.data.prepare import prepare
 from train_entry.data.tokenizer import Tokenizer, load_tokenizer
+
+importlib.import_module("omegaconf.resolvers")  # once here, and not on each rank of a run
 
 VOCABULARY, LENGTH, SEED = 400, 32, 1234
 

@@ -63,7 +63,7 @@ class SilentRows(Silent):
 
 
 def moved(run_dir: Path, flow: str, parallel: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The router before a step of gradient descent, what the step subtracts, and what the router was given."""
+    """Return the router before a step of gradient descent, what the step subtracts, and what the router was given."""
     config = config_of(
         run_dir,
         model=MODEL,
@@ -84,7 +84,9 @@ def moved(run_dir: Path, flow: str, parallel: dict[str, Any]) -> tuple[Tensor, T
 
 
 def by_torch(weight: Tensor, microbatches: list[Tensor]) -> Tensor:
-    """The gradient of the mean, over microbatches, of the loss of Switch Transformers and the z-loss of ST-MoE."""
+    """Return the gradient of the mean, over microbatches, of the loss of Switch Transformers and the z-loss of
+    ST-MoE.
+    """
     leaf = weight.double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for given in microbatches:
@@ -103,10 +105,10 @@ def by_torch(weight: Tensor, microbatches: list[Tensor]) -> Tensor:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
     ((before, step, given),) = run_ranks(1, moved, tmp_path_factory.mktemp("tokens"), "Silent", {})
     assert [len(each.reshape(-1, 16)) for each in given] == [2 * LENGTH] * (SAMPLES // 2)
-    found = by_torch(before, given)
-    assert float(found.norm()) > 1e-3
-    torch.testing.assert_close(step, found, rtol=1e-4, atol=1e-6)
-    return found
+    result = by_torch(before, given)
+    assert float(result.norm()) > 1e-3
+    torch.testing.assert_close(step, result, rtol=1e-4, atol=1e-6)
+    return result
 
 
 @pytest.mark.parametrize("flow", ["SilentPairs", "SilentRows"])
@@ -115,5 +117,5 @@ def test_balance_is_weighed_alike_by_flows_that_count_samples(flow: str, expecte
         return [moved(tmp_path / name, flow, parallel)[1] for name, parallel in LAYOUTS.items()]
 
     ((_, alone, _),) = run_ranks(1, moved, tmp_path / "alone", flow, {})
-    for name, found in [("alone", alone), *zip(LAYOUTS, run_ranks(2, everywhere)[0], strict=True)]:
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6), name
+    for name, result in [("alone", alone), *zip(LAYOUTS, run_ranks(2, everywhere)[0], strict=True)]:
+        assert torch.allclose(result, expected, rtol=1e-4, atol=1e-6), name

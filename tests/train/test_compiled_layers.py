@@ -42,7 +42,7 @@ def test_compiled_layers_train_as_others(
 
 
 def _curve(run_dir: Path, training: dict[str, Any], parallel: dict[str, Any]) -> tuple[list[float], int]:
-    """The loss of each step, and how often a layer left its graph."""
+    """Return the loss of each step, and how often a layer left its graph."""
     from torch._dynamo.utils import counters
 
     counters.clear()

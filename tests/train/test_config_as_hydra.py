@@ -73,19 +73,19 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 
 
 def by_hydra(folder: Path, name: str, selections: dict[str, str]) -> Any:
-    """What hydra composes, with groups added that no file selects."""
+    """Return what hydra composes, with groups added that no file selects."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    said = yaml.safe_load((folder / f"{name}.yaml").read_text()).get("defaults", [])
-    added = {group for group in selections if not said}
+    actual = yaml.safe_load((folder / f"{name}.yaml").read_text()).get("defaults", [])
+    added = {group for group in selections if not actual}
     words = [f"{'+' if group in added else ''}{group}={choice}" for group, choice in selections.items()]
     with initialize_config_dir(str(folder), version_base="1.3"):
         return OmegaConf.to_container(compose(name, [f"hydra.searchpath=['file://{CONFIGS}']", *words]), resolve=False)
 
 
 def assert_set(composed: Any, config: Any) -> None:
-    """What hydra has is what the configuration has, and what hydra has not is as the schema has it."""
+    """Assert that the configuration has what hydra has, and the schema's value of what hydra has not."""
     plain, default = config.model_dump(mode="json"), type(config)().model_dump(mode="json")
     for key, value in default.items():
         if not isinstance(value, dict):

@@ -93,7 +93,7 @@ def test_options_of_a_flow(words: list[str], flow: object) -> None:
     assert load_config("tiny-gpt2", words).training.flow == flow
 
 
-def test_a_problem_of_a_value_is_told_once(tmp_path: Path) -> None:
+def test_a_problem_of_a_value_is_reported_once(tmp_path: Path) -> None:
     source = write(tmp_path, main="training: {flow: [1], seed: -1}\n")
     with pytest.raises(ConfigError) as refused:
         load_config(source, ["~training.seed", "training.steps=0"])

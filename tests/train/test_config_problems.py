@@ -47,7 +47,7 @@ def test_megatrons_names_lead_to_keys_that_exist() -> None:
             load_config("tiny-gpt2", [meant])
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     source = write(
         tmp_path / "mine.yaml",
         "defaults:\n  - tiny-gpt3\n  - override paralel: tp2\n  - override model: gpt2-smal\n  - _self_\n"
@@ -98,7 +98,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         ("run_dir=null", "`run_dir` = null is not a path"),
     ],
 )
-def test_a_bad_value_is_told_with_what_is_allowed(override: str, allowed: str) -> None:
+def test_a_bad_value_is_reported_with_what_is_allowed(override: str, allowed: str) -> None:
     assert refusal("tiny-gpt2", [override]).message == f"{allowed} (command line)"
 
 

@@ -53,7 +53,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def config_of(folder: Path, sizes: dict[str, int], weights: tuple[float, ...] = ()) -> Config:
-    """A run over files of so many examples each, whose prompts say which they are; number 5 of `a` is too long."""
+    """Return a run over files of so many examples each, whose prompts say which they are;
+    number 5 of `a` is too long.
+    """
     for name, size in sizes.items():
         lines = [
             {"prompt": f"{name}{n}" + " x" * 30 * (n == 5 and name == "a"), "completion": "y"} for n in range(size)

@@ -46,12 +46,12 @@ def jsonl(path: Path, texts: list[str], **more: Any) -> Path:
 
 
 def ids_of(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """The oracle: transformers, one text at a time, and the end of text behind each."""
+    """Return the oracle: transformers, one text at a time, and the end of text behind each."""
     return [[*tokenizer.hf(text).input_ids, tokenizer.hf.eos_token_id] for text in texts]
 
 
 def by_megatron(prefix: Path, documents: list[list[int]], vocab_size: int) -> tuple[bytes, bytes]:
-    """The files that Megatron Core's builder writes of these documents."""
+    """Return the files that Megatron Core's builder writes of these documents."""
     import_megatron()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
@@ -172,15 +172,15 @@ def test_blocks_may_end_anywhere(size: int, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sources, "CHUNK", size)
     (tmp_path / "a.txt").write_text("\ufeffné\n<|>\n<|<|>\n\n🦆 b<|>c\n<|>\n", newline="")
     reading = Reading(separator="<|>")
-    found = [
+    result = [
         (chunk.line, text)
         for chunk in sources.chunks(sources.source_of(str(tmp_path / "a.txt"), reading), reading)
         if isinstance(chunk, Plain)
         for [text] in chunk.documents(("text",))
     ]
-    assert [text for _, text in found] == ["né", "<|", "🦆 b", "c"]
+    assert [text for _, text in result] == ["né", "<|", "🦆 b", "c"]
     if size < 5:
-        assert [line for line, _ in found] == [1, 2, 3, 5]  # where a block begins
+        assert [line for line, _ in result] == [1, 2, 3, 5]  # where a block begins
 
 
 def test_little_is_read_ahead(tokenizer: Tokenizer) -> None:

@@ -168,9 +168,9 @@ def test_the_tokenizer_of_a_run(tmp_path: Path, folder: Path, hf_checkpoint: HfM
     convert(hf, tmp_path / "megatron")
     indexed = Config().with_values(data={"kind": "indexed"})
     for origin in (identify(hf), identify(tmp_path / "megatron")):
-        found = tokenizer_of(indexed, origin)
-        assert found is not None
-        assert (found.vocab_size, found.fingerprint) == (421, load_tokenizer(str(hf)).fingerprint)
+        result = tokenizer_of(indexed, origin)
+        assert result is not None
+        assert (result.vocab_size, result.fingerprint) == (421, load_tokenizer(str(hf)).fingerprint)
         assert tokenizer_of(Config(), origin) is None  # mock data
     assert tokenizer_of(indexed, identify(bare)) is None
     assert tokenizer_of(indexed) is None

@@ -51,7 +51,9 @@ def jsonl(path: Path, lines: list[Line]) -> Path:
 
 
 def learned_of(tokenizer: Tokenizer, line: Line) -> list[tuple[int, bool]]:
-    """The oracle: tokens of each part on its own, and whether they are learned. The parts are spelled out here."""
+    """Return the oracle: tokens of each part on its own, and whether they are learned.
+    The parts are spelled out here.
+    """
     if "prompt" in line:
         parts = [(line["prompt"], False), (line["completion"] + END, True)]
     else:
@@ -63,11 +65,11 @@ def learned_of(tokenizer: Tokenizer, line: Line) -> list[tuple[int, bool]]:
 
 
 def kept(path: Path, tokenizer: Tokenizer, cache: Path) -> list[list[tuple[int, bool]]]:
-    """The examples of a file as they were tokenized."""
+    """Return the examples of a file as they were tokenized."""
     examples = examples_of(str(path), tokenizer, cache)
     starts = examples.ends - examples.lengths()
-    found = [examples.tokens[start:end].tolist() for start, end in zip(starts, examples.ends, strict=True)]
-    return [[(token, True) if token >= 0 else (~token, False) for token in each] for each in found]
+    result = [examples.tokens[start:end].tolist() for start, end in zip(starts, examples.ends, strict=True)]
+    return [[(token, True) if token >= 0 else (~token, False) for token in each] for each in result]
 
 
 def test_only_what_the_model_says_is_learned(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -88,12 +90,12 @@ def test_a_template_may_mark_what_is_learned(tmp_path: Path, tokenizer: Tokenize
     )
     hf.save_pretrained(tmp_path / "marked")
     marked = load_tokenizer(str(tmp_path / "marked"))
-    found = kept(jsonl(tmp_path / "a.jsonl", CHATS), marked, tmp_path)
-    for line, example in zip(CHATS, found, strict=True):
-        told = hf.apply_chat_template(line["messages"], return_assistant_tokens_mask=True, return_dict=True)
-        assert example == list(zip(told["input_ids"], map(bool, told["assistant_masks"]), strict=True))
-        said = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
-        assert hf.decode([token for token, learned in example if learned]) == "".join(said)
+    result = kept(jsonl(tmp_path / "a.jsonl", CHATS), marked, tmp_path)
+    for line, example in zip(CHATS, result, strict=True):
+        messages = hf.apply_chat_template(line["messages"], return_assistant_tokens_mask=True, return_dict=True)
+        assert example == list(zip(messages["input_ids"], map(bool, messages["assistant_masks"]), strict=True))
+        text = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+        assert hf.decode([token for token, learned in example if learned]) == "".join(text)
 
 
 @pytest.mark.parametrize("trim", [False, True])
@@ -109,11 +111,11 @@ def test_no_token_reaches_from_the_prompt_into_its_completion(trim: bool, tmp_pa
     text = 'Once upon a time,  "Meow!"  said\n\n the  naïve 🦆 bird .\n'
     lines: list[Line] = [{"prompt": text[:cut], "completion": text[cut:]} for cut in range(len(text) + 1)]
     file = jsonl(tmp_path / "a.jsonl", lines)
-    for line, found in zip(lines, kept(file, tokenizer, tmp_path), strict=True):
-        assert found == learned_of(tokenizer, line), line
+    for line, result in zip(lines, kept(file, tokenizer, tmp_path), strict=True):
+        assert result == learned_of(tokenizer, line), line
         if line["completion"].strip():
             whole = tokenizer.hf(text + END).input_ids
-            assert len(found) - len(whole) <= 4  # and apart from there, the text is tokenized as it always is
+            assert len(result) - len(whole) <= 4  # and apart from there, the text is tokenized as it always is
 
 
 def test_a_tokenizer_that_puts_a_blank_before_each_text(tmp_path: Path) -> None:
@@ -132,10 +134,10 @@ def test_a_tokenizer_that_puts_a_blank_before_each_text(tmp_path: Path) -> None:
     hf.save_pretrained(tmp_path / "llama2")
     tokenizer = load_tokenizer(str(tmp_path / "llama2"))
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": 'The bird "', "completion": 'sang" a song.'}])
-    (found,) = kept(file, tokenizer, tmp_path)
-    assert [token for token, _ in found] == [*hf('The bird "sang" a song.').input_ids, 2]
-    assert hf.convert_ids_to_tokens([token for token, learned in found if learned])[0][0] != "▁"
-    assert "".join(hf.convert_ids_to_tokens([token for token, learned in found if learned])) == 'sang"▁a▁song.</s>'
+    (result,) = kept(file, tokenizer, tmp_path)
+    assert [token for token, _ in result] == [*hf('The bird "sang" a song.').input_ids, 2]
+    assert hf.convert_ids_to_tokens([token for token, learned in result if learned])[0][0] != "▁"
+    assert "".join(hf.convert_ids_to_tokens([token for token, learned in result if learned])) == 'sang"▁a▁song.</s>'
 
 
 def sft(path: Path, tokenizer: Tokenizer, *, packed: bool, length: int = 48, num_samples: int = 40) -> Sft:
@@ -145,12 +147,12 @@ def sft(path: Path, tokenizer: Tokenizer, *, packed: bool, length: int = 48, num
 
 
 def unpacked(sample: Mapping[str, Tensor]) -> list[list[tuple[int, bool]]]:
-    """The examples in a sample, as `learned_of` writes them, but that the first token is learned by nobody."""
+    """Return the examples in a sample, as `learned_of` writes them, but that the first token is learned by nobody."""
     segments = sample["segment_ids"].tolist() if "segment_ids" in sample else None
     tokens, labels, mask, positions = (
         sample[name].tolist() for name in ("tokens", "labels", "loss_mask", "position_ids")
     )
-    found: list[list[tuple[int, bool]]] = []
+    result: list[list[tuple[int, bool]]] = []
     end = len(tokens)
     if segments is None:
         while mask[end - 1] == 0 and (tokens[end - 1], labels[end - 1]) == (0, 0):
@@ -161,10 +163,10 @@ def unpacked(sample: Mapping[str, Tensor]) -> list[list[tuple[int, bool]]]:
         assert here == list(range(here[0], here[-1] + 1))
         assert [positions[at] for at in here] == list(range(len(here)))
         assert [labels[at] for at in here[:-1]] == [tokens[at] for at in here[1:]]
-        found.append([(tokens[here[0]], False), *((labels[at], bool(mask[at])) for at in here)])
+        result.append([(tokens[here[0]], False), *((labels[at], bool(mask[at])) for at in here)])
     rest = [at for at, segment in enumerate(segments) if segment == 0]
     assert all((tokens[at], mask[at]) == (0, 0.0) for at in rest)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -198,7 +200,7 @@ def test_packs_are_as_full_as_their_order_allows(tmp_path: Path, tokenizer: Toke
         assert used + int((data[after]["segment_ids"] == 1).sum()) > 48
 
 
-def test_what_is_cut_and_left_out_is_told(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_what_is_cut_and_left_out_is_reported(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = [*PROMPTS[:4], {"prompt": "Long", "completion": " so" * 99}, {"prompt": "why " * 99, "completion": "!"}]
     lines += [{"messages": [{"role": "user", "content": "Nobody answers"}]}] * 2
     file = jsonl(tmp_path / "a.jsonl", lines)
@@ -206,9 +208,9 @@ def test_what_is_cut_and_left_out_is_told(tmp_path: Path, tokenizer: Tokenizer) 
     for packed in (True, False):
         data = provided(config.with_values(data={"packed": packed}), tokenizer, (30, 0, 0))
         assert data.train is not None
-        found = {tuple(example) for number in range(30) for example in unpacked(data.train[number])}
-        assert len(found) == 5
-        assert max(map(len, found)) == 49
+        result = {tuple(example) for number in range(30) for example in unpacked(data.train[number])}
+        assert len(result) == 5
+        assert max(map(len, result)) == 49
         assert data.notes == (
             f"`{file}`: 2 of 8 examples have nothing to learn and are left out",
             "2 examples to train with are longer than `training.seq_length` = 48 and cut, 1 of them left out: "

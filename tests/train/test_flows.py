@@ -31,7 +31,9 @@ PADDED = [[(10, 4)], [(32, 20)]]
 
 
 def batch_of(layout: list[list[tuple[int, int]]], seed: int) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-    """A batch of examples of random tokens, and each example alone: inputs, and labels as transformers takes them."""
+    """Return a batch of examples of random tokens, and each example alone: inputs,
+    and labels as transformers takes them.
+    """
     random = torch.Generator().manual_seed(seed)
     samples, examples = [], []
     for row in layout:
@@ -59,7 +61,7 @@ def batch_of(layout: list[list[tuple[int, int]]], seed: int) -> tuple[dict[str, 
 
 
 def by_transformers(path: Path, examples: list[tuple[Tensor, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss over all learned tokens, each example alone; and its gradient in the embedding."""
+    """Return the mean loss over all learned tokens, each example alone; and its gradient in the embedding."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

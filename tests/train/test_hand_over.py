@@ -50,20 +50,20 @@ def test_train_export_generate_push_load(tmp_path: Path, monkeypatch: pytest.Mon
     assert "| loss | " in card
     assert "| parallel layout of the source | tp 2, pp 1, on 2 ranks |" in card
     assert (done.path / "loss.png").read_bytes() == (run / "loss.png").read_bytes()
-    told = {name: tell(str(path)) for name, path in (("main", done.path), ("iter_0000003", early(run)))}
-    assert all(text.startswith(PROMPT) for text in told.values())
+    messages = {name: story_of(str(path)) for name, path in (("main", done.path), ("iter_0000003", early(run)))}
+    assert all(text.startswith(PROMPT) for text in messages.values())
 
     with client_of_a_hub(tmp_path) as hub:
         push(done.path, "stories", private=True)
         push(early(run), "stories", branch="iter_0000003")
         loaded = run_with(hub, tmp_path / "home", "-c", LOAD)
     assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout == "".join(f"{text}\n" for text in told.values())
+    assert loaded.stdout == "".join(f"{text}\n" for text in messages.values())
     assert load_hf_model(run).num_parameters() == done.plan.num_parameters
 
 
 def train(folder: Path) -> None:
-    """A run of six steps on the bundled stories, on two ranks."""
+    """Run six steps on the bundled stories, on two ranks."""
     (folder / "stories.jsonl").write_text("".join(f"{json.dumps({'text': story})}\n" for story in stories()))
     (folder / "tokenizer").mkdir()
     make_tokenizer(folder / "tokenizer", 500)
@@ -73,14 +73,14 @@ def train(folder: Path) -> None:
 
 
 def early(run: Path) -> Path:
-    """The export of an earlier iteration."""
+    """Return the export of an earlier iteration."""
     path = run / "hf" / "iter_0000003"
     if not path.exists():
         export(run / "checkpoints" / "iter_0000003")
     return path
 
 
-def tell(path: str) -> str:
+def story_of(path: str) -> str:
     generator = pipeline("text-generation", model=path)
     text: str = generator(PROMPT, max_new_tokens=8, do_sample=False)[0]["generated_text"]
     return text

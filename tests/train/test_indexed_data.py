@@ -24,7 +24,7 @@ from train_entry.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def by_megatron(config: Config, tokenizer: Tokenizer, samples: list[int], cache: Path, **values: Any) -> list[Any]:
-    """What Megatron Core's own builder makes."""
+    """Return what Megatron Core's own builder makes."""
     import_megatron()
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -62,8 +62,8 @@ def test_samples_are_those_of_megatron(
     ends = sum(int((sample["labels"] == tokenizer.eod).sum()) for sample in map(expected[0].__getitem__, range(160)))
     assert data.train is not None
     learned = list(map(data.train.__getitem__, range(160)))
-    told = sum(int(((sample["labels"] == tokenizer.eod) & (sample["loss_mask"] > 0)).sum()) for sample in learned)
-    assert told == ends > 10  # the end of text is learned, although it is the tokenizer's padding too
+    messages = sum(int(((sample["labels"] == tokenizer.eod) & (sample["loss_mask"] > 0)).sum()) for sample in learned)
+    assert messages == ends > 10  # the end of text is learned, although it is the tokenizer's padding too
 
 
 def test_blends_follow_their_weights(tmp_path: Path, corpora: tuple[str, str], tokenizer: Tokenizer) -> None:
@@ -214,11 +214,13 @@ def test_indexed_data_that_are_refused(
     }
     with pytest.raises(DataError) as refused:
         provided(config_of(tmp_path, {"kind": "indexed", **given}), tokenizer, samples)
-    said = str(refused.value).replace(corpora[1], "FEW")
-    assert message in said
+    text = str(refused.value).replace(corpora[1], "FEW")
+    assert message in text
 
 
-def test_a_test_split_without_documents_is_told(tmp_path: Path, corpora: tuple[str, str], tokenizer: Tokenizer) -> None:
+def test_a_test_split_without_documents_is_reported(
+    tmp_path: Path, corpora: tuple[str, str], tokenizer: Tokenizer
+) -> None:
     """As a small file has none by the usual split."""
     data = provided(config_of(tmp_path, {"kind": "indexed", "paths": [corpora[0]]}), tokenizer, (8, 8, 8))
     assert data.valid is not None

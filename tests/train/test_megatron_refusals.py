@@ -1,4 +1,4 @@
-"""What a run is refused is what Megatron Core refuses, and sizes are those that it takes."""
+"""Refusals of a run are those of Megatron Core, and sizes are those that it takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def megatron() -> None:
 
 
 def core_refuses(**fields: Any) -> bool:
-    """Whether Megatron Core builds no configuration of these fields, or stages that are not the model."""
+    """Return whether Megatron Core builds no configuration of these fields, or stages that are not the model."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -128,7 +128,9 @@ def forward_fails(num_layers: int, recompute_num_layers: int) -> bool:
 
 
 def forward(config: Config) -> int:
-    """One microbatch through the model of a run; the bytes that are kept for the backward pass, without weights."""
+    """Run one microbatch through the model of a run; return the bytes that are kept for the backward pass, without
+    weights.
+    """
     from mcore_convert.megatron.parallel import single_process
     from train_entry.model_provider import model_provider
 
@@ -157,10 +159,10 @@ def forward(config: Config) -> int:
 def test_bytes_of_a_parameter_are_those_of_megatrons_documentation(precision: str, dp: int, distributed: bool) -> None:
     """docs/user-guide/features/dist_optimizer.md: the table of theoretical bytes, d data-parallel ranks."""
     config = tiny(f"training.precision={precision}", f"parallel.distributed_optimizer={distributed}")
-    found = estimate(config, megatron_arguments(config, None), dp)
+    result = estimate(config, megatron_arguments(config, None), dp)
     split = dp if distributed else 1
     expected = {"fp32": 8 + 8 / split, "bf16": 6 + 12 / split}[precision]
-    assert (found.weights + found.gradients + found.optimizer) / found.num_local_parameters == expected
+    assert (result.weights + result.gradients + result.optimizer) / result.num_local_parameters == expected
 
 
 def test_kept_activations_are_those_that_autograd_keeps() -> None:
@@ -173,8 +175,8 @@ def test_microbatches_under_way_fill_the_first_rank() -> None:
     sizes = {}
     for name in ("single", "pp2", "pp2-vpp2"):
         config = tiny(f"parallel={name}", "model.vocab_size=1", "training.global_batch_size=64", source="tiny-llama")
-        found = estimate(config, megatron_arguments(config, None), ranks_of(config.parallel))
-        sizes[name] = found.activations - (128 * 128 * 8 if name == "single" else 0)  # of one stage: its logits
+        result = estimate(config, megatron_arguments(config, None), ranks_of(config.parallel))
+        sizes[name] = result.activations - (128 * 128 * 8 if name == "single" else 0)  # of one stage: its logits
     assert sizes["pp2"] == sizes["single"]
     assert sizes["pp2-vpp2"] == sizes["single"] * 5 // 4  # 2 + 2 + 1 quarters
 

@@ -191,8 +191,8 @@ def test_a_signal_leaves_nothing_behind(
 ) -> None:
     command, workers = long_run()
     (os.killpg if to_all else os.kill)(command.pid, number)
-    _, said = command.communicate(timeout=20)
-    assert (command.returncode, said) == (128 + number, "interrupted; nothing was left behind\n")
+    _, messages = command.communicate(timeout=20)
+    assert (command.returncode, messages) == (128 + number, "interrupted; nothing was left behind\n")
     assert [path.name for path in tmp_path.iterdir()] == ["one.jsonl"]
     assert not [worker for worker in workers if worker.is_running()]
 

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is run: every console block with its output, every Python block, and the demo.
+"""Examples of README.md and docs/ are run: every console block with its output, every Python block, and the demo.
 
 The README's run in what the demo leaves, as it says.
 """
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,6 @@ from tests.unit.test_imports import MODULES, ROOMS, room_of
 from tests.warm import commands
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# In processes that have imported nothing, as a reader's.
-FRESH = ("README.md",)
 FOLDER = "/data"  # how a page writes the folder that its commands run in
 
 # A block of a page, with the HTML comment before it that says what it is:
@@ -88,12 +86,12 @@ def blocks_of(page: Path) -> list[Block]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The Hub that commands talk to, as `ada`."""
-    with running_hub() as found:
-        found.tokens["hf_ada"] = Token("ada")
-        settings = {"HF_ENDPOINT": found.url, "HF_TOKEN": "hf_ada", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    with running_hub() as result:
+        result.tokens["hf_ada"] = Token("ada")
+        settings = {"HF_ENDPOINT": result.url, "HF_TOKEN": "hf_ada", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        yield found
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +102,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    start = [] if page.name in FRESH else [request.getfixturevalue("warm")]
+def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, warm: Path, request: pytest.FixtureRequest) -> None:
     if page.name == "export.md":
         request.getfixturevalue("hub")
         make_run(tmp_path / "run", [1000, 2000], name="llama-gqa")
@@ -144,13 +141,13 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, request: pytest.Fix
             assert block.body in (ROOT / block.value).read_text(), f"{block.value} has changed"
         elif block.mark is None and block.kind == "console":
             for command, expected in block.commands:
-                run(command, expected, tmp_path, start)
+                run(command, expected, tmp_path, warm)
         elif block.mark is None and block.kind == "python":
-            run(f"python - <<'END'\n{block.body}\nEND", ["..."], tmp_path, start)
+            run(f"python - <<'END'\n{block.body}\nEND", ["..."], tmp_path, warm)
 
 
 def demo_output(folder: Path) -> Path:
-    """What `make demo` leaves, with a model that has not learned much: where what the README shows is run."""
+    """Return what `make demo` leaves, with a model that has not learned much: where what the README shows is run."""
     left = folder / "demo_output"
     done = subprocess.run(
         [sys.executable, "-m", "fixtures.demo", left, "12"],
@@ -188,7 +185,7 @@ def make_texts(folder: Path) -> None:
 
 
 def make_345m(folder: Path) -> None:
-    """A model in the form of `megatron_lm_345m`."""
+    """Make a model in the form of `megatron_lm_345m`."""
     from fixtures.old_classes import save_345m
     from tests.oracle.test_old_classes import GPT, gpt2
 
@@ -196,7 +193,7 @@ def make_345m(folder: Path) -> None:
 
 
 def install(pyproject: Path) -> None:
-    """What `pip install --editable` makes of a project: metadata with its entry points, in a folder of the path."""
+    """Do what `pip install --editable` makes of a project: metadata with its entry points, in a folder of the path."""
     project = tomllib.loads(pyproject.read_text())["project"]
     info = pyproject.parent / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir()
@@ -206,18 +203,18 @@ def install(pyproject: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-def run(command: str, expected: list[str], folder: Path, start: Iterable[Path]) -> None:
+def run(command: str, expected: list[str], folder: Path, start: Path) -> None:
     """Run a command and compare what it prints; one that prints an error must fail, any other must not.
 
     Args:
-        start: folders whose commands come before those that are installed.
+        start: a folder whose commands come before those that are installed.
     """
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
         env=os.environ
         | {
-            "PATH": os.pathsep.join([*map(str, start), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([str(start), str(Path(sys.executable).parent), os.environ["PATH"]]),
             # this source, wherever the command is installed from
             "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "PYTHONUNBUFFERED": "1",  # so that messages stand among the data, as on a terminal
@@ -243,7 +240,9 @@ def run(command: str, expected: list[str], folder: Path, start: Iterable[Path]) 
 
 
 def matches(lines: list[str], expected: list[str]) -> bool:
-    """Whether lines are as expected. A line `...` is any lines, ` ... ` any words; rounding errors may differ."""
+    """Return whether lines are as expected. A line `...` is any lines, ` ... ` any words;
+    rounding errors may differ.
+    """
     pattern = ""
     for line in expected:
         if line.strip() == "...":

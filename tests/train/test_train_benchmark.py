@@ -33,7 +33,7 @@ def test_targets_that_are_missed() -> None:
     assert ratio.startswith("3.40 times")
 
 
-def test_a_layout_that_comes_to_another_loss_is_told() -> None:
+def test_a_layout_that_comes_to_another_loss_is_reported() -> None:
     fine = [measured("DP2", 500, 11.23), measured("PP2", 400, 11.231), measured("DP2", 400, 10.6, model=GPT2)]
     assert missed(fine) == []
     [problem] = missed([*fine, measured("TP2", 480, 12.14)])
@@ -46,7 +46,7 @@ def test_the_tables() -> None:
     assert sum(line.startswith("| gpt2-345m | micro batch |") for line in lines) == 1
 
 
-def test_kernels_are_told_by_what_they_are_for() -> None:
+def test_kernels_are_grouped_by_purpose() -> None:
     spans = [
         ("nvjet_sm90_tst_128x256_64x4", 0.0, 5000.0),
         ("ncclDevKernel_AllGather_RING_LL", 4000.0, 6000.0),  # at the same time as a product
@@ -55,8 +55,8 @@ def test_kernels_are_told_by_what_they_are_for() -> None:
         ("triton_red_fused__fused_rms_norm_0", 9500.0, 9600.0),
         ("a_kernel_of_tomorrow", 9600.0, 9700.0),
     ]
-    found = shares_of(spans, 10.0)
-    assert list(found) == [
+    result = shares_of(spans, 10.0)
+    assert list(result) == [
         "matrix products",
         "attention",
         "communication",
@@ -65,5 +65,5 @@ def test_kernels_are_told_by_what_they_are_for() -> None:
         OTHER,
         IDLE,
     ]
-    assert found["matrix products"] == 5.0
-    assert found[IDLE] == pytest.approx(0.3)
+    assert result["matrix products"] == 5.0
+    assert result[IDLE] == pytest.approx(0.3)

@@ -52,7 +52,7 @@ class Original:
         ).steps
 
     def goes_on(self, run_dir: Path, *, layout: Layout | None = None, **options: Any) -> Outcome:
-        """The same run from another place, or at another layout."""
+        """Return the same run from another place, or at another layout."""
         there, ranks = (self.layout, self.ranks) if layout is None else (layout, None)
         checkpoint = {name: options.pop(name) for name in ("load", "asynchronous") if name in options}
         distributed = options.pop("distributed", self.distributed)
@@ -81,18 +81,18 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Origin
     return run
 
 
-def furthest(found: list[Step], wanted: list[Step]) -> float:
-    return max(abs(f.loss - w.loss) for f, w in zip(found, wanted, strict=True))
+def furthest(actual: list[Step], wanted: list[Step]) -> float:
+    return max(abs(f.loss - w.loss) for f, w in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_is_bit_equal(name: str, original: Callable[[str], Original]) -> None:
     run = original(name)
-    found = run.goes_on(run.path)
-    assert found.restored.path == run.checkpoint
-    assert found.restored.training
-    assert found.restored.notes == ()
-    assert found.steps == run.rest
+    result = run.goes_on(run.path)
+    assert result.restored.path == run.checkpoint
+    assert result.restored.training
+    assert result.restored.notes == ()
+    assert result.steps == run.rest
 
 
 def test_written_in_the_background_it_is_the_same(original: Callable[[str], Original], tmp_path: Path) -> None:
@@ -120,12 +120,12 @@ def test_it_goes_on_at_another_layout(
 ) -> None:
     """And with the other optimizer: the plain one's state fits the distributed one, and the other way around."""
     run = original(name)
-    found = run.goes_on(tmp_path, load=run.path, layout=layout, distributed=distributed)
-    assert found.restored.notes == (
+    result = run.goes_on(tmp_path, load=run.path, layout=layout, distributed=distributed)
+    assert result.restored.notes == (
         "random streams start anew: they belong to the layout that the checkpoint was written at",
     )
-    assert furthest(found.steps, run.rest) < TOLERANCE
-    assert [each.lr for each in found.steps] == [each.lr for each in run.rest]
+    assert furthest(result.steps, run.rest) < TOLERANCE
+    assert [each.lr for each in result.steps] == [each.lr for each in run.rest]
 
 
 @pytest.mark.parametrize("name", ["plain-bf16", "distributed-bf16"])
@@ -144,7 +144,7 @@ def test_in_fp32_it_goes_on_from_the_master_copies(
 
 
 def stored(path: Path, key: str) -> Tensor:
-    """A whole tensor, by torch's own reader."""
+    """Return a whole tensor, by torch's own reader."""
     meta = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[key]
     assert isinstance(meta, TensorStorageMetadata)
     tensor = torch.empty(meta.size, dtype=meta.properties.dtype)
@@ -189,9 +189,9 @@ def test_the_state_is_not_shifted(original: Callable[[str], Original], tmp_path:
             save_at=SAVED_AT,
         ),
     )
-    found = verify(run.checkpoint, forms["dp_reshardable"])
-    assert found.equal
-    assert found.num_weights > 3 * len(inspect(run.checkpoint).weights)  # moments and master copies are among them
+    result = verify(run.checkpoint, forms["dp_reshardable"])
+    assert result.equal
+    assert result.num_weights > 3 * len(inspect(run.checkpoint).weights)  # moments and master copies are among them
     with pytest.raises(ConvertError, match="does not round to the weight"):
         reshard(forms["fully_reshardable"], tmp_path / "out")
 
@@ -213,8 +213,8 @@ def test_resharded_and_exported_it_is_the_same_model(original: Callable[[str], O
     assert verify(run.checkpoint, tmp_path / "hf").equal
     reshard(run.path / "checkpoints", tmp_path / "resharded", tp=1, pp=2)
     assert verify(run.checkpoint, tmp_path / "resharded").equal
-    found = run.goes_on(tmp_path / "run", load=tmp_path / "resharded", layout=Layout(pp=2))
-    assert furthest(found.steps, run.rest) < TOLERANCE
+    result = run.goes_on(tmp_path / "run", load=tmp_path / "resharded", layout=Layout(pp=2))
+    assert furthest(result.steps, run.rest) < TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "form"), [("plain", "torch"), ("distributed", "distrib_optim")])
@@ -235,9 +235,9 @@ def test_a_run_of_megatron_lm_goes_on(
             save_at=SAVED_AT,
         ),
     )
-    found = run.goes_on(tmp_path / "run", load=tmp_path / "theirs", layout=Layout(pp=2))
-    assert found.restored.iteration == SAVED_AT
-    assert furthest(found.steps, run.rest) < TOLERANCE
+    result = run.goes_on(tmp_path / "run", load=tmp_path / "theirs", layout=Layout(pp=2))
+    assert result.restored.iteration == SAVED_AT
+    assert furthest(result.steps, run.rest) < TOLERANCE
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == []
 
 

@@ -119,9 +119,9 @@ def test_titles_say_the_true_number_of_parameters() -> None:
     from mcore_convert.cli.text import in_parameters
 
     for name in choices("model"):
-        said = re.search(r"([\d.]+ [MB]) parameters", title(CONFIGS / "model" / f"{name}.yaml"))
-        if said and name in PARAMETERS:
-            assert said[1] == in_parameters(PARAMETERS[name])
+        matched = re.search(r"([\d.]+ [MB]) parameters", title(CONFIGS / "model" / f"{name}.yaml"))
+        if matched and name in PARAMETERS:
+            assert matched[1] == in_parameters(PARAMETERS[name])
 
 
 # files
@@ -200,7 +200,7 @@ def test_a_callers_own_hydra_goes_on(tmp_path: Path) -> None:
 
 
 def other_value(key: str) -> tuple[str, Any]:
-    """A valid value of a key that is not its default, as a command line spells it and as it is."""
+    """Return a valid value of a key that is not its default, as a command line spells it and as it is."""
     group, _, name = key.rpartition(".")
     owner: Any = getattr(Config(), group) if group else Config()
     annotation, default = type(owner).model_fields[name].annotation, getattr(owner, name)

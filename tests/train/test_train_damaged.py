@@ -47,7 +47,7 @@ def run(config: Config, **options: Any) -> Outcome:
 
 
 def refusals(function: Callable[[], Any]) -> list[ConvertError]:
-    """What each rank is told."""
+    """Return the refusal of each rank."""
 
     def caught() -> ConvertError:
         with pytest.raises(ConvertError) as caught:
@@ -74,10 +74,10 @@ def test_the_one_before_a_damaged_one_is_used(file: str, copy: Path) -> None:
         path.unlink()
     else:
         truncate(path)
-    found = run(config_of(copy), until=4, save_at=[3, 4])
-    assert found.restored.path == copy / "checkpoints/iter_0000002"
-    assert found.restored.notes[0].startswith("damaged, and not used: ")
-    assert "iter_0000003" in found.restored.notes[0]
+    result = run(config_of(copy), until=4, save_at=[3, 4])
+    assert result.restored.path == copy / "checkpoints/iter_0000002"
+    assert result.restored.notes[0].startswith("damaged, and not used: ")
+    assert "iter_0000003" in result.restored.notes[0]
     again = run(config_of(copy), until=4)
     assert again.restored.path == copy / "checkpoints/iter_0000004"  # the damaged one was replaced on the way
     assert iterations(copy) == [f"iter_000000{number}" for number in (1, 2, 3, 4)]
@@ -96,18 +96,18 @@ def test_where_none_is_whole_nothing_is_trained(copy: Path) -> None:
 
 def test_the_tracker_is_a_way_back(copy: Path) -> None:
     (copy / "checkpoints" / TRACKER).write_text("2")
-    found = run(config_of(copy, keep_last=1), until=3, save_at=[3])
-    assert found.restored.iteration == 2
+    result = run(config_of(copy, keep_last=1), until=3, save_at=[3])
+    assert result.restored.iteration == 2
     assert iterations(copy) == ["iter_0000003"]
     assert (copy / "checkpoints" / TRACKER).read_text() == "3"
 
 
 @pytest.mark.parametrize(
-    ("said", "name"), [("release", "release"), ("2\n", "iter_0000002"), ("7", "iter_0000003"), ("?", "iter_0000003")]
+    ("message", "name"), [("release", "release"), ("2\n", "iter_0000002"), ("7", "iter_0000003"), ("?", "iter_0000003")]
 )
-def test_the_tracker_says_which_is_the_newest(said: str, name: str, copy: Path) -> None:
+def test_the_tracker_says_which_is_the_newest(message: str, name: str, copy: Path) -> None:
     (copy / "checkpoints/iter_0000001").rename(copy / "checkpoints/release")
-    (copy / "checkpoints" / TRACKER).write_text(said)
+    (copy / "checkpoints" / TRACKER).write_text(message)
     assert newest(copy / "checkpoints").path == copy / "checkpoints" / name
 
 
@@ -172,9 +172,9 @@ def test_a_tensor_of_another_size_is_refused_before_any_is_loaded(copy: Path) ->
 
 def test_a_checkpoint_without_optimizer_starts_its_moments_anew(copy: Path, tmp_path: Path) -> None:
     run(config_of(tmp_path / "weights", load=copy, save_optimizer=False), until=4, save_at=[4])
-    found = run(config_of(tmp_path / "weights"), until=5)
-    assert found.restored.iteration == 4
-    assert any("its moments start anew" in note for note in found.restored.notes)
+    result = run(config_of(tmp_path / "weights"), until=5)
+    assert result.restored.iteration == 4
+    assert any("its moments start anew" in note for note in result.restored.notes)
 
 
 def test_a_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

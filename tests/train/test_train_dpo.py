@@ -46,7 +46,7 @@ def config(run_dir: Path, init: str, **parallel: Any) -> Config:
 
 
 def by_transformers(path: Path) -> Curve:
-    """The same in transformers and torch alone."""
+    """Return the same in transformers and torch alone."""
     from transformers import AutoModelForCausalLM
 
     policy, reference = (AutoModelForCausalLM.from_pretrained(path).eval() for _ in range(2))
@@ -79,8 +79,8 @@ def test_dpo_is_that_of_torch_and_transformers(hf_checkpoint: HfMaker, tmp_path:
     assert expected[0][0] == pytest.approx(0.693147, abs=1e-5), "nothing is moved yet"
     assert abs(expected[1][0] - 0.693147) > 0.01
     for answer in run_ranks(2, all_layouts):
-        for name, found in answer.items():
-            for ours, theirs in zip(found, expected, strict=True):
+        for name, result in answer.items():
+            for ours, theirs in zip(result, expected, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), name
 
 

@@ -31,8 +31,8 @@ def indexed(folder: Path) -> list[str]:
     return ["data=indexed", f"data.paths=[{folder}/text_text_document]", f"data.tokenizer={folder}/tokenizer"]
 
 
-def told(*words: str, run_dir: Path, name: str = "tiny-gpt2") -> str:
-    """What the one rank that speaks says of a run on two."""
+def output_of(*words: str, run_dir: Path, name: str = "tiny-gpt2") -> str:
+    """Return what the one rank that speaks says of a run on two."""
 
     def refused() -> tuple[bool, str]:
         try:
@@ -47,7 +47,7 @@ def told(*words: str, run_dir: Path, name: str = "tiny-gpt2") -> str:
 
 
 def test_missing_data(tmp_path: Path) -> None:
-    text = told("data=indexed", f"data.paths=[{tmp_path}/none]", run_dir=tmp_path / "run")
+    text = output_of("data=indexed", f"data.paths=[{tmp_path}/none]", run_dir=tmp_path / "run")
     assert f"{tmp_path}/none.bin" in text
     assert not (tmp_path / "run").exists()
 
@@ -57,25 +57,25 @@ def test_an_index_that_does_not_fit_its_data(tmp_path: Path, tokens: Path) -> No
         (tmp_path / file.name).write_bytes(file.read_bytes())
     cut = tmp_path / "text_text_document.bin"
     os.truncate(cut, cut.stat().st_size - 10)
-    text = told("data=indexed", f"data.paths=[{tmp_path}/text_text_document]", run_dir=tmp_path / "run")
+    text = output_of("data=indexed", f"data.paths=[{tmp_path}/text_text_document]", run_dir=tmp_path / "run")
     assert str(cut) in text
     assert ".idx" in text
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path, tokens: Path) -> None:
-    text = told(*indexed(tokens), "model.vocab_size=300", run_dir=tmp_path / "run")
+    text = output_of(*indexed(tokens), "model.vocab_size=300", run_dir=tmp_path / "run")
     assert "512" in text
     assert "300" in text
 
 
 def test_a_world_that_the_layout_does_not_divide(tmp_path: Path) -> None:
-    text = told("parallel.pp=2", run_dir=tmp_path / "run")
+    text = output_of("parallel.pp=2", run_dir=tmp_path / "run")
     assert "there are 2" in text
     assert "torchrun --nproc-per-node 4" in text
 
 
 def test_a_checkpoint_of_another_architecture(tmp_path: Path, hf_checkpoint: HfMaker) -> None:
-    text = told(f"checkpoint.init={hf_checkpoint('llama-gqa')}", run_dir=tmp_path / "run")
+    text = output_of(f"checkpoint.init={hf_checkpoint('llama-gqa')}", run_dir=tmp_path / "run")
     assert "another architecture" in text
     assert "normalization: 'LayerNorm', where the checkpoint has 'RMSNorm'" in text
 
@@ -94,11 +94,11 @@ def test_other_words_that_lead_nowhere(words: list[str], expected: str, tmp_path
         with pytest.raises(ConvertError, match=expected):
             load_config("tiny-gpt2", words)
     else:
-        assert expected in told(*words, run_dir=tmp_path / "run")
+        assert expected in output_of(*words, run_dir=tmp_path / "run")
 
 
 def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
-    text = told("optimizer.lr=1e30", "optimizer.clip_grad=0", "training.steps=20", run_dir=tmp_path / "run")
+    text = output_of("optimizer.lr=1e30", "optimizer.clip_grad=0", "training.steps=20", run_dir=tmp_path / "run")
     assert "the loss of step" in text
     assert not list((tmp_path / "run" / "checkpoints").glob("iter_*"))
 

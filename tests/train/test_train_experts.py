@@ -32,8 +32,8 @@ def config(folder: Path, parallel: dict[str, Any], balancing: dict[str, Any]) ->
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    found: list[Curve] = run_ranks(1, run, config(tmp_path_factory.mktemp("reference"), {}, BALANCING))
-    return found[0]
+    result: list[Curve] = run_ranks(1, run, config(tmp_path_factory.mktemp("reference"), {}, BALANCING))
+    return result[0]
 
 
 def test_experts_train_alike_at_every_layout(reference: Curve, tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_experts_train_alike_at_every_layout(reference: Curve, tmp_path: Path) -
 
     for answer in run_ranks(2, all_layouts):
         assert answer.keys() == LAYOUTS.keys()
-        for name, found in answer.items():
-            for step, (ours, theirs) in enumerate(zip(found, reference, strict=True)):
+        for name, result in answer.items():
+            for step, (ours, theirs) in enumerate(zip(result, reference, strict=True)):
                 assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), (name, step)
 
 

@@ -58,9 +58,9 @@ def test_loss_kernels(words: int, dtype: torch.dtype, weighted: bool) -> None:
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
     expected = functional.cross_entropy(theirs.float()[..., :words].flatten(0, 1), labels.flatten(), reduction="none")
     (expected.view(70, 3) * weights).sum().backward()
-    found = vocab_parallel_cross_entropy(ours * 1, labels, vocab_size=words, fused=True)
-    (found * weights).sum().backward()
-    assert float((found.flatten() - expected).abs().max()) < 1e-5
+    result = vocab_parallel_cross_entropy(ours * 1, labels, vocab_size=words, fused=True)
+    (result * weights).sum().backward()
+    assert float((result.flatten() - expected).abs().max()) < 1e-5
     assert ours.grad is not None
     assert theirs.grad is not None
     # in bf16 a few elements round the other way
@@ -75,10 +75,10 @@ def test_gated_activation_kernels(dtype: torch.dtype, width: int) -> None:
     gradient = torch.randn(50, 3, width, device="cuda", dtype=dtype)
     wide = hidden.detach().double().requires_grad_()
     expected = functional.silu(wide[..., :width]) * wide[..., width:]
-    found = swiglu(hidden)
+    result = swiglu(hidden)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    assert float((found - expected).norm() / expected.norm()) < tolerance
-    (of_found,) = torch.autograd.grad(found, hidden, gradient)
+    assert float((result - expected).norm() / expected.norm()) < tolerance
+    (of_found,) = torch.autograd.grad(result, hidden, gradient)
     (of_expected,) = torch.autograd.grad(expected, wide, gradient.double())
     assert float((of_found - of_expected).norm() / of_expected.norm()) < tolerance
 
@@ -89,7 +89,7 @@ def qkv(tokens: int, groups: int, channels: int, dtype: torch.dtype) -> list[Ten
 
 
 def attended(inputs: list[Tensor], mask: Tensor | None, **fields: Any) -> list[Tensor]:
-    """The output of our attention, and the gradients of its inputs."""
+    """Return the output of our attention, and the gradients of its inputs."""
     channels, groups = inputs[0].size(3), inputs[1].size(2)
     config = config_of(hidden_size=8 * channels, num_attention_heads=8, num_query_groups=groups, **fields)
     output = attention_of(SdpaAttention, config, tp=SimpleNamespace(size=lambda: 1))(*inputs, mask)
@@ -97,7 +97,7 @@ def attended(inputs: list[Tensor], mask: Tensor | None, **fields: Any) -> list[T
 
 
 def exact(inputs: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    """The same, written out in fp64."""
+    """Return the same, written out in fp64."""
     wide = [each.detach().double().requires_grad_() for each in inputs]
     query, key, value = wide
     times = query.size(2) // key.size(2)
@@ -118,8 +118,8 @@ def test_attention(dtype: torch.dtype, groups: int, packed: bool, deterministic:
     mask = (
         segment_mask(torch.arange(192, device="cuda").div(50, rounding_mode="floor").expand(2, -1)) if packed else None
     )
-    found = attended(inputs, mask, deterministic_mode=deterministic)
-    for actual, expected in zip(found, exact(inputs, mask), strict=True):
+    result = attended(inputs, mask, deterministic_mode=deterministic)
+    for actual, expected in zip(result, exact(inputs, mask), strict=True):
         error = float((actual.double() - expected).norm() / expected.norm())
         assert error < (2e-6 if dtype == torch.float32 else 1e-2)
 
@@ -219,32 +219,32 @@ def test_the_curve_of_two_gpus_is_that_of_one(
     pair: list[dict[str, Any]], alone: dict[tuple[str, bool], list[float]], layout: str, precision: str
 ) -> None:
     expected = alone[precision, "experts" in layout]
-    for found in pair:
-        assert found[f"{layout} {precision}"] == pytest.approx(expected, abs=1e-4 if precision == "fp32" else 3e-2)
+    for result in pair:
+        assert result[f"{layout} {precision}"] == pytest.approx(expected, abs=1e-4 if precision == "fp32" else 3e-2)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_attention_of_two_gpus_that_share_a_sequence_is_exact(pair: list[dict[str, Any]], precision: str) -> None:
     """Output and gradients of query, key and value, in the place of the whole sequence."""
-    for found in pair:
-        assert max(found[f"attention {precision}"]) < (2e-6 if precision == "fp32" else 1e-2)
+    for result in pair:
+        assert max(result[f"attention {precision}"]) < (2e-6 if precision == "fp32" else 1e-2)
 
 
 def _rank(rank: int, path: str, port: int) -> None:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     with process_group(10):  # to leave it takes long after so many runs, and nothing is to depend on that
         for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            found[f"attention {precision}"] = _errors_of_shared_attention(dtype)
+            result[f"attention {precision}"] = _errors_of_shared_attention(dtype)
             for layout, parallel in LAYOUTS.items():
                 model = EXPERTS if "experts" in layout else {}
                 # experts are balanced within a micro batch: one of two samples would be another with each layout
                 training = {"precision": precision, "micro_batch_size": 1 if model else 2}
                 start = time.perf_counter()
-                found[f"{layout} {precision}"] = curve_of(run_of(Path(path) / "run", training, parallel, **model))
+                result[f"{layout} {precision}"] = curve_of(run_of(Path(path) / "run", training, parallel, **model))
                 sys.stderr.write(f"rank {rank}: {layout} {precision}, {time.perf_counter() - start:.0f} s\n")
-        (Path(path) / f"{rank}.json").write_text(json.dumps(found))
+        (Path(path) / f"{rank}.json").write_text(json.dumps(result))
 
 
 def _errors_of_shared_attention(dtype: torch.dtype) -> list[float]:
@@ -256,7 +256,7 @@ def _errors_of_shared_attention(dtype: torch.dtype) -> list[float]:
     mine = [each.detach()[rows].requires_grad_() for each in inputs]
     output = attention_of(SdpaAttention, config, cp=dist.group.WORLD)(*mine, None)
     weights = torch.linspace(-1, 1, output.size(2)).cuda()
-    found = [output, *torch.autograd.grad((output.float() * weights).sum(), mine)]
+    result = [output, *torch.autograd.grad((output.float() * weights).sum(), mine)]
     expected = [each[rows] for each in exact(inputs, None)]
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(result, expected, strict=True)
     return [float((actual.double() - wanted).norm() / wanted.norm()) for actual, wanted in pairs]

@@ -59,15 +59,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
                 nonlocal number
                 number += 1
 
-            def told(line: str) -> None:
+            def report(line: str) -> None:
                 if line in ("save 3", "saved 3"):
                     profile(count if line == "save 3" else None, asynchronous)
 
             until = 4 if asynchronous else STEPS
-            return train(ARGS, LAYOUT, config, until=until, save_at=[1, 3], told=told, **start).losses, number
+            return train(ARGS, LAYOUT, config, until=until, save_at=[1, 3], report=report, **start).losses, number
 
-        found, calls[asynchronous] = run_ranks(RANKS, counted)[0]
-        losses = max(losses, found, key=len)
+        result, calls[asynchronous] = run_ranks(RANKS, counted)[0]
+        losses = max(losses, result, key=len)
     return Uninterrupted(start, losses, calls)
 
 
@@ -81,7 +81,7 @@ def killed(
     config: Config, *, at_save: int, rank: int, after_calls: int, scratch: Path, **start: Any
 ) -> list[list[str]]:
     """Start a run that saves after each step in processes of their own, and kill all of them when one of its ranks has
-    made so many calls within a save; returns what the first rank told."""
+    made so many calls within a save; returns what the first rank reported."""
     reads, writes = os.pipe()
     torch.set_num_threads(1)
     process = os.fork()
@@ -97,7 +97,7 @@ def killed(
             if left < 0:
                 os.killpg(0, signal.SIGKILL)
 
-        def told(line: str) -> None:
+        def report(line: str) -> None:
             nonlocal at_save
             if dist.get_rank() == 0:
                 os.write(writes, f"{line}\n".encode())
@@ -106,7 +106,7 @@ def killed(
                 profile(kill, config.checkpoint.asynchronous)
 
         try:
-            whole = {"until": STEPS, "save_at": range(STEPS), "told": told, **start}
+            whole = {"until": STEPS, "save_at": range(STEPS), "report": report, **start}
             run_ranks(RANKS, lambda: train(ARGS, LAYOUT, config, **whole))
         except BaseException as error:
             os.write(writes, f"failed {error}\n".encode())
@@ -120,12 +120,14 @@ def killed(
 
 
 def iterations(folder: Path) -> list[int]:
-    """The checkpoints that look whole."""
+    """Return the checkpoints that look whole."""
     return sorted(int(path.name[5:]) for path in folder.glob("iter_*") if path.suffix not in (PARTIAL, REMOVED))
 
 
 def resumable(folder: Path) -> int:
-    """The iteration that Megatron-LM would go on from; a whole one that a kill kept from the tracker may be newer."""
+    """Return the iteration that Megatron-LM would go on from;
+    a whole one that a kill kept from the tracker may be newer.
+    """
     there = iterations(folder)
     tracked = int((folder / TRACKER).read_text()) if (folder / TRACKER).exists() else max([0, *there])
     assert tracked in [*there, 0]
@@ -192,9 +194,9 @@ def test_killed_at_each_change_while_a_checkpoint_gets_its_name(iteration: int, 
     files = {"common.pt": (source / "checkpoints/iter_0000003/common.pt").read_bytes()}
     if iteration == 3:  # as after going back to the second
         (source / "checkpoints" / TRACKER).write_text("2")
-    found: list[str] = []
+    result: list[str] = []
     calls = 0
-    while not found or found[-1] != "done":
+    while not result or result[-1] != "done":
         folder = Path(shutil.copytree(source / "checkpoints", tmp_path / f"killed{calls}"))
         process = os.fork()
         if process == 0:
@@ -215,12 +217,12 @@ def test_killed_at_each_change_while_a_checkpoint_gets_its_name(iteration: int, 
         there = newest(folder)
         assert there.path is not None
         assert there.damaged == ()
-        found.append("done" if os.WIFEXITED(status) else there.path.name)
+        result.append("done" if os.WIFEXITED(status) else there.path.name)
         clean(folder)
         assert newest(folder) == there
         shutil.rmtree(folder)
         calls += 1
     first = "iter_0000003" if iteration == 4 else "iter_0000002"
-    changes = [name for number, name in enumerate(found) if number == 0 or found[number - 1] != name]
+    changes = [name for number, name in enumerate(result) if number == 0 or result[number - 1] != name]
     assert changes == [first, f"iter_{iteration:07d}", "done"]
-    assert len(found) > 20
+    assert len(result) > 20

@@ -77,7 +77,7 @@ def run(config: Config) -> list[tuple[float, float, float]]:
 
 
 def transformers_curve(path: Path) -> list[tuple[float, float, float]]:
-    """The same in transformers and torch alone: a loop that knows nothing of Megatron."""
+    """Return the same in transformers and torch alone: a loop that knows nothing of Megatron."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path).train()
@@ -155,6 +155,6 @@ def test_every_layout_follows_the_curve_of_one_rank(
 
     for answer in run_ranks(count, all_layouts):
         assert answer.keys() == layouts.keys()
-        for layout, found in answer.items():
-            for ours, theirs in zip(found, curve(name), strict=True):
+        for layout, result in answer.items():
+            for ours, theirs in zip(result, curve(name), strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), layout

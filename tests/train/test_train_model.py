@@ -1,4 +1,4 @@
-"""How the model is computed in training, against Megatron Core's own attention, layers, loss and optimizer helpers."""
+"""Computation of the model in training, against Megatron Core's own attention, layers, loss and optimizer helpers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def heads(groups: int) -> list[Tensor]:
 
 
 def attended(module: torch.nn.Module, inputs: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    """The output, and the gradients of the inputs."""
+    """Return the output, and the gradients of the inputs."""
     output = module(*inputs, mask)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4))
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
@@ -139,22 +139,22 @@ def test_attention_draws_the_dropout_of_megatron(alone: None, sequence_parallel:
 
     config = config_of(num_query_groups=2, attention_dropout=0.3)
     config.sequence_parallel = sequence_parallel  # which TransformerConfig refuses without tensor parallelism
-    found, states = [], []
+    result, states = [], []
     for kind in (SdpaAttention, DotProductAttention):
         get_cuda_rng_tracker().reset()
         model_parallel_cuda_manual_seed(5)
         torch.manual_seed(6)
         with torch.random.fork_rng():
-            found.append(attended(attention_of(kind, config), heads(2), None))
+            result.append(attended(attention_of(kind, config), heads(2), None))
             states.append((torch.get_rng_state(), get_cuda_rng_tracker().get_states()["model-parallel-rng"]))
-    for actual, expected in zip(*found, strict=True):
+    for actual, expected in zip(*result, strict=True):
         close(actual, expected)
     for ours, theirs in zip(*states, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def rows_of(tokens: int, ranks: int, rank: int) -> Tensor:
-    """The tokens that a context-parallel rank holds, in its order: as Megatron cuts a batch."""
+    """Return the tokens that a context-parallel rank holds, in its order: as Megatron cuts a batch."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     group = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
@@ -170,10 +170,10 @@ def test_attention_over_ranks_that_share_a_sequence_is_exact(ranks: int, packed:
     whole = attended(attention_of(SdpaAttention, config_of(num_query_groups=2)), inputs, mask)
     parts = run_ranks(ranks, _attended_in_part, packed)
     for number, expected in enumerate(whole):
-        found = torch.empty_like(expected)
+        result = torch.empty_like(expected)
         for rows, part in parts:
-            found[rows] = part[number]
-        close(found, expected)
+            result[rows] = part[number]
+        close(result, expected)
 
 
 def _attended_in_part(packed: bool) -> tuple[Tensor, list[Tensor]]:
@@ -206,19 +206,19 @@ def expected_loss(words: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("words", [12, 9])
 def test_the_loss_is_the_cross_entropy(chunk: int, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "CHUNK", chunk)
-    found = _loss_of_part(words, None)
-    for actual, expected in zip(found, expected_loss(words), strict=True):
+    result = _loss_of_part(words, None)
+    for actual, expected in zip(result, expected_loss(words), strict=True):
         close(actual, expected, 1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "words"), [(2, 12), (2, 9), (3, 7)])
 def test_the_loss_over_ranks_that_share_the_vocabulary(ranks: int, words: int) -> None:
     """Also where a rank's rows are padding only: words 0 to 6 of 12 leave rows 8 to 11 without any."""
-    found = run_ranks(ranks, _loss_of_part, words, "all")
+    result = run_ranks(ranks, _loss_of_part, words, "all")
     losses, gradient = expected_loss(words)
-    for actual, _ in found:
+    for actual, _ in result:
         close(actual, losses, 1e-6)
-    close(torch.cat([part for _, part in found], -1), gradient, 1e-6)
+    close(torch.cat([part for _, part in result], -1), gradient, 1e-6)
 
 
 def _loss_of_part(words: int, group: str | None) -> tuple[Tensor, Tensor]:

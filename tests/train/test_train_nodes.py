@@ -43,14 +43,14 @@ def nodes() -> Iterator[tuple[Node, Node]]:
     if not may_make_namespaces(names):
         yield (Node((), "127.0.0.1", "lo"), Node((), "127.0.0.1", "lo"))
         return
-    found = tuple(Node(("ip", "netns", "exec", each), f"10.77.0.{n + 1}", each) for n, each in enumerate(names))
+    result = tuple(Node(("ip", "netns", "exec", each), f"10.77.0.{n + 1}", each) for n, each in enumerate(names))
     try:
         ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
-        for node in found:
+        for node in result:
             ip("-n", node.interface, "addr", "add", f"{node.address}/24", "dev", node.interface)
             ip("-n", node.interface, "link", "set", node.interface, "up")
             ip("-n", node.interface, "link", "set", "lo", "up")
-        yield found[0], found[1]
+        yield result[0], result[1]
     finally:
         for each in names:
             ip("netns", "del", each)
@@ -108,7 +108,7 @@ def test_two_nodes_follow_the_curve_of_one_rank(tmp_path: Path) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(agent.pid, 9)
                 agent.wait()
-    told = "\n".join((tmp_path / f"node{number}.log").read_text() for number in range(2))
-    assert codes == [0, 0], told
+    messages = "\n".join((tmp_path / f"node{number}.log").read_text() for number in range(2))
+    assert codes == [0, 0], messages
     assert losses(together) == pytest.approx(losses(alone), abs=1e-5)
     assert len(losses(alone)) == 6

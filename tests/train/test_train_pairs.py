@@ -61,8 +61,8 @@ def test_a_loss_over_pairs_is_the_same_at_every_layout(hf_checkpoint: HfMaker, t
         assert ours[: len(theirs)] == pytest.approx(theirs, rel=1e-5, abs=1e-5)
     for answer in run_ranks(2, all_layouts):
         assert answer.keys() == LAYOUTS.keys()
-        for name, found in answer.items():
-            for ours, theirs in zip(found, alone, strict=True):
+        for name, result in answer.items():
+            for ours, theirs in zip(result, alone, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), name
 
 

@@ -107,8 +107,8 @@ def test_own_providers_train_as_the_run_without(here: Path, hf_checkpoint: HfMak
     expected = answers[0]
     assert len(expected) == 6, "four steps, and an evaluation of two data sets"
     assert expected[3][0] < expected[0][0]
-    for found in [*answers[1:], *run_ranks(2, runs, several)[0]]:
-        for ours, theirs in zip(found, expected, strict=True):
+    for result in [*answers[1:], *run_ranks(2, runs, several)[0]]:
+        for ours, theirs in zip(result, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
     rows = [json.loads(line) for line in (here / "called" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["extra"]["lm loss"] == pytest.approx(rows[0]["loss"])
@@ -178,14 +178,14 @@ def test_the_example_runs_as_it_stands(word: str, code: int, last: str, here: Pa
     words = ["tiny-gpt2", word, "training.seq_length=16", "model.num_layers=1", f"run_dir={here}/run"]
 
     def script() -> tuple[int, str]:
-        path, told = str(EXAMPLES / "pretrain_gpt.py"), io.StringIO()
+        path, messages = str(EXAMPLES / "pretrain_gpt.py"), io.StringIO()
         sys.argv[:] = [path, *words, "logging=bare", "checkpoint=none"]
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(messages):
             try:
                 runpy.run_path(path, run_name="__main__")
             except SystemExit as end:
-                return int(end.code or 0), told.getvalue()
-        return 0, told.getvalue()
+                return int(end.code or 0), messages.getvalue()
+        return 0, messages.getvalue()
 
     ((ended, text),) = run_ranks(1, script)
     assert ended == code, text

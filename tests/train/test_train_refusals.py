@@ -1,4 +1,4 @@
-"""What training refuses before it starts, against what Megatron Core refuses, and what it does where it does not."""
+"""Refusals of training before it starts, against what Megatron Core refuses, and what it does where it does not."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from train_entry.config.schema import Config
 
 
 def tiny(*overrides: str, source: str = "tiny-gpt2") -> Config:
-    """A ready run with these overrides."""
+    """Return a ready run with these overrides."""
     return load_config(source, overrides)
 
 
 def reasons(config: Config, world_size: int | None = None, device: str | None = "cuda") -> tuple[str, ...]:
-    """Why a run is refused; nothing where it is not."""
+    """Return why a run is refused; nothing where it is not."""
     try:
         check(config, world_size or ranks_of(config.parallel), device)
     except ConfigError as error:
@@ -53,8 +53,8 @@ def test_ready_runs_are_not_refused(
 @pytest.mark.parametrize("name", FROM_CHECKPOINTS)
 def test_a_fine_tuning_needs_a_model_and_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (told, *model) = reasons(load_config(name, ["data.tokenizer=gpt2"]))
-    assert told == "`data.paths` names no data (JSONL files); `data=mock` trains on made-up ones"
+    (messages, *model) = reasons(load_config(name, ["data.tokenizer=gpt2"]))
+    assert messages == "`data.paths` names no data (JSONL files); `data=mock` trains on made-up ones"
     assert [line.partition(":")[0] for line in model] == ["the model is not described"] * lacks_a_start(name)
     start = ["checkpoint.init=org/model"] if lacks_a_start(name) else []
     assert reasons(load_config(name, [*data_of(name, tmp_path), *start])) == ()
@@ -162,8 +162,8 @@ def test_layouts_that_train_are_not_refused(model: str, parallel: str) -> None:
     ],
 )
 def test_a_run_is_refused(overrides: list[str], line: str) -> None:
-    told = reasons(tiny(*overrides))
-    assert [reason for reason in told if line in reason], told
+    messages = reasons(tiny(*overrides))
+    assert [reason for reason in messages if line in reason], messages
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_run_with_experts_is_refused(overrides: list[str], line: str) -> None:
     assert line in reason
 
 
-def test_all_reasons_are_told_at_once() -> None:
+def test_all_reasons_are_reported_at_once() -> None:
     config = tiny("parallel=tp2-pp2", "parallel.tp=3", "optimizer.min_lr=1", "data=indexed", "checkpoint.keep_last=1")
     with pytest.raises(ConfigError) as caught:
         check(config, 8, "cpu")
@@ -209,15 +209,15 @@ def test_a_cpu_is_refused_what_is_for_gpus(overrides: list[str], line: str) -> N
         assert not [reason for reason in reasons(config, device=device) if reason.startswith(line)]
 
 
-def test_a_package_that_is_missing_is_told_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+def test_a_package_that_is_missing_is_refused_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = importlib.util.find_spec
 
     def without(name: str, package: str | None = None) -> Any:
-        return None if name in ("matplotlib", "wandb", "tensorboard") else found(name, package)
+        return None if name in ("matplotlib", "wandb", "tensorboard") else result(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    told = reasons(tiny("logging.wandb=true"))
-    assert [reason.partition(",")[0] for reason in told] == [
+    messages = reasons(tiny("logging.wandb=true"))
+    assert [reason.partition(",")[0] for reason in messages] == [
         "`logging.tensorboard` needs tensorboard",
         "`logging.wandb` needs wandb",
         "`logging.plot` needs matplotlib",
@@ -240,9 +240,9 @@ def test_a_model_from_a_checkpoint_is_looked_at_later() -> None:
     assert reasons(config) == ()
     with pytest.raises(ConfigError) as caught:
         check_model(config, megatron_arguments(tiny(), None))
-    told = "\n".join(caught.value.items)
-    assert "`num_attention_heads` = 4 cannot be split over tp = 3" in told
-    assert "`parallel.ep` = 2 splits experts, and the model has none" in told
+    messages = "\n".join(caught.value.items)
+    assert "`num_attention_heads` = 4 cannot be split over tp = 3" in messages
+    assert "`parallel.ep` = 2 splits experts, and the model has none" in messages
 
 
 def test_a_run_that_goes_on_needs_no_start(tmp_path: Path) -> None:

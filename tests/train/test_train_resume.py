@@ -44,7 +44,7 @@ def config_of(run_dir: Path, **groups: dict[str, Any]) -> Config:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """The loss of each step, from the run's own record."""
+    """Return the loss of each step, from the run's own record."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {line["iteration"]: line["loss"] for line in lines if "loss" in line and "grad_norm" in line}
 
@@ -171,7 +171,7 @@ def test_what_was_being_written_when_training_failed_is_kept(tmp_path: Path, mon
 
 
 def transformers_loss(path: Path, *batches: dict[str, Tensor]) -> float:
-    """The loss per token that transformers computes."""
+    """Return the loss per token that transformers computes."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path).eval()

@@ -1,4 +1,4 @@
-"""What training says where users stumble: the last line under torchrun, a missing extra or login, a finished run."""
+"""Messages of training where users stumble: the last line under torchrun, a missing extra or login, a finished run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = ["model.num_layers=1", "logging.tensorboard=false", "logging.plot=false"
 
 
 def started(folder: Path, *words: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """Two ranks by torchrun; `before` is Python that each process runs first."""
+    """Start two ranks by torchrun; `before` is Python that each process runs first."""
     (folder / "site").mkdir(exist_ok=True)
     (folder / "site" / "sitecustomize.py").write_text(before)
     paths = [str(folder / "site"), str(folder), os.environ.get("PYTHONPATH", ""), str(ROOT)]
@@ -37,7 +37,7 @@ def started(folder: Path, *words: str, before: str = "") -> subprocess.Completed
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """What torchrun's report ends with."""
+    """Return what torchrun's report ends with."""
     *_, line, border = done.stderr.strip().splitlines()
     assert set(border) == {"="}
     return line.strip().removeprefix("traceback : ")
@@ -126,7 +126,7 @@ def test_a_finished_run_says_that_it_is_finished(tmp_path: Path, capfd: pytest.C
     assert len(rows) == 2
 
 
-def test_a_fault_of_many_rows_is_said_once() -> None:
+def test_a_fault_of_many_rows_is_reported_once() -> None:
     lines = [json.dumps({"body": f"text {n}"} if n not in (4, 9) else {"text": 5}) for n in range(1, 21)]
     chunk = JsonLines("a.jsonl", 1, 0, "\n".join(lines).encode())
     with pytest.raises(DataError) as refused:

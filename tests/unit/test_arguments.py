@@ -138,7 +138,7 @@ def test_the_command_line_says_what_no_checkpoint_carries() -> None:
     assert line[-4:] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "a/tokenizer"]
 
 
-def test_a_scaling_factor_that_megatron_lm_does_not_hand_on_is_said() -> None:
+def test_a_scaling_factor_that_megatron_lm_does_not_hand_on_is_reported() -> None:
     [line] = caveats(LLAMA)
     assert line.startswith("`rope_scaling_factor` = 32.0")
     assert not caveats(LLAMA | {"rope_scaling_factor": 8.0})

@@ -1,4 +1,4 @@
-"""Whether boxes tile a tensor: right for any boxes, and fast where a key has one for each expert of each layer."""
+"""Tiling of a tensor by boxes: right for any boxes, and fast where a key has one for each expert of each layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = (4, 3, 5)
 
 
 def interval(size: int) -> st.SearchStrategy[tuple[int, int]]:
-    """An offset and a length that lie in a dimension."""
+    """Return an offset and a length that lie in a dimension."""
     return st.integers(0, size - 1).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, size - at)))
 
 

@@ -32,7 +32,7 @@ def as_tensor(bits: NDArray[np.unsignedinteger], dtype: str) -> Tensor:
 
 
 def every(dtype: str) -> NDArray[np.unsignedinteger]:
-    """All bit patterns of 16 bits; of 32 bits many, with every tie between two neighbours of 16 bits."""
+    """Return all bit patterns of 16 bits; of 32 bits many, with every tie between two neighbours of 16 bits."""
     if dtype != "float32":
         return np.arange(2**16, dtype=np.uint16)
     high = np.arange(2**16, dtype=np.uint32) << 16

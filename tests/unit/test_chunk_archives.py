@@ -26,7 +26,7 @@ def saved(tree: Any) -> bytes:
 
 
 def written(values: torch.Tensor) -> bytes:
-    """The archive that this project writes."""
+    """Return the archive that this project writes."""
     return archive_of(TensorMeta(tuple(values.shape), "float32")).filled(values.numpy().tobytes()).literals[0][1]
 
 

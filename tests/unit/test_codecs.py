@@ -24,14 +24,14 @@ from mcore_convert.storage.views import Slot, View
 
 
 def read(path: Path, tensors: Tensors, settings: object, dtype: str = "bfloat16") -> Reading:
-    """What a file with these tensors stands for."""
+    """Return what a file with these tensors stands for."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
     stored = safetensors.read(path / "model.safetensors")
     return read_quantised(stored, {"quantization_config": settings, "torch_dtype": dtype})
 
 
 def made(form: str, path: Path, shape: tuple[int, int] = (77, 120), dtype: str = "bfloat16") -> tuple[View, Tensor]:
-    """A coded tensor of a form and what it stands for."""
+    """Return a coded tensor of a form and what it stands for."""
     make, settings = FORMS[form]
     stored, wanted = make(torch.zeros(shape, dtype=getattr(torch, dtype)), torch.Generator().manual_seed(3))
     read_ = read(path, {f"model.x.{end}": tensor for end, tensor in stored.items()}, settings, dtype)

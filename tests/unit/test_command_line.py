@@ -1,4 +1,4 @@
-"""What people who live in a terminal expect: help in groups, completion, exit codes, errors as JSON, logs, reports."""
+"""Conventions of the terminal: help in groups, completion, exit codes, errors as JSON, logs, reports."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ERROR = {"kind", "message", "items", "hint"}
 
 
 def error_of(out: str) -> dict[str, Any]:
-    """The one error that stdout has."""
-    found = json.loads(out)
-    assert set(found) == {"error"}
-    assert set(found["error"]) == ERROR
-    error: dict[str, Any] = found["error"]
+    """Return the one error that stdout has."""
+    result = json.loads(out)
+    assert set(result) == {"error"}
+    assert set(result["error"]) == ERROR
+    error: dict[str, Any] = result["error"]
     return error
 
 
@@ -78,7 +78,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def completed(*words: str) -> set[str]:
-    """What bash is told when a user presses the tab key after these words."""
+    """Return what bash completes when a user presses the tab key after these words."""
     line = " ".join(["mcore-convert", *words])
     settings = {"_MCORE_CONVERT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
     done = subprocess.run(

@@ -27,7 +27,7 @@ SHAPE = (3, 705)
 
 
 def written(path: Path, tensor: torch.Tensor, *, transposed: bool = False) -> list[Slot]:
-    """The slots of a tensor in a file of its own, of its transpose where asked for."""
+    """Return the slots of a tensor in a file of its own, of its transpose where asked for."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     stored = (tensor.T if transposed else tensor).contiguous()
     path.write_bytes(stored.view(torch.uint8).numpy().tobytes())
@@ -55,14 +55,14 @@ def test_a_gap_is_what_numpy_computes(first: str, second: str, tmp_path: Path, m
     a, b = base.to(getattr(torch, first)), other.to(getattr(torch, second))
     x, y = values(a), values(b)
     for norms in (True, False):
-        found = gap(written(tmp_path / "a", a), written(tmp_path / "b", b, transposed=True), norms=norms)
-        assert found.num_changed == np.count_nonzero(x != y) > 0
-        assert found.largest == pytest.approx(np.abs(y - x).max(), rel=1e-6)
-        assert found.largest_at is not None
-        assert abs(y - x)[found.largest_at] == np.abs(y - x).max()
-        assert math.sqrt(found.squares) == pytest.approx(np.linalg.norm(y - x), rel=1e-5)
-        assert math.sqrt(found.squares_a) == pytest.approx(np.linalg.norm(x), rel=1e-5)
-        assert (found.num_bad_a, found.num_bad_b, found.largest_apart) == (0, 0, 0.0)
+        result = gap(written(tmp_path / "a", a), written(tmp_path / "b", b, transposed=True), norms=norms)
+        assert result.num_changed == np.count_nonzero(x != y) > 0
+        assert result.largest == pytest.approx(np.abs(y - x).max(), rel=1e-6)
+        assert result.largest_at is not None
+        assert abs(y - x)[result.largest_at] == np.abs(y - x).max()
+        assert math.sqrt(result.squares) == pytest.approx(np.linalg.norm(y - x), rel=1e-5)
+        assert math.sqrt(result.squares_a) == pytest.approx(np.linalg.norm(x), rel=1e-5)
+        assert (result.num_bad_a, result.num_bad_b, result.largest_apart) == (0, 0, 0.0)
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("float16", "float16")])
@@ -71,16 +71,16 @@ def test_what_is_not_finite_is_counted_and_measured_apart(dtypes: tuple[str, str
     one[0, 0] = two[0, 0] = math.nan  # the same on both sides
     one[1, 1] = two[1, 1] = math.inf
     two[2, 2] = 3.0
-    found = gap(written(tmp_path / "a", one), written(tmp_path / "b", two), norms=False)
-    assert (found.num_changed, found.num_bad_a, found.num_bad_b, found.largest_apart) == (1, 2, 2, 0.0)
-    assert (found.largest, found.largest_at, found.values) == (2.0, (2, 2), (1.0, 3.0))
+    result = gap(written(tmp_path / "a", one), written(tmp_path / "b", two), norms=False)
+    assert (result.num_changed, result.num_bad_a, result.num_bad_b, result.largest_apart) == (1, 2, 2, 0.0)
+    assert (result.largest, result.largest_at, result.values) == (2.0, (2, 2), (1.0, 3.0))
     two[1, 1] = -math.inf
-    found = gap(written(tmp_path / "a", one), written(tmp_path / "b", two), norms=False)
-    assert (found.num_changed, found.largest_apart, found.largest) == (2, math.inf, 2.0)
+    result = gap(written(tmp_path / "a", one), written(tmp_path / "b", two), norms=False)
+    assert (result.num_changed, result.largest_apart, result.largest) == (2, math.inf, 2.0)
     two[3, 3] = math.nan
-    found = gap(written(tmp_path / "a", one), written(tmp_path / "b", two), norms=False)
-    assert found.num_changed == 3
-    assert math.isnan(found.largest_apart)
+    result = gap(written(tmp_path / "a", one), written(tmp_path / "b", two), norms=False)
+    assert result.num_changed == 3
+    assert math.isnan(result.largest_apart)
 
 
 def test_a_tensor_that_one_side_lacks_is_compared_with_zeros(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_a_tensor_that_one_side_lacks_is_compared_with_zeros(tmp_path: Path) -> 
     slots = written(tmp_path / "a", tensor)
     assert gap(slots, [], norms=False).num_changed == 0
     tensor[4, 2] = -2.0
-    for found in (gap(written(tmp_path / "a", tensor), [], norms=False), gap([], slots, norms=False)):
-        assert (found.num_changed, found.largest) == (1, 2.0)
+    for result in (gap(written(tmp_path / "a", tensor), [], norms=False), gap([], slots, norms=False)):
+        assert (result.num_changed, result.largest) == (1, 2.0)
     assert gap([], [], norms=False) == Gap()
 
 

@@ -65,7 +65,7 @@ class SignalAt:
 
 
 def make(folder: Path) -> None:
-    """What a conversion does with its destination, in place of an earlier one."""
+    """Do what a conversion does with its destination, in place of an earlier one."""
     with claimed(folder / "deep" / "DST", 10, overwrite=True) as claim:
         write_new(claim.partial / "file", b"new")
         claim.publish()

@@ -60,7 +60,7 @@ def big(tmp_path: Path, source: Path) -> Path:
 
 
 def started(source: Path, destination: Path, *options: str, limits: str = "") -> subprocess.Popen[str]:
-    """A conversion in a process of its own; `limits` are statements that run before it."""
+    """Return a conversion in a process of its own; `limits` are statements that run before it."""
     code = f"import resource, sys; from mcore_convert.cli import main; {limits}\nmain(sys.argv[1:])"
     command = [sys.executable, "-c", code, "convert", str(source), str(destination), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -348,7 +348,7 @@ def test_output_that_cannot_be_written(options: list[str], source: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_cannot_be_removed_is_said(source: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_removed_is_reported(source: Path, tmp_path: Path) -> None:
     """A disk that is mounted in the old destination stays; the new one is whole."""
     (tmp_path / "DST").mkdir()
     with small_disk(tmp_path / "DST" / "disk", "100k", unmount="*.old-*/disk"):

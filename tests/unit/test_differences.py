@@ -22,8 +22,8 @@ from tests.unit.test_values import DTYPES, VOCABULARY, change, global_tensors, u
 # diff
 
 
-def assert_change(found: Change, a: torch.Tensor, b: torch.Tensor) -> None:
-    """The change between two tensors, computed by torch in fp64."""
+def assert_change(result: Change, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Compute the change between two tensors by torch in fp64, and assert that it is this."""
     first, second = a.double(), b.double()
     good = first.isfinite() & second.isfinite()
     gap = torch.where(good, second - first, 0)
@@ -35,19 +35,19 @@ def assert_change(found: Change, a: torch.Tensor, b: torch.Tensor) -> None:
         changed = int((bits[0] != bits[1]).any(-1).sum())
     else:
         changed = int(((first != second) & ~(first.isnan() & second.isnan())).sum())
-    assert found.num_changed == changed
-    assert found.norms == pytest.approx((norm_a, norm_b), rel=2e-6)
-    assert found.norm == pytest.approx(float(gap.norm()), rel=2e-6)
-    assert found.relative == pytest.approx(float(gap.norm()) / norm_a if norm_a else 0 if not norm_b else math.inf)
-    assert found.largest == pytest.approx(float(gap.abs().max()), rel=1e-6)
-    assert found.num_bad == (int((~first.isfinite()).sum()), int((~second.isfinite()).sum()))
-    if found.cosine is not None:
+    assert result.num_changed == changed
+    assert result.norms == pytest.approx((norm_a, norm_b), rel=2e-6)
+    assert result.norm == pytest.approx(float(gap.norm()), rel=2e-6)
+    assert result.relative == pytest.approx(float(gap.norm()) / norm_a if norm_a else 0 if not norm_b else math.inf)
+    assert result.largest == pytest.approx(float(gap.abs().max()), rel=1e-6)
+    assert result.num_bad == (int((~first.isfinite()).sum()), int((~second.isfinite()).sum()))
+    if result.cosine is not None:
         cosine = float((torch.where(good, first, zero) * torch.where(good, second, zero)).sum()) / norm_a / norm_b
-        assert found.cosine == pytest.approx(cosine, abs=1e-6)
-    if found.largest:
-        assert found.largest_at is not None
-        assert abs(float(gap[found.largest_at])) == pytest.approx(found.largest, rel=1e-6)
-        assert found.values == pytest.approx((float(first[found.largest_at]), float(second[found.largest_at])))
+        assert result.cosine == pytest.approx(cosine, abs=1e-6)
+    if result.largest:
+        assert result.largest_at is not None
+        assert abs(float(gap[result.largest_at])) == pytest.approx(result.largest, rel=1e-6)
+        assert result.values == pytest.approx((float(first[result.largest_at]), float(second[result.largest_at])))
 
 
 @pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + [("float32", "bfloat16"), ("float16", "float8_e5m2")])
@@ -79,10 +79,10 @@ def test_differences_of_every_dtype(dtypes: tuple[str, str], steps: None, tmp_pa
         unknown_model(tmp_path / side, {name: pair[number] for name, pair in cast.items()})
         for number, side in enumerate("ab")
     ]
-    found = diff(*made)
-    assert sorted(c.name for c in found.changes) == sorted(cast)
-    assert not found.only_in_a + found.only_in_b
-    for each in found.changes:
+    comparison = diff(*made)
+    assert sorted(c.name for c in comparison.changes) == sorted(cast)
+    assert not comparison.only_in_a + comparison.only_in_b
+    for each in comparison.changes:
         assert each.dtypes == dtypes
         assert_change(each, *cast[each.name])
 
@@ -103,9 +103,9 @@ def test_differences_between_formats(name: str, steps: None, hf_checkpoint: HfMa
     wanted = [dict(global_tensors(tmp_path / f"dist{number}/release")) for number in (0, 1)]
     for a in forms[0]:
         for b in forms[1]:
-            found = diff(a, b)
-            assert [c.name for c in found.changes] == [w.name for w in inspect(a, stats=True).statistics]
-            for each in found.changes:
+            actual = diff(a, b)
+            assert [c.name for c in actual.changes] == [w.name for w in inspect(a, stats=True).statistics]
+            for each in actual.changes:
                 x, y = (side[each.name] for side in wanted)
                 assert_change(each, *((x[:vocab], y[:vocab]) if each.name in VOCABULARY else (x, y)))
     for a, b in zip(forms[0], forms[0][1:], strict=False):
@@ -115,20 +115,20 @@ def test_differences_between_formats(name: str, steps: None, hf_checkpoint: HfMa
 
 def test_the_whole_of_a_difference(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     a, b = (hf_checkpoint("llama-gqa", fill="normal", seed=seed) for seed in (0, 1))
-    found = diff(a, b)
+    comparison = diff(a, b)
     first, second = (
         torch.cat([t.double().flatten() for t in load_file(p / "model.safetensors").values()]) for p in (a, b)
     )
-    assert found.relative == pytest.approx(float((second - first).norm() / first.norm()), rel=1e-6)
-    assert found.share == pytest.approx(float((second != first).double().mean()))
-    assert found.num_changed == len(found.changes) == 27
-    most = found.most_changed(5)
-    assert [c.relative for c in most] == sorted((c.relative for c in found.changes), reverse=True)[:5]
-    plain = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert plain["changes"][3]["relative"] == found.changes[3].relative
+    assert comparison.relative == pytest.approx(float((second - first).norm() / first.norm()), rel=1e-6)
+    assert comparison.share == pytest.approx(float((second != first).double().mean()))
+    assert comparison.num_changed == len(comparison.changes) == 27
+    most = comparison.most_changed(5)
+    assert [c.relative for c in most] == sorted((c.relative for c in comparison.changes), reverse=True)[:5]
+    plain = json.loads(json.dumps(comparison.as_dict(), allow_nan=False))
+    assert plain["changes"][3]["relative"] == comparison.changes[3].relative
 
 
-def test_config_differences_are_told(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+def test_config_differences_are_reported(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint("llama-gqa")
     shutil.copytree(source, tmp_path / "other")
     config = json.loads((source / "config.json").read_text())
@@ -145,18 +145,18 @@ def test_weights_of_one_side_only_are_listed(hf_checkpoint: HfMaker, tmp_path: P
     change(tmp_path / "untied", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}))
     config = json.loads((tied / "config.json").read_text())
     (tmp_path / "untied/config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    found = diff(tied, tmp_path / "untied")
-    assert (found.num_changed, found.only_in_a, found.only_in_b) == (0, (), ("output_layer.weight",))
+    comparison = diff(tied, tmp_path / "untied")
+    assert (comparison.num_changed, comparison.only_in_a, comparison.only_in_b) == (0, (), ("output_layer.weight",))
     assert diff(tmp_path / "untied", tied).only_in_a == ("output_layer.weight",)
-    assert "`tie_word_embeddings` is True and False" in found.config_differences
+    assert "`tie_word_embeddings` is True and False" in comparison.config_differences
 
 
 def test_what_must_be_zero_is_not_missed(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     """Megatron has no place for the bias of `o_proj`; where it is zero, nothing is missing there."""
     source = hf_checkpoint("llama-attention-bias")
     convert(source, tmp_path / "dist")
-    found = diff(source, tmp_path / "dist")
-    assert (found.num_changed, found.only_in_a, found.only_in_b) == (0, (), ())
+    comparison = diff(source, tmp_path / "dist")
+    assert (comparison.num_changed, comparison.only_in_a, comparison.only_in_b) == (0, (), ())
     shutil.copytree(source, tmp_path / "other")
     change(tmp_path / "other", lambda t: t["model.layers.1.self_attn.o_proj.bias"].fill_(1))
     assert diff(tmp_path / "other", tmp_path / "dist").only_in_a == ("model.layers.1.self_attn.o_proj.bias",)
@@ -166,9 +166,9 @@ def test_what_must_be_zero_is_not_missed(hf_checkpoint: HfMaker, tmp_path: Path)
 def test_optimizer_states_are_compared_on_request() -> None:
     a, b = real_checkpoint("llama_tp2pp2"), real_checkpoint("llama_legacy_tp2pp2")
     assert {change.state for change in diff(a, b).changes} == {"param"}
-    found = diff(a, b, optimizer=True)
-    assert {change.state for change in found.changes} == {"param", "master", "exp_avg", "exp_avg_sq"}
-    assert len(found.changes) == 4 * 27
+    comparison = diff(a, b, optimizer=True)
+    assert {change.state for change in comparison.changes} == {"param", "master", "exp_avg", "exp_avg_sq"}
+    assert len(comparison.changes) == 4 * 27
 
 
 def test_other_models_are_refused(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_other_models_are_refused(hf_checkpoint: HfMaker, tmp_path: Path) -> Non
         diff(llama, unknown[0])
 
 
-def test_a_file_that_was_cut_off_is_told(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_off_is_reported(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     """Shortened between the reading of its header and that of its tensors, as by a run that writes there."""
 
     shutil.copytree(hf_checkpoint("llama-gqa"), tmp_path / "model")

@@ -33,7 +33,7 @@ def config() -> dict[str, Any]:
 
 
 def pages_of(nav: Any) -> list[str]:
-    """The pages of a navigation, in order."""
+    """Return the pages of a navigation, in order."""
     if isinstance(nav, str):
         return [nav]
     parts = nav.values() if isinstance(nav, dict) else nav

@@ -226,7 +226,7 @@ MEGATRON: dict[str, Damage] = {
     "a .metadata cut short": lambda path: cut(path / ITERATION / ".metadata", -100),
     "a .metadata of another object": lambda path: (path / ITERATION / ".metadata").write_bytes(pickle.dumps([1])),
     "chunks that overlap": first_chunk(offsets=torch.Size([0, 0, 80])),
-    "chunks that leave a hole": chunks(lambda found: found.pop(0)),
+    "chunks that leave a hole": chunks(lambda parts: parts.pop(0)),
     "a chunk outside of its tensor": first_chunk(sizes=torch.Size([9, 64, 80])),
     "a chunk of other dimensions": first_chunk(sizes=torch.Size([64, 80])),
     "a chunk that lies nowhere": metadata(drop_place),
@@ -302,7 +302,7 @@ def test_a_source_that_is_not_there_is_refused(name: str, tmp_path: Path) -> Non
     assert tree(tmp_path) == {}
 
 
-def test_the_hub_out_of_reach_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_out_of_reach_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     ended = run("convert", "no-such/model", tmp_path / "DST")
     assert (ended.code, ended.out) == (1, "")

@@ -26,7 +26,7 @@ QKV_BIAS, O_BIAS = "self_attention.linear_qkv.bias", "o_proj.bias"
 
 
 def like_llama(name: str, prevalence: int = 0, **changes: Any) -> Family:
-    """A family that Megatron cannot tell from Llama."""
+    """Return a family that Megatron cannot tell from Llama."""
     architectures = (f"{name.capitalize()}ForCausalLM",)
     config = replace(llama.CONFIG, model_type=name, architectures=architectures, dialects=())
     family = replace(llama.FAMILY, name=name, architectures=architectures, config=config, prevalence=prevalence)
@@ -34,7 +34,7 @@ def like_llama(name: str, prevalence: int = 0, **changes: Any) -> Family:
 
 
 def with_biases(name: str) -> Family:
-    """A family as Qwen2: always with biases of q, k and v, never with one of the output."""
+    """Return a family as Qwen2: always with biases of q, k and v, never with one of the output."""
     fields = (
         same("intermediate_size", "ffn_hidden_size", default=11008),
         same("max_position_embeddings", "max_position_embeddings", default=2048),
@@ -52,7 +52,7 @@ def with_biases(name: str) -> Family:
 
 
 def fused(name: str) -> Family:
-    """A family as Phi-3: Llama with its own names of fused weights."""
+    """Return a family as Phi-3: Llama with its own names of fused weights."""
     layer = "model.layers.{layer}."
     names: dict[str, Any] = {
         "self_attention.linear_qkv.weight": ((f"{layer}self_attn.qkv_proj.weight",), Fused(QKV())),
@@ -60,8 +60,8 @@ def fused(name: str) -> Family:
     }
     rows = []
     for row in llama.FAMILY.weights:
-        found = next((new for end, new in names.items() if row.name.endswith(end)), None)
-        rows.append(row if found is None else replace(row, hf=found[0], pack=found[1]))
+        result = next((new for end, new in names.items() if row.name.endswith(end)), None)
+        rows.append(row if result is None else replace(row, hf=result[0], pack=result[1]))
     return like_llama(name, weights=tuple(row for row in rows if not row.name.endswith("bias")))
 
 
@@ -73,8 +73,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Register families beside Llama and GPT-2, in this order, as another package would."""
 
     def put(*others: Family) -> None:
-        found = {family.name: family for family in (*others, llama.FAMILY, gpt2.FAMILY)}
-        monkeypatch.setattr(families, "families", lambda: found)
+        result = {family.name: family for family in (*others, llama.FAMILY, gpt2.FAMILY)}
+        monkeypatch.setattr(families, "families", lambda: result)
 
     return put
 

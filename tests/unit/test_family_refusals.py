@@ -1,4 +1,4 @@
-"""What Megatron Core cannot represent of a model is refused by its name in `config.json`, one line for each."""
+"""Features that Megatron Core cannot represent are refused by their name in `config.json`, one line for each."""
 
 from __future__ import annotations
 

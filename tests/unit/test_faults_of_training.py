@@ -1,4 +1,4 @@
-"""What one failing call to the file system leaves of prepared data and of checkpoints of training."""
+"""Remains of prepared data and of checkpoints of training after one failing call to the file system."""
 
 from __future__ import annotations
 

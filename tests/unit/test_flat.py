@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_convert.formats.megatron.flat import Local, boxes_of_range, local_of, slots_of_flat, starts_of
+from mcore_convert.formats.megatron.flat import Local, boxes_of_range, local_of, slots_of_flat
+from mcore_convert.formats.mp_rank.parameters import buffer_starts
 from mcore_convert.spec import Box, Shard
 from mcore_convert.storage.views import TensorMeta, View, untiled
 
@@ -26,15 +27,15 @@ def test_a_range_of_elements_is_a_few_boxes(shape: tuple[int, ...], data: st.Dat
     start = data.draw(st.integers(0, tensor.numel()))
     stop = data.draw(st.integers(start, tensor.numel()))
     boxes = boxes_of_range(shape, start, stop)
-    found = [element for box, first in boxes for element in part(tensor, box).flatten().tolist()]
-    assert found == list(range(start, stop))
+    result = [element for box, first in boxes for element in part(tensor, box).flatten().tolist()]
+    assert result == list(range(start, stop))
     assert all(part(tensor, box).flatten()[0] == first for box, first in boxes)
     assert len(boxes) <= 2 * len(shape) - 1
 
 
 def test_starts_are_reversed_and_aligned() -> None:
     """The dump of a two-layer model: output layer first, and the norm before the next multiple of 64."""
-    assert starts_of([384, 16, 512]) == ([576, 512, 0], 960)
+    assert buffer_starts([384, 16, 512], [False] * 3) == ([576, 512, 0], 960)
 
 
 @given(
@@ -49,7 +50,7 @@ def test_a_tensor_is_found_in_any_pieces_of_its_buffer(
 ) -> None:
     shape = (rows * tp * len(shard.parts), columns * tp)
     whole = torch.arange(shape[0] * shape[1]).reshape(shape)
-    found = torch.full(shape, -1)
+    result = torch.full(shape, -1)
     boxes = []
     for rank in range(tp):
         local = local_of(shard, shape, tp, rank)
@@ -57,7 +58,7 @@ def test_a_tensor_is_found_in_any_pieces_of_its_buffer(
         tensor = torch.empty(local.shape, dtype=torch.int64)
         for inside, outside in local.boxes:
             part(tensor, inside).copy_(part(whole, outside))
-        (start, _), end = starts_of([local.numel, 7])
+        (start, _), end = buffer_starts([local.numel, 7], [False] * 2)
         buffer = torch.full((end,), -2)
         buffer[start : start + local.numel] = tensor.flatten()
         bounds = sorted({0, end, *(cut for cut in cuts if cut < end)})
@@ -68,9 +69,9 @@ def test_a_tensor_is_found_in_any_pieces_of_its_buffer(
         for slot in slots_of_flat(pieces, start, local):
             view = slot.view
             value = buffer.as_strided(view.shape, tuple(s // 8 for s in view.strides), view.offset // 8)
-            part(found, slot.box).copy_(value)
+            part(result, slot.box).copy_(value)
             boxes.append(slot.box)
         if shard.dim is None:
             break
-    assert torch.equal(found, whole)
+    assert torch.equal(result, whole)
     assert untiled(boxes, shape) is None

@@ -82,13 +82,13 @@ def test_torch_reads_the_same_global_tensors_at_every_tp(
     """torch.distributed.checkpoint is the oracle for what was written; the vocabulary is all that depends on TP."""
     source = hf_checkpoint(name)
     convert(source, tmp_path / "dist", tp=tp)
-    found = dcp_tensors(tmp_path / "dist/release")
+    actual = dcp_tensors(tmp_path / "dist/release")
     convert(source, tmp_path / "reference")
     wanted = dcp_tensors(tmp_path / "reference/release")
-    assert sorted(found) == sorted(wanted)
+    assert sorted(actual) == sorted(wanted)
     vocab = identify(source).dims.vocab_size
     for key, tensor in wanted.items():
-        mine = found[key]
+        mine = actual[key]
         if key in (EMBEDDING, "output_layer.weight"):
             assert mine.shape[0] % (128 * tp) == 0
             assert not mine[vocab:].any()

@@ -6,6 +6,8 @@ import json
 import pickle
 import pickletools
 import struct
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from hypothesis import strategies as st
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.publishing.tokenizer import read_tokenizer
-from tests.fuzz.__main__ import case_of
-from tests.fuzz.checkpoints import COMMANDS, GOOD, Subject
+from tests.fuzz.__main__ import case_of, cases_of
+from tests.fuzz.checkpoints import COMMANDS, GOOD, Hung, Subject, alarm
+from tests.fuzz.hostile import MARK, Executed, watched
 from tests.fuzz.interruptions import Interruptions
+from tests.fuzz.pushes import Pushes
 from tests.fuzz.targets import TARGETS, attempt, scratch, seeds_of
 
 CASES, CHECKPOINT_CASES = 30, 3
@@ -26,7 +30,7 @@ CASES, CHECKPOINT_CASES = 30, 3
 def test_a_parser_ends_well_or_with_a_refusal(target: str) -> None:
     assert all(attempt(target, seed) for seed in seeds_of(target))
     ends = {attempt(target, case_of(target, seed)) for seed in range(CASES)}
-    assert False in ends or target == "metrics"
+    assert False in ends or target in ("metrics", "attack")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -37,10 +41,10 @@ def test_a_damaged_checkpoint_is_refused_or_unchanged(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", Interruptions.names)
+@pytest.mark.parametrize("name", [*Interruptions.names, *Pushes.names])
 def test_what_ends_early_is_whole_or_absent(name: str) -> None:
-    interruptions = Interruptions(name)
-    cases = [interruptions.case(seed) for seed in range(2 * CHECKPOINT_CASES)]
+    subject = cases_of(name)
+    cases = [subject.case(seed) for seed in range(2 * CHECKPOINT_CASES)]
     assert [case for case in cases if case.kind not in GOOD] == []
 
 
@@ -134,3 +138,37 @@ def test_a_damaged_vocabulary(content: bytes) -> None:
     place = scratch().file("damaged/tokenizer.model", content).parent
     with pytest.raises(UnreadableCheckpoint, match="the tokenizer in"):
         read_tokenizer(place)
+
+
+class Calls:
+    """Pickled as a call of any function."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("call", [Calls(exec, "pass"), Calls(open, MARK, "w")], ids=["exec", "open"])
+def test_the_fuzzer_sees_code_that_runs(call: Calls) -> None:
+    """Another unpickler would run it."""
+    folder = scratch().path / "watched"
+    folder.mkdir(exist_ok=True)
+    with pytest.raises(Executed), watched(folder):
+        pickle.loads(pickle.dumps(call)).close()
+
+
+def test_a_case_that_works_for_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fuzz.checkpoints.SLOW", 0.05)
+    start = time.process_time()
+    with alarm():
+        time.sleep(0.1)  # which is no work
+    with pytest.raises(Hung), alarm():
+        _work(until=start + 9)
+    assert time.process_time() - start < 5
+
+
+def _work(until: float) -> None:
+    while time.process_time() < until:
+        pass

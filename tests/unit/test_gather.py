@@ -28,7 +28,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def views(path: Path) -> list[View]:
     """Views of each kind: contiguous, rows apart, columns, transposed, broadcast, without elements, and at random."""
     chance = random.Random(3)
-    found = [
+    result = [
         View(path, 4, (1024, 1024), (4096, 4), "float32"),
         View(path, 8, (700, 16), (8192, 4), "float32"),
         View(path, 8, (1024,), (4096,), "float32"),
@@ -47,8 +47,8 @@ def views(path: Path) -> list[View]:
         strides = tuple(2 * chance.choice([0, 1, 2, 3, 8, 64, 3000, 5000, 50_000]) for _ in shape)
         span = sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 2
         if span < NBYTES:
-            found.append(View(path, chance.randrange(0, NBYTES - span + 1), shape, strides, "bfloat16"))
-    return found
+            result.append(View(path, chance.randrange(0, NBYTES - span + 1), shape, strides, "bfloat16"))
+    return result
 
 
 def test_each_kind_of_view(file: Path) -> None:
@@ -56,13 +56,13 @@ def test_each_kind_of_view(file: Path) -> None:
     with file.open("rb") as opened:
         for view in views(file):
             wanted = np.ndarray(view.shape, f"u{view.itemsize}", mapped, view.offset, view.strides)
-            found = gathered(opened.fileno(), view)
-            assert found.dtype == wanted.dtype
-            assert np.array_equal(found, wanted), view
-            found[...] = 0  # ours, and not the file's
-            strided = np.zeros((*view.shape, 2), found.dtype)[..., 0]
-            turned = np.zeros(view.shape[::-1], found.dtype).T
-            for into in (found, strided, turned):
+            actual = gathered(opened.fileno(), view)
+            assert actual.dtype == wanted.dtype
+            assert np.array_equal(actual, wanted), view
+            actual[...] = 0  # ours, and not the file's
+            strided = np.zeros((*view.shape, 2), actual.dtype)[..., 0]
+            turned = np.zeros(view.shape[::-1], actual.dtype).T
+            for into in (actual, strided, turned):
                 gathered(opened.fileno(), view, into)
                 assert np.array_equal(into, wanted), view
 

@@ -60,7 +60,7 @@ def ends_early(source: Path, destination: Path, share: float, **options: Any) ->
 
 
 def identities(partial: Path) -> dict[str, tuple[int, int]]:
-    """Which files lie in a directory, so that one that was written again is told from one that was not."""
+    """Return which files lie in a directory, so that one that was written again is told from one that was not."""
     return {
         str(path.relative_to(partial)): (path.stat().st_ino, path.stat().st_mtime_ns)
         for path in partial.rglob("*")
@@ -101,7 +101,7 @@ def test_goes_on_to_the_same_bytes(
 
 
 def planned(done: Any) -> Counter[Path]:
-    """The bytes that a plan copies into each file."""
+    """Return the bytes that a plan copies into each file."""
     sizes: Counter[Path] = Counter()
     for move in done.plan.moves:
         for copy in move.copies:

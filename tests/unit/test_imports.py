@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -50,20 +51,26 @@ SHARED = ("base", "format", "random_states", "registry", "request", "traits", "f
 
 
 def files() -> dict[str, Path]:
-    """Every module of the installed packages, by its name."""
-    found = {}
+    """Return every module of the installed packages, by its name."""
+    result = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
-    return found
+            result[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return result
 
 
 MODULES = files()
 
 
+@cache
+def nodes(module: str) -> list[ast.AST]:
+    """Return all nodes of the syntax tree of a module."""
+    return list(ast.walk(ast.parse(MODULES[module].read_text())))
+
+
 def imported(module: str) -> Iterator[str]:
-    """The modules of the project that a module imports, inside functions and for type checking too."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    """Yield the modules of the project that a module imports, inside functions and for type checking too."""
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -114,11 +121,11 @@ def test_only_formats_know_a_format() -> None:
     """Outside of them no module imports one, and none compares with a format's name."""
     imports, compares = [], []
     names = set(formats())
-    for module, path in MODULES.items():
+    for module in MODULES:
         if any(is_in(module, room) for room in NAMES_FORMATS):
             continue
         imports += [f"{module} imports {other}" for other in imported(module) if concrete_format(other)]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(module):
             if isinstance(node, ast.Compare):
                 sides = [node.left, *node.comparators]
                 texts = {part.value for side in sides for part in ast.walk(side) if isinstance(part, ast.Constant)}
@@ -138,105 +145,61 @@ def test_families_are_found_and_not_imported() -> None:
 
 
 def is_light(module: str) -> bool:
-    """Whether a module is one that must not bring torch in. Training has torch in all but its configuration."""
+    """Return whether a module is one that must not bring torch in. Training has torch in all but its configuration."""
     training = is_in(module, "train_entry") and module != "train_entry" and not is_in(module, "train_entry.config")
     return not training and "megatron" not in module and not module.endswith("__main__")
 
 
-# Run by a fresh interpreter. What other packages bring is imported once; then each module is the first of ours, in a
-# process of its own that is forked from there.
-EACH_FIRST = """
-import importlib, json, os, sys
-modules, heavy, packages = json.loads(sys.argv[1])
-def forked(names, result):
-    reader, writer = os.pipe()
-    if not os.fork():
-        try:
-            for name in names:
-                importlib.import_module(name)
-            answer = result()
-        except BaseException as error:
-            answer = [repr(error)]
-        with open(writer, "w") as file:
-            json.dump(answer, file)
-        os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as answer:
-        value = json.loads(answer.read())
-    os.wait()
-    return value
-def is_ours(name):
-    return name.partition(".")[0] in packages
-def brought():
-    return [name for name in heavy if name in sys.modules]
-for name in forked(modules, lambda: [name for name in sys.modules if not is_ours(name)]):
-    if name.partition(".")[0] not in heavy:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            pass
-assert not brought() and not any(map(is_ours, sys.modules))
-print(json.dumps({module: forked([module], brought) for module in modules}))
-"""
-
-
 @pytest.mark.slow
-def test_each_module_can_be_imported_first() -> None:
-    """No order of imports closes a circle, and none of these modules brings torch in."""
+def test_light_modules_bring_nothing_heavy_in() -> None:
+    """All of them together, so none of them. Each can be imported first: no imports close a circle."""
     modules = [module for module in sorted(MODULES) if is_light(module)]
-    words = json.dumps([modules, HEAVY, PACKAGES])
-    done = subprocess.run(
-        [sys.executable, "-c", EACH_FIRST, words], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    heavy = json.loads(done.stdout)
-    assert list(heavy) == modules
-    assert not {module: brought for module, brought in heavy.items() if brought}
+    assert loaded("".join(f"import {module}\n" for module in modules)) == []
 
 
 def loaded(code: str) -> list[str]:
-    """Which heavy packages a fresh interpreter has loaded after running this."""
+    """Return which heavy packages a fresh interpreter has loaded after running this."""
     report = f"\nimport sys, json\nsys.stderr.write(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stderr.splitlines()[-1])
-    return found
+    result: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return result
 
 
-def command(*arguments: str) -> str:
-    """Code that runs a command of `mcore-convert` to its end."""
+def commands(*lines: list[str]) -> str:
+    """Return code that runs commands of `mcore-convert` to their ends, one after another."""
     return f"""
 import sys
 from mcore_convert.cli import main
-sys.argv = ["mcore-convert", *{list(arguments)}]
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
+for words in {list(lines)}:
+    sys.argv = ["mcore-convert", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (words, end.code)
 """
 
 
 @pytest.mark.slow
 def test_a_conversion_loads_neither_torch_nor_transformers_nor_megatron(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source, dist, back = str(hf_checkpoint("llama-gqa")), str(tmp_path / "dist"), str(tmp_path / "back")
-    assert loaded(command("--help")) == []
-    assert loaded(command("families", "llama")) == []
-    assert loaded(command("convert", source, dist, "--tp", "2")) == []
-    assert loaded(command("inspect", dist, "--stats")) == []
-    assert loaded(command("convert", dist, back)) == []
-    assert loaded(command("verify", source, back)) == []
-    assert loaded(command("export", dist, "--dtype", "bfloat16", "--overwrite")) == ["huggingface_hub"]
-    assert loaded(command("diff", source, back)) == []
     ranks, whole = str(tmp_path / "ranks"), str(tmp_path / "whole")
-    assert loaded(command("reshard", dist, ranks, "--to", "torch", "--tp", "2", "--pp", "2")) == []
-    assert loaded(command("reshard", ranks, whole)) == []
-    assert loaded(command("inspect", ranks)) == []
-
-
-@pytest.mark.slow
-def test_a_configuration_loads_neither_torch_nor_transformers_nor_megatron() -> None:
-    assert loaded(command("train", "--list")) == []
-    assert loaded(command("train", "tiny-gpt2", "parallel=tp2", "--print-config")) == []
+    lines = [
+        ["--help"],
+        ["families", "llama"],
+        ["convert", source, dist, "--tp", "2"],
+        ["inspect", dist, "--stats"],
+        ["convert", dist, back],
+        ["verify", source, back],
+        ["diff", source, back],
+        ["reshard", dist, ranks, "--to", "torch", "--tp", "2", "--pp", "2"],
+        ["reshard", ranks, whole],
+        ["inspect", ranks],
+        ["train", "--list"],
+        ["train", "tiny-gpt2", "parallel=tp2", "--print-config"],
+    ]
+    assert loaded(commands(*lines)) == []
+    assert loaded(commands(["export", dist, "--dtype", "bfloat16", "--overwrite"])) == ["huggingface_hub"]
 
 
 def test_the_public_names() -> None:
@@ -260,6 +223,5 @@ def test_files_stay_small(package: str) -> None:
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_nothing_prints(module: str) -> None:
     """Data goes through the command's own writer, and the library says nothing."""
-    tree = ast.parse(MODULES[module].read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(module) if isinstance(node, ast.Call)]
     assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]

@@ -76,7 +76,7 @@ def interrupted(source: Path, moment: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [AFTER_THE_RENAME, AT_THE_LAST_LINE], ids=["after the rename", "at the last line"])
-def test_what_is_finished_stands_and_is_told(moment: str, source: Path, tmp_path: Path) -> None:
+def test_what_is_finished_stands_and_is_reported(moment: str, source: Path, tmp_path: Path) -> None:
     code, err = interrupted(source, moment)
     assert (code, err.splitlines()[-1]) == (128 + signal.SIGINT, "interrupted; `DST` was finished, and stands")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["DST", "SRC"]

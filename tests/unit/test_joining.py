@@ -26,7 +26,7 @@ WORDS = np.array([edge | sign for edge in EDGES for sign in (0, 0x8000)], np.uin
 
 
 def kernel(weights: NDArray[np.uint16], remainders: NDArray[np.int16]) -> NDArray[np.float32]:
-    """What Transformer Engine's kernel makes of them: it undoes the rounding, and puts both into a union."""
+    """Return what Transformer Engine's kernel makes of them: it undoes the rounding, and puts both into a union."""
     both = np.empty((len(weights), 2), np.int16)
     both[:, 0] = remainders
     both[:, 1] = weights.view(np.int16)
@@ -35,7 +35,7 @@ def kernel(weights: NDArray[np.uint16], remainders: NDArray[np.int16]) -> NDArra
 
 
 def stored(path: Path, array: NDArray[Any], dtype: str) -> View:
-    """A file of an array, and its view."""
+    """Return a file of an array, and its view."""
     path.write_bytes(array.tobytes())
     return View.of(path, 0, TensorMeta(array.shape, dtype))
 
@@ -54,11 +54,11 @@ def test_the_number_is_that_of_the_kernel(every: str, gathered: bool, tmp_path: 
     assert view.dtype == "float32"
     wanted = kernel(words, remainders)
     with Files() as files:
-        found = files.read(view)
-        assert np.array_equal(found, wanted.view(np.uint32))
+        actual = files.read(view)
+        assert np.array_equal(actual, wanted.view(np.uint32))
         finite = np.isfinite(wanted) & ((words & 0x7F80) != 0x7F80)  # zero below zero is none, and is never stored
         assert finite.mean() > 0.8
-        assert rounds_to(found[finite], words[finite], "bfloat16").all()
+        assert rounds_to(actual[finite], words[finite], "bfloat16").all()
 
 
 def test_no_number_has_two_forms() -> None:
@@ -116,8 +116,8 @@ def test_statistics_read_joined_numbers(matrix: tuple[View, NDArray[np.float32]]
         for slot in (Slot(view.transposed, Box.whole((50, 40))), Slot(row, Box.whole((3,)))):
             wanted = np.sort(files.read(slot.view).reshape(-1))
             (part,) = parts_of(spans_of([slot]))
-            found = [read(files, part.span.views[0], block, scratch, "a").exact.copy() for block in part.blocks]
-            assert np.array_equal(np.sort(np.concatenate(found)), wanted)
+            actual = [read(files, part.span.views[0], block, scratch, "a").exact.copy() for block in part.blocks]
+            assert np.array_equal(np.sort(np.concatenate(actual)), wanted)
         whole = read(files, row, Block(0, 3, (slice(0, 3),)), scratch, "a").exact
     weights = (numbers.view(np.uint32)[0, :3].astype(np.uint64) + 0x8000 >> 16).astype(np.uint32)
     assert whole.tolist() == [(int(weight) << 16) + added for weight, added in zip(weights, (1, -2, 3), strict=True)]

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors.numpy import load_file
 
 from mcore_convert import convert, reshard, verify_files
 from mcore_convert.checkpoints.identify import open_checkpoint
-from mcore_convert.checkpoints.manifest import MANIFEST, Manifest, read_manifest
+from mcore_convert.checkpoints.manifest import MANIFEST, Manifest, manifest_lines, read_manifest, write_manifest
 from mcore_convert.comparison.integrity import Damage
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.storage import digests
@@ -151,15 +152,15 @@ def test_every_flipped_bit_is_named(written: Written) -> None:
         free = [*digests.gaps_between(manifest.runs.get(name, ()), file.size)]
         flip(folder / name, draw.randrange(*draw.choice(free)), draw.randrange(8))
         wanted.add((name, None, free[0][0]))
-    found = verify_files(folder)
-    assert not found.intact
-    assert {(damage.file, damage.tensor, damage.start) for damage in found.damages} == wanted
-    assert len(found.damages) == len(wanted)
-    assert all(damage.block == (damage.start - start_of(manifest, damage)) // BLOCK + 1 for damage in found.damages)
+    actual = verify_files(folder)
+    assert not actual.intact
+    assert {(damage.file, damage.tensor, damage.start) for damage in actual.damages} == wanted
+    assert len(actual.damages) == len(wanted)
+    assert all(damage.block == (damage.start - start_of(manifest, damage)) // BLOCK + 1 for damage in actual.damages)
 
 
 def start_of(manifest: Manifest, damage: Damage) -> int:
-    """Where the part of a file begins that is damaged."""
+    """Return where the part of a file begins that is damaged."""
     parts = (part for part in manifest.parts if part.file == damage.file and part.start <= damage.start < part.end)
     return next((part.start for part in parts), damage.start + BLOCK)
 
@@ -201,7 +202,7 @@ def test_the_command_names_what_is_damaged(source: Path, tmp_path: Path) -> None
     assert run("verify", str(folder), "--logits").code == 2
 
 
-def test_a_damaged_manifest_is_said(written: Written) -> None:
+def test_a_damaged_manifest_is_reported(written: Written) -> None:
     """Whatever bit of it flips: it never says that a damaged file is whole, or a whole one damaged."""
     _, folder = written
     path = folder / MANIFEST
@@ -217,7 +218,7 @@ def test_a_damaged_manifest_is_said(written: Written) -> None:
 
 
 def sealed(content: dict[str, Any]) -> bytes:
-    """A manifest that was changed on purpose, with its checksum made anew."""
+    """Return a manifest that was changed on purpose, with its checksum made anew."""
     del content["checksum"]
     text = json.dumps(content)[:-1].encode() + b", "
     return text + f'"checksum": "{xxhash.xxh3_64_hexdigest(text)}"}}\n'.encode()
@@ -284,18 +285,18 @@ def damaged(folder: Path) -> Iterator[tuple[Callable[[], object], str]]:
 
 def test_reading_an_output_checks_sizes_and_headers(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / NAME, to="hf")
-    for change, said in damaged(tmp_path / NAME):
+    for change, message in damaged(tmp_path / NAME):
         change()
-        if not said:
+        if not message:
             open_checkpoint(tmp_path / NAME)
             continue
         with pytest.raises(UnreadableCheckpoint) as refused:
             open_checkpoint(tmp_path / NAME)
         assert "is not what its manifest says" in refused.value.message
-        assert re.search(said, "\n".join(refused.value.items))
+        assert re.search(message, "\n".join(refused.value.items))
         assert f"remove `{MANIFEST}`" in (refused.value.hint or "")
-    found = verify_files(tmp_path / NAME)
-    assert found.absent  # an edited configuration is no obstacle to reading, and is no longer what was written
+    result = verify_files(tmp_path / NAME)
+    assert result.absent  # an edited configuration is no obstacle to reading, and is no longer what was written
     (tmp_path / NAME / MANIFEST).unlink()
     open_checkpoint(tmp_path / NAME)
 
@@ -312,8 +313,8 @@ def test_a_foreign_file_in_the_place_of_one_is_refused(source: Path, tmp_path: P
 
 def test_without_checksums_there_are_sizes(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / NAME, to="hf", checksums=False)
-    found = verify_files(tmp_path / NAME)
-    assert (found.intact, found.has_checksums, found.nbytes) == (True, False, 0)
+    result = verify_files(tmp_path / NAME)
+    assert (result.intact, result.has_checksums, result.nbytes) == (True, False, 0)
     done = run("verify", str(tmp_path / NAME))
     assert (done.code, done.err) == (
         0,
@@ -377,3 +378,23 @@ def test_the_order_of_writing_changes_no_checksum(
 def test_a_planned_conversion_writes_none(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     convert(hf_checkpoint("gpt2"), tmp_path / NAME, dry_run=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_is_read_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line by line, and with a budget for what is kept of the lines: it may be a stranger's."""
+    entries = {f"weight.{number}": {"size": 1} for number in range(4000)}
+    file = tmp_path / MANIFEST
+    write_manifest(file, manifest_lines({}, entries, {}, []))
+    tracemalloc.start()
+    try:
+        manifest = read_manifest(file)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert manifest is not None
+    assert list(manifest.files) == list(entries)
+    budget = 4000 * 450
+    assert peak < budget
+    monkeypatch.setattr("mcore_convert.checkpoints.manifest.MEMORY", budget // 4)
+    with pytest.raises(UnreadableCheckpoint, match=f"would take more than {budget // 4:,} bytes of memory"):
+        read_manifest(file)

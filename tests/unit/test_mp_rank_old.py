@@ -50,11 +50,11 @@ def test_old_models_are_opened_as_any_other(version: int, spelling: str, stored:
         pp=2,
         args=args if stored else None,
     )
-    found = open_mp_rank(tmp_path, None if stored else OPTIONS)
-    assert (found.layout, found.implementation) == (Layout(tp=2, pp=2), LOCAL)
-    dims = dims_of(found.args)
-    family = gpt.family(arguments.normalise(found.args))
-    sources = find_weights(family, dims, found)
+    checkpoint = open_mp_rank(tmp_path, None if stored else OPTIONS)
+    assert (checkpoint.layout, checkpoint.implementation) == (Layout(tp=2, pp=2), LOCAL)
+    dims = dims_of(checkpoint.args)
+    family = gpt.family(arguments.normalise(checkpoint.args))
+    sources = find_weights(family, dims, checkpoint)
     with Files() as files:
         for item, slots in sources.slots.items():
             assert item.weight.mcore is not None
@@ -76,9 +76,9 @@ def test_an_old_model_is_written_in_the_current_form(tmp_path: Path) -> None:
         tp=2,
         args={**ARGS, "model_parallel_size": 2},
     )
-    (found,) = load(resharded(open_mp_rank(tmp_path / "old"), tmp_path / "new", Layout())).values()
-    assert found["checkpoint_version"] == 3.0
-    held = {key: tensor for key, tensor in found["model"].items() if tensor is not None}
+    (result,) = load(resharded(open_mp_rank(tmp_path / "old"), tmp_path / "new", Layout())).values()
+    assert result["checkpoint_version"] == 3.0
+    held = {key: tensor for key, tensor in result["model"].items() if tensor is not None}
     assert held.keys() == weights.keys()
     assert all(torch.equal(tensor, weights[key]) for key, tensor in held.items())
 

@@ -52,9 +52,9 @@ def test_one_rank_of_several_stands_for_all_of_them() -> None:
     whole = open_checkpoint(run)
     rank = sorted(whole.path.glob("mp_rank_*"))[-1]
     for place in (rank, rank / MODEL_FILE):
-        found = open_checkpoint(place)
-        assert found.path.samefile(whole.path)
-        assert found.tensors == whole.tensors
+        checkpoint = open_checkpoint(place)
+        assert checkpoint.path.samefile(whole.path)
+        assert checkpoint.tensors == whole.tensors
     assert inspect(rank).num_files == 4
 
 

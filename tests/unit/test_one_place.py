@@ -27,7 +27,9 @@ def distributed(tmp_path_factory: pytest.TempPathFactory, hf_checkpoint: HfMaker
 
 
 def rewritten(source: Path, path: Path, change: int | str) -> Path:
-    """A copy of a `torch_dist` directory whose `.metadata` gives one chunk another place: the other chunk's number."""
+    """Return a copy of a `torch_dist` directory whose `.metadata` gives one chunk another place:
+    the other chunk's number.
+    """
     shutil.copytree(source, path)
     folder = path / "release"
     directory = dcp.read(folder)
@@ -62,7 +64,7 @@ def test_overlapping_chunks_are_refused(distributed: Path, tmp_path: Path) -> No
     assert "has several parts at one place" in refusal(tmp_path / "SRC", "--to", "hf")
 
 
-def test_a_file_that_nothing_refers_to_is_told(distributed: Path, tmp_path: Path) -> None:
+def test_a_file_that_nothing_refers_to_is_reported(distributed: Path, tmp_path: Path) -> None:
     shutil.copytree(distributed, tmp_path / "SRC")
     assert not [note for note in convert(tmp_path / "SRC", tmp_path / "a", to="hf").notes if "refers" in note]
     shutil.copyfile(distributed / "release/__0_0.distcp", tmp_path / "SRC/release/__7_0.distcp")
@@ -92,7 +94,7 @@ def pickled(hf_checkpoint: HfMaker, tmp_path: Path) -> Path:
 
 
 def record_at(file: Path, name: str) -> tuple[int, int]:
-    """Where the bytes of a record begin, and how many they are."""
+    """Return where the bytes of a record begin, and how many they are."""
     with zipfile.ZipFile(file) as archive:
         info = next(each for each in archive.infolist() if each.filename.endswith(name))
     raw = file.read_bytes()

@@ -44,7 +44,7 @@ def rows_of(pack: Pack, dims: Dims) -> int:
 
 
 def packed(pack: Pack, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], dims: Dims) -> torch.Tensor:
-    """What the pieces say, done with torch."""
+    """Return what the pieces say, done with torch."""
     whole = torch.zeros(shape, dtype=torch.int64)
     for piece in pack.pieces(shape, dims):
         part = lane(tensors[piece.tensor], piece.every)[slices(piece.hf)]
@@ -53,7 +53,7 @@ def packed(pack: Pack, tensors: Sequence[torch.Tensor], shape: tuple[int, ...], 
 
 
 def lane(tensor: torch.Tensor, every: Every | None) -> torch.Tensor:
-    """The indices of a tensor that a piece is of."""
+    """Return the indices of a tensor that a piece is of."""
     if every is None:
         return tensor
     return tensor[(slice(None),) * every.axis + (slice(every.first, None, every.step),)]
@@ -158,7 +158,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         ([], "4 of 4 elements are in no part"),
     ],
 )
-def test_parts_that_do_not_tile_are_told_apart(boxes: list[Box], reason: str) -> None:
+def test_parts_that_do_not_tile_are_distinguished(boxes: list[Box], reason: str) -> None:
     import re
 
     assert re.search(reason, str(untiled(boxes, (4,))))

@@ -1,4 +1,4 @@
-"""What pages are made of: curves, layouts, files; and the commands that look."""
+"""Parts of pages: curves, layouts, files; and the commands that look."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.unit.test_cli import run
 
 
 def metrics_of(losses: dict[int, float | None], evaluations: dict[int, float] | None = None) -> Metrics:
-    found = Metrics()
+    result = Metrics()
     for iteration, loss in losses.items():
-        found.iterations.append(iteration)
-        found.losses.append(math.nan if loss is None else loss)
+        result.iterations.append(iteration)
+        result.losses.append(math.nan if loss is None else loss)
     if evaluations:
-        found.evaluations["valid"] = dict(evaluations)
-    return found
+        result.evaluations["valid"] = dict(evaluations)
+    return result
 
 
 def points(text: str) -> np.ndarray[Any, Any]:
@@ -56,10 +56,10 @@ def test_metrics_are_read_whatever_else_is_there(tmp_path: Path) -> None:
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_bytes("\n".join(lines).encode() + b"\xff")
-    found = read_metrics(file)
-    assert list(found.iterations) == [1, 2, 3, 4]
-    assert np.array_equal(list(found.losses), [3.5, math.nan, math.nan, 2.5], equal_nan=True)
-    assert found.evaluations == {"valid": {2: 3.25}}
+    result = read_metrics(file)
+    assert list(result.iterations) == [1, 2, 3, 4]
+    assert np.array_equal(list(result.losses), [3.5, math.nan, math.nan, 2.5], equal_nan=True)
+    assert result.evaluations == {"valid": {2: 3.25}}
     assert find_metrics(tmp_path / "checkpoints/iter_0000004") == file
     assert find_metrics(tmp_path) == file
     assert find_metrics(tmp_path / "a/b/c") is None
@@ -113,10 +113,10 @@ def test_odd_curves_are_drawn_too(losses: dict[int, float | None]) -> None:
 
 
 def test_a_resumed_run_counts_its_last_losses() -> None:
-    found = metrics_of({1: 5.0, 2: 4.0, 3: 9.0})
-    found.iterations.extend([2, 3])
-    found.losses.extend([3.0, 2.0])
-    data = curve_data(found, None)
+    result = metrics_of({1: 5.0, 2: 4.0, 3: 9.0})
+    result.iterations.extend([2, 3])
+    result.losses.extend([3.0, 2.0])
+    data = curve_data(result, None)
     assert data is not None
     assert [row[:2] for row in data["read"]] == [[1, 5.0], [2, 3.0], [3, 2.0]]
 
@@ -184,8 +184,8 @@ def test_a_page_is_small_and_the_same_each_time(hf_checkpoint: HfMaker, tmp_path
 def test_a_page_of_a_model_that_is_not_known_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = real_checkpoint("moe_legacy_pp2ep2")
     monkeypatch.setattr(families, "families", lambda: {"gpt2": gpt2.FAMILY})
-    found = inspect(path, html=tmp_path / "page.html")
-    assert found.statistics
+    inspection = inspect(path, html=tmp_path / "page.html")
+    assert inspection.statistics
     assert "no family can represent this model" in (tmp_path / "page.html").read_text()
 
 

@@ -51,40 +51,40 @@ CONVERT = ["opening", "planning", "checking", "copying", "finishing"]
 
 def test_phases_of_conversions(pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, dist = pair
-    told = Recorder()
-    done = convert(source, tmp_path / "dist", progress=told)
-    assert told.phases == CONVERT
-    assert told.bytes == {"copying": (done.plan.nbytes, done.plan.nbytes)}
-    told = Recorder()
-    reshard(dist, tmp_path / "ranks", to="torch", tp=2, progress=told)
-    assert told.phases == CONVERT
-    told = Recorder()
-    convert(source, tmp_path / "none", dry_run=True, progress=told)
-    assert told.phases == CONVERT[:2]
-    told = Recorder()
-    export(dist, tmp_path / "hf", progress=told)
-    assert told.phases == ["planning", "checking", "copying", "reading again", "finishing"]
-    (copied, total), (read, same) = told.bytes["copying"], told.bytes["reading again"]
+    recorder = Recorder()
+    done = convert(source, tmp_path / "dist", progress=recorder)
+    assert recorder.phases == CONVERT
+    assert recorder.bytes == {"copying": (done.plan.nbytes, done.plan.nbytes)}
+    recorder = Recorder()
+    reshard(dist, tmp_path / "ranks", to="torch", tp=2, progress=recorder)
+    assert recorder.phases == CONVERT
+    recorder = Recorder()
+    convert(source, tmp_path / "none", dry_run=True, progress=recorder)
+    assert recorder.phases == CONVERT[:2]
+    recorder = Recorder()
+    export(dist, tmp_path / "hf", progress=recorder)
+    assert recorder.phases == ["planning", "checking", "copying", "reading again", "finishing"]
+    (copied, total), (read, same) = recorder.bytes["copying"], recorder.bytes["reading again"]
     assert 0 < copied < read == total == same
 
 
 def test_phases_of_looking(pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, dist = pair
-    told = Recorder()
-    inspect(dist, stats=True, html=tmp_path / "page.html", progress=told)
-    assert told.phases == ["opening", "measuring", "writing the page"]
-    told = Recorder()
-    diff(source, dist, progress=told)
-    assert told.phases == ["opening", "comparing"]
-    assert told.bytes["comparing"][0] == told.bytes["comparing"][1] > 0
+    recorder = Recorder()
+    inspect(dist, stats=True, html=tmp_path / "page.html", progress=recorder)
+    assert recorder.phases == ["opening", "measuring", "writing the page"]
+    recorder = Recorder()
+    diff(source, dist, progress=recorder)
+    assert recorder.phases == ["opening", "comparing"]
+    assert recorder.bytes["comparing"][0] == recorder.bytes["comparing"][1] > 0
 
 
 def test_phases_of_logits(pair: tuple[Path, Path]) -> None:
     source, dist = pair
-    told = Recorder()
-    assert verify(source, dist, logits=True, progress=told).equal
+    recorder = Recorder()
+    assert verify(source, dist, logits=True, progress=recorder).equal
     release = dist / "release"
-    assert told.phases == [
+    assert recorder.phases == [
         "opening",
         "checking",
         "comparing",
@@ -98,16 +98,16 @@ def test_phases_of_logits(pair: tuple[Path, Path]) -> None:
 
 
 def test_phases_of_an_upload(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    told = Recorder()
+    recorder = Recorder()
     with client_of_a_hub(tmp_path):
-        push(pair[0], "ada/model", progress=told)
-    assert told.phases == ["asking the Hub", "asking the Hub", "hashing", "sending"]
+        push(pair[0], "ada/model", progress=recorder)
+    assert recorder.phases == ["asking the Hub", "asking the Hub", "hashing", "sending"]
 
 
 def test_a_plain_function_is_a_progress(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    export(pair[1], tmp_path / "hf", progress=lambda done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1]
+    messages: list[tuple[int, int]] = []
+    export(pair[1], tmp_path / "hf", progress=lambda done, total: messages.append((done, total)))
+    assert messages[-1][0] == messages[-1][1]
 
 
 class Terminal(io.StringIO):
@@ -122,7 +122,7 @@ def test_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setenv("COLUMNS", "70")
 
     def drawn() -> str:
-        """What is drawn once more from now on."""
+        """Return what is drawn once more from now on."""
         terminal.seek(0)
         terminal.truncate()
         end = time.monotonic() + 10

@@ -35,7 +35,7 @@ def function(name: str) -> bytes:
 
 
 def shared(levels: int) -> bytes:
-    """A list of two lists that are one, and so on: 2**levels parts in a few bytes."""
+    """Return a list of two lists that are one, and so on: 2**levels parts in a few bytes."""
     return b"]" + b"".join(
         b"\x94" + b"]h" + bytes([number]) + b"ah" + bytes([number]) + b"a" for number in range(levels)
     )

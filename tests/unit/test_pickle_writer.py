@@ -6,11 +6,12 @@ import argparse
 import io
 import pickle
 from collections import OrderedDict
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from mcore_convert.formats.files.pickle_writer import Call, Global, Instance, dumps
+from mcore_convert.formats.files.pickle_writer import HOLE, Call, Global, Instance, Rows, dumps
 from mcore_convert.formats.files.pickles import StorageRef, TensorRef
 
 EDGES = [0, 1, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, 2**63, 10**700, -(10**30)]
@@ -66,3 +67,22 @@ def test_a_record_of_ours_that_cannot_be_named_is_refused() -> None:
         dumps({"a": {StorageRef("0", "float32", 1)}})
     with pytest.raises(TypeError, match="cannot be written"):
         dumps(OrderedDict(a=TensorRef(StorageRef("0", "float32", 1), 0, (1,), (1,))))
+
+
+def test_rows_are_written_as_the_objects_that_they_stand_for() -> None:
+    """In batches, with names and strings that are written once, and values of every kind."""
+    fraction = Global("fractions", "Fraction")
+    rows = [(f"key {number % 3}", (number, number + 70000), number - 1) for number in range(2500)]
+    filled = Instance(Global("argparse", "Namespace"), {"a": HOLE, "b": [Call(fraction, (1, HOLE))]})
+    listed = Rows(((filled, ((text, 2**40 + number) for text, _, number in rows)),))
+    keyed = Rows(
+        (((HOLE, Call(Global("builtins", "tuple"), (HOLE,))), ((n, pair) for _, pair, n in rows)),), is_dict=True
+    )
+    from_rows, by_number = pickle.loads(dumps([listed, keyed]))
+    assert [(each.a, each.b) for each in from_rows] == [(text, [Fraction(1, 2**40 + n)]) for text, _, n in rows]
+    assert by_number == {number: pair for _, pair, number in rows}
+    several = Rows(
+        ((HOLE, [(1,)]), (Instance(Global("argparse", "Namespace"), {"a": HOLE}), [("x",), ("x",)]), (HOLE, []))
+    )
+    namespace = argparse.Namespace(a="x")
+    assert pickle.loads(dumps(several)) == [1, namespace, namespace]

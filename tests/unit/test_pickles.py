@@ -63,13 +63,13 @@ class Calls:
 
 
 def named(module: str, name: str, argument: bytes = pickle.NONE) -> bytes:
-    """A pickle of protocol 4 that calls a name, which may have dots, with one argument."""
+    """Return a pickle of protocol 4 that calls a name, which may have dots, with one argument."""
     names = b"".join(pickle.SHORT_BINUNICODE + bytes([len(word)]) + word.encode() for word in (module, name))
     return pickle.PROTO + b"\x04" + names + pickle.STACK_GLOBAL + argument + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
 
 
 def legacy(module: str, name: str) -> bytes:
-    """The same in protocol 0, as INST."""
+    """Return the same in protocol 0, as INST."""
     return f"(S'touch executed'\ni{module}\n{name}\n.".encode()
 
 
@@ -103,7 +103,7 @@ HOSTILE: dict[str, bytes] = {
 
 
 def archive(data: bytes) -> bytes:
-    """A torch file whose object is this pickle."""
+    """Return a torch file whose object is this pickle."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         for name, content in (("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")):
@@ -189,7 +189,7 @@ def glob(module: str, name: str) -> bytes:
 
 
 def value(content: Any) -> bytes:
-    """The opcodes of a plain value."""
+    """Return the opcodes of a plain value."""
     return pickle.dumps(content, protocol=2)[2:-1]
 
 
@@ -265,8 +265,8 @@ def test_parts_that_hold_themselves_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UnreadableCheckpoint, match=reason):
             TorchFile(file)
     file.write_bytes(archive(pickle.dumps([twice, twice])))
-    found = TorchFile(file).tree
-    assert found[0] is found[1]
+    result = TorchFile(file).tree
+    assert result[0] is result[1]
 
 
 def test_a_pickle_cannot_change_what_the_next_one_is_given(tmp_path: Path) -> None:
@@ -284,9 +284,9 @@ def test_a_pickle_cannot_change_what_the_next_one_is_given(tmp_path: Path) -> No
             pickles.load(io.BytesIO(build(target, value(state), pickle.BUILD)), "`x`")
     file = tmp_path / "file.pt"
     torch.save({"x": torch.ones(3), "args": argparse.Namespace(dtype=torch.float32)}, file)
-    found = TorchFile(file).tree
-    assert found["x"].dtype == "float32"
-    assert found["args"].dtype == TorchDtype("float32")
+    result = TorchFile(file).tree
+    assert result["x"].dtype == "float32"
+    assert result["args"].dtype == TorchDtype("float32")
     assert not hasattr(argparse.Namespace, "changed")
     assert not hasattr(pickles.Metadata, "changed")
     assert not hasattr(pickles._rebuild_tensor, "changed")
@@ -295,9 +295,9 @@ def test_a_pickle_cannot_change_what_the_next_one_is_given(tmp_path: Path) -> No
 
 def test_stand_ins_run_nothing() -> None:
     for module, name in [("numpy", "load"), ("numpy.testing._private.utils", "runstring"), ("megatron.x", "y")]:
-        found = pickles.load(io.BytesIO(named(module, name)), "`x`")
-        assert isinstance(found, pickles.StandIn)
-        assert found.arguments == (None,)
+        actual = pickles.load(io.BytesIO(named(module, name)), "`x`")
+        assert isinstance(actual, pickles.StandIn)
+        assert actual.arguments == (None,)
 
 
 # Damage at random

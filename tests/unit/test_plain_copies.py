@@ -1,4 +1,4 @@
-"""Where the kernel cannot copy, map or keep room: the same bytes by plain reads and writes."""
+"""Copies where the kernel cannot copy, map or keep room: the same bytes by plain reads and writes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def refuses(code: int) -> Callable[..., NoReturn]:
 
 
 def macos(patch: pytest.MonkeyPatch) -> None:
-    """A system without what Linux alone has."""
+    """Make a system without what Linux alone has."""
     for name in ("copy_file_range", "fdatasync", "posix_fallocate", "sched_getaffinity", "sendfile"):
         patch.delattr(os, name, raising=False)
     patch.setattr(sys, "platform", "darwin")
 
 
 def network(patch: pytest.MonkeyPatch) -> None:
-    """A file system that cannot do more than read and write."""
+    """Make a file system that cannot do more than read and write."""
     patch.setattr(os, "copy_file_range", refuses(errno.EOPNOTSUPP))
     patch.setattr(mapping, "fallocate", refuses(errno.EOPNOTSUPP))
 
@@ -99,7 +99,7 @@ def test_the_same_bytes(
 
 
 def of_a_tree(files: Tree) -> Tree:
-    """What does not name the place of the tree."""
+    """Return what does not name the place of the tree."""
     return {name: content for name, content in files.items() if name.endswith((".safetensors", ".distcp", ".pt"))}
 
 

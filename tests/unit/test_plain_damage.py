@@ -26,7 +26,7 @@ from tests.refusals import Ended, refusal, run, tree
 
 
 def laid(name: str, home: Path) -> Path:
-    """A checkpoint of the corpus, at `home/SRC`."""
+    """Return a checkpoint of the corpus, at `home/SRC`."""
     with zipfile.ZipFile(CORPUS / "checkpoints" / f"{name}.zip") as archive:
         archive.extractall(home / "SRC")
     return home / "SRC"
@@ -112,7 +112,7 @@ def test_a_number_of_5000_digits(file: str, tmp_path: Path) -> None:
 
 
 def archive_with(path: Path, pickled: bytes) -> None:
-    """A file of torch with this pickle, and no tensor."""
+    """Write a file of torch with this pickle, and no tensor."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data.pkl", pickled)
         archive.writestr("x/byteorder", b"little")

@@ -21,7 +21,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def workflow(name: str) -> dict[Any, Any]:
-    """A parsed workflow. YAML 1.1 reads its key `on` as true."""
+    """Return a parsed workflow. YAML 1.1 reads its key `on` as true."""
     content: dict[Any, Any] = yaml.safe_load((GITHUB / "workflows" / name).read_text())
     return content
 

@@ -1,17 +1,86 @@
-"""Docstrings of the library's modules: noun phrases for what a file owns."""
+"""Plain technical English, as far as a program can tell: docstrings, and the names of values."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
 
 from tests.kinds import ROOT
 
+ROOMS = ("mcore_convert", "converters", "train_entry", "fixtures", "examples", "benchmarks", "docs", "tests")
 QUESTIONS = {"What", "How", "Whether", "Where", "Which"}
+# Words that begin a noun phrase or a question, where the docstring of a function begins with a verb.
+NO_VERBS = QUESTIONS | {"A", "An", "The", "This", "That", "These", "Those", "Each", "Every", "All", "One", "No", "Why"}
+THINGS = ("property", "fixture", "contextmanager", "setter")  # a function that stands for a thing is called what it is
+NO_NOUNS = re.compile(r"(^|_)(found|said|told|tell|helpers?|utils?|manager|stuff)(_|$)")
+FROM_ELSEWHERE = {"_found"}  # an attribute of another library's class
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the project, by its path."""
+    files = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
+    return {str(Path(file).relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Yield the functions whose docstring begins with a verb: neither tests nor what stands for a thing."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_"):
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            if not any(thing in decorators for thing in THINGS):
+                yield node
+
+
+def names_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield each name that a module gives to something, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("test_"):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+
+
+def first_word(node: ast.Module | ast.FunctionDef) -> str:
+    """Return the first word of a docstring; nothing where there is none."""
+    return (ast.get_docstring(node) or "").partition(" ")[0].strip(",.:;")
 
 
 def test_no_module_opens_with_a_question() -> None:
-    first = {
-        str(path.relative_to(ROOT)): (ast.get_docstring(ast.parse(path.read_text())) or "").partition(" ")[0]
-        for path in (ROOT / "mcore_convert").rglob("*.py")
-    }
-    assert [path for path, word in first.items() if word in QUESTIONS] == []
+    assert [path for path, tree in modules().items() if first_word(tree) in QUESTIONS] == []
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    wrong = [
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in modules().items()
+        for node in functions(tree)
+        if first_word(node) in NO_VERBS
+    ]
+    assert wrong == []
+
+
+def test_values_are_named_after_what_they_hold() -> None:
+    wrong = [
+        f"{path}:{line} {name}"
+        for path, tree in modules().items()
+        for line, name in names_of(tree)
+        if NO_NOUNS.search(name) and name not in FROM_ELSEWHERE
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [("def f(found):\n    said = 1\n", ["found", "said"]), ("class Teller:\n    x: int\n", [])],
+)
+def test_the_check_sees_names(source: str, names: list[str]) -> None:
+    tree = ast.parse(source)
+    assert [name for _, name in names_of(tree) if NO_NOUNS.search(name)] == names

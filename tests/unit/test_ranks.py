@@ -64,7 +64,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def together(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What each of several ranks comes to: its result, or what it raises."""
+    """Return what each of several ranks comes to: its result, or what it raises."""
     store = MemoryStore()
 
     def run(rank: int) -> Any:
@@ -143,7 +143,7 @@ def test_each_opens_the_files_of_its_part_alone(
     assert sum(map(len, readers.values())) < 2 * len(readers)  # what all ranks hold lies in the first one's file
 
 
-def test_an_error_of_one_rank_is_told_by_the_first(
+def test_an_error_of_one_rank_is_reported_by_the_first(
     hf_checkpoint: HfMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = hf_checkpoint("llama-gqa", fill="normal")
@@ -171,7 +171,7 @@ def test_an_error_of_one_rank_is_told_by_the_first(
     assert written == contents(tmp_path / "out")
 
 
-def test_a_refusal_of_all_is_told_once(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+def test_a_refusal_of_all_is_reported_once(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint("llama-gqa", fill="normal")
     (tmp_path / "out").mkdir()
     done = together(3, lambda _: convert(source, tmp_path / "out"))

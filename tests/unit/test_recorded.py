@@ -175,8 +175,8 @@ def test_values_that_make_no_sense_are_refused_or_handed_on(junk: Any) -> None:
         with contextlib.suppress(ConfigError):
             recorded.of_bridge({**tree, "model": {**tree["model"], name: junk}}, "run_config.yaml")
         with contextlib.suppress(ConfigError):
-            said = recorded.of_verl({**tree["model"], name: junk}, "transformer_config.json")
-            recorded.agreed({"num_layers": 2, "layernorm_epsilon": 1e-5, "num_query_groups": 4}, said)
+            message = recorded.of_verl({**tree["model"], name: junk}, "transformer_config.json")
+            recorded.agreed({"num_layers": 2, "layernorm_epsilon": 1e-5, "num_query_groups": 4}, message)
         with contextlib.suppress(ConfigError):
             recorded.of_nemo({"config": {**tree["model"], name: junk}, "optim": junk}, "model.yaml")
     for name in tree:
@@ -218,15 +218,15 @@ def test_sections_become_arguments() -> None:
 
 
 def test_two_configurations_of_different_models_are_refused() -> None:
-    said = recorded.of_verl(
+    message = recorded.of_verl(
         {**SIZES, "gated_linear_unit": True, "params_dtype": "torch.bfloat16"}, "transformer_config.json"
     )
-    assert said.args["params_dtype"] == DTYPES["bfloat16"]
+    assert message.args["params_dtype"] == DTYPES["bfloat16"]
     config = {"num_layers": 3, "hidden_size": 8, "layernorm_epsilon": 1e-5}
     with pytest.raises(ConfigError, match="different models") as caught:
-        recorded.agreed(config, said)
+        recorded.agreed(config, message)
     assert caught.value.items == ("`num_layers` = 2, and 3 in config.json",)
-    assert recorded.agreed({**config, "num_layers": 2}, said)["num_attention_heads"] == 4
+    assert recorded.agreed({**config, "num_layers": 2}, message)["num_attention_heads"] == 4
 
 
 def test_values_of_unknown_classes_have_no_plain_value() -> None:

@@ -1,4 +1,4 @@
-"""What a run tells: Megatron's count of operations, time per phase, and numbers that are each kept once."""
+"""The report of a run: Megatron's count of operations, time per phase, and numbers that are each kept once."""
 
 from __future__ import annotations
 
@@ -141,22 +141,22 @@ def test_evaluations_come_after_the_steps_before_them(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_wrong_is_said_at_once_and_then_once_a_line(tmp_path: Path) -> None:
+def test_what_is_wrong_is_reported_at_once_and_then_once_a_line(tmp_path: Path) -> None:
     words = io.StringIO()
     with Report(config_of(tmp_path), GPT2, stream=words) as report:
         for iteration in range(1, 13):
             report.step(step_of(iteration, loss=math.nan if iteration >= 4 else 1.0))
             if iteration == 4:
                 assert "warning: the loss is nan at step 4\n" in words.getvalue()
-    said = [line for line in words.getvalue().splitlines() if line.startswith("warning")]
-    assert said == [f"warning: the loss is nan at {steps}" for steps in ("step 4", "steps 5-10", "steps 11-12")]
+    message = [line for line in words.getvalue().splitlines() if line.startswith("warning")]
+    assert message == [f"warning: the loss is nan at {steps}" for steps in ("step 4", "steps 5-10", "steps 11-12")]
     assert "step 10/30  loss nan" in words.getvalue()
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     losses = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in text.splitlines()]
     assert losses == [1.0] * 3 + [None] * 9
 
 
-def test_skipped_steps_are_said_and_their_loss_is_not_shown(tmp_path: Path) -> None:
+def test_skipped_steps_are_reported_and_their_loss_is_not_shown(tmp_path: Path) -> None:
     words = io.StringIO()
     with Report(config_of(tmp_path), GPT2, stream=words) as report:
         for iteration in range(1, 11):
@@ -176,7 +176,7 @@ def test_skipped_steps_are_said_and_their_loss_is_not_shown(tmp_path: Path) -> N
     assert lines[4].startswith("step  9/30  loss 2.0000 ")
 
 
-def test_a_norm_that_is_not_finite_is_said() -> None:
+def test_a_norm_that_is_not_finite_is_reported() -> None:
     steps = [Step.of(step_of(i, grad_norm=math.inf if i == 3 else 1.0)) for i in range(1, 5)]
     assert warnings_of(steps) == ["the norm of the gradients is not finite at step 3"]
     assert warnings_of([Step.of(step_of(1, grad_norm=None))]) == []

@@ -126,10 +126,10 @@ def test_the_page_shows_lines_as_they_are() -> None:
     speed = Rates(flops_per_token(LLAMA_1B), 1, 989.4).speed(52_440, 1.0)
     console.steps(Interval(steps, speed, {"allocated": 41_237_000_000}, phases, eta=1231.0), [])
     console.evaluation(Evaluation(500, "valid", 4.2135, seconds=3.1), {})
-    said = words.getvalue().splitlines()
+    message = words.getvalue().splitlines()
     nan = [Step.of(step_of(12, loss=math.nan))]
     skipped = [Step.of(step_of(i, skipped=True, loss_scale=8192.0)) for i in (3, 4, 5)]
-    said += [f"warning: {text}" for each in (nan, skipped) for text in warnings_of(each)]
+    message += [f"warning: {text}" for each in (nan, skipped) for text in warnings_of(each)]
     page = (ROOT / "docs" / "watch-a-run.md").read_text().splitlines()
-    assert [line for line in said if line not in page] == []
-    assert len(said) == 4
+    assert [line for line in message if line not in page] == []
+    assert len(message) == 4

@@ -1,4 +1,4 @@
-"""What a run hands to others: W&B, its directory, and the end of its report."""
+"""Hand-over of a run to others: W&B, its directory, and the end of its report."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def _centred(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_norm(source: Path, path: Path, values: torch.Tensor) -> Path:
-    """The model with these numbers in its norm at the end, again and again."""
+    """Return the model with these numbers in its norm at the end, again and again."""
     shutil.copytree(source, path)
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"] = values.repeat(64)[:64].to(torch.bfloat16)

@@ -84,8 +84,10 @@ def test_a_slip_in_the_name_of_a_run(here: Path) -> None:
 
 def test_a_revision_says_that_it_is_a_model_of_the_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    said = run("convert", "tiny-lama", "out", "--revision", "main").err
-    assert said.startswith("error: `tiny-lama` is no directory, and the Hub cannot be reached: HF_HUB_OFFLINE is set\n")
+    message = run("convert", "tiny-lama", "out", "--revision", "main").err
+    assert message.startswith(
+        "error: `tiny-lama` is no directory, and the Hub cannot be reached: HF_HUB_OFFLINE is set\n"
+    )
 
 
 @pytest.fixture

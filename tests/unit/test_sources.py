@@ -1,4 +1,4 @@
-"""What stands in a source file's place, and how much of it is read: an error with a name, at once."""
+"""Substitutes of source files, and how much of them is read: an error with a name, at once."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ MAY_OPEN = {
 
 
 def openings(file: Path) -> list[str]:
-    """The calls in a module that may open a file."""
+    """Return the calls in a module that may open a file."""
     calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
-    found = []
+    result = []
     for call in calls:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         if name in OPENERS and owner not in ("kind", "webbrowser", "copy") and not (name == "copy" and not owner):
-            found.append(f"{file.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call.func)}")
-    return found
+            result.append(f"{file.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call.func)}")
+    return result
 
 
 def test_one_place_opens_sources() -> None:

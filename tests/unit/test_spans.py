@@ -30,7 +30,7 @@ Plan = tuple[tuple[int, ...], list[Box], tuple[int, ...], bool]
 
 @st.composite
 def plans_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Plan:
-    """A grid of boxes that tile a shape, the order in which they are stored, and whether each is transposed."""
+    """Return a grid of boxes that tile a shape, the order in which they are stored, and whether each is transposed."""
     boxes = [Box((), ())]
     for size in shape:
         cuts = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})

@@ -1,4 +1,4 @@
-"""What is beside a destination: only what the tool has marked as its own is cleared or renamed, even after a kill."""
+"""Neighbours of a destination: only what the tool has marked as its own is cleared or renamed, even after a kill."""
 
 from __future__ import annotations
 

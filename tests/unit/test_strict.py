@@ -21,7 +21,7 @@ WEIGHTS = "model.safetensors"
 
 
 def spoilt(source: Path, target: Path, values: dict[str, dict[tuple[int, ...], float]]) -> Path:
-    """A copy of a directory with other values in some of its tensors."""
+    """Return a copy of a directory with other values in some of its tensors."""
     target.mkdir()
     for file in source.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
@@ -54,7 +54,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize("to", [{}, {"to": "torch", "tp": 2, "pp": 2}, {"tp": 2}])
-def test_they_are_said_once_and_refused_with_strict(to: dict[str, object], gpt2: Path, tmp_path: Path) -> None:
+def test_they_are_reported_once_and_refused_with_strict(to: dict[str, object], gpt2: Path, tmp_path: Path) -> None:
     done = convert(gpt2, tmp_path / "dst", **to)  # type: ignore[arg-type]
     (note,) = [note for note in done.notes if "not finite" in note]
     assert note == f"2 tensors hold numbers that are not finite: {'; '.join(FOUND)}"

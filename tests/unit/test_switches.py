@@ -1,4 +1,4 @@
-"""What is listed as a size or switch beside another argument has one that must be neutral."""
+"""Each size or switch beside another argument has one that must be neutral."""
 
 from __future__ import annotations
 

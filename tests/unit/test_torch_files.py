@@ -23,7 +23,7 @@ from mcore_convert.storage.views import TensorMeta, View
 
 
 def content_of(view: View) -> torch.Tensor:
-    """The bytes of a view, row by row."""
+    """Return the bytes of a view, row by row."""
     with Files() as files:
         return torch.from_numpy(np.array(files.read(view)).reshape(-1).view(np.uint8))
 
@@ -88,9 +88,9 @@ def test_torch_loads_what_is_laid_out(dtype: str, tmp_path: Path) -> None:
     file = tmp_path / "file.pt"
     file.write_bytes(content)
     for mmap in (False, True):
-        found = torch.load(file, weights_only=True, mmap=mmap)
-        assert found["n"] == 3
-        for mine, theirs in zip(tensors, found["list"], strict=True):
+        actual = torch.load(file, weights_only=True, mmap=mmap)
+        assert actual["n"] == 3
+        for mine, theirs in zip(tensors, actual["list"], strict=True):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
             assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
     assert [tree.shape for tree in TorchFile(file).tree["list"]] == shapes
@@ -100,7 +100,7 @@ def test_torch_reads_our_metadata(tmp_path: Path) -> None:
     """A tensor in two chunks in two files, through torch's own reader."""
     meta, parts = TensorMeta((4, 3), "bfloat16"), [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
     whole = torch.arange(12).view(4, 3).bfloat16()
-    found = []
+    result = []
     for number, box in enumerate(parts):
         laid = torch_file.lay_out(lambda refs: refs[0], [TensorMeta(box.sizes, meta.dtype)])
         content = bytearray(64 + laid.size)
@@ -109,8 +109,8 @@ def test_torch_reads_our_metadata(tmp_path: Path) -> None:
         raw = whole[2 * number : 2 * number + 2].contiguous().view(torch.uint8).numpy().tobytes()
         content[64 + laid.holes[0] : 64 + laid.holes[0] + len(raw)] = raw
         (tmp_path / f"__{number}_0.distcp").write_bytes(content)
-        found.append(dcp.Chunk(box, dcp.Place(f"__{number}_0.distcp", 64, laid.size)))
-    (tmp_path / ".metadata").write_bytes(metadata_bytes({"w": meta}, {"w": found}, {}))
+        result.append(dcp.Chunk(box, dcp.Place(f"__{number}_0.distcp", 64, laid.size)))
+    (tmp_path / ".metadata").write_bytes(metadata_bytes({"w": meta}, {"w": result}, {}))
     reader = torch_dcp.FileSystemReader(tmp_path)
     entry = reader.read_metadata().state_dict_metadata["w"]
     assert isinstance(entry, TensorStorageMetadata)

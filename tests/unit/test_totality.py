@@ -23,7 +23,7 @@ def without_effect() -> list[str]:
 
 
 def mapped() -> set[str]:
-    """What the fields of some family answer for: of all others it must be neutral."""
+    """Return what the fields of some family answer for: of all others it must be neutral."""
     mappings = (family.config for family in families().values())
     return {name for mapping in mappings for field in mapping.fields for name in field.megatron}
 

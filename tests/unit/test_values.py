@@ -42,26 +42,26 @@ def global_tensors(release: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, tensor
 
 
-def assert_statistics(found: WeightStatistics, tensor: torch.Tensor) -> None:
-    """The statistics of a tensor, computed by torch in fp64."""
+def assert_statistics(result: WeightStatistics, tensor: torch.Tensor) -> None:
+    """Compute the statistics of a tensor by torch in fp64, and assert that they are these."""
     values = tensor.double()
     finite = values.isfinite()
     good = values[finite]
-    assert found.shape == tuple(tensor.shape)
-    assert f"torch.{found.dtype}" == str(tensor.dtype)
-    assert found.norm == pytest.approx(float(good.square().sum().sqrt()), rel=2e-6)
-    assert found.rms == pytest.approx(float(good.square().mean().sqrt()), rel=2e-6)
-    assert found.mean == pytest.approx(float(good.mean()), rel=1e-5, abs=1e-6 * found.rms)
-    assert found.largest == float(good.abs().max())
-    assert found.zeros == int((values == 0).sum())
-    assert found.num_nan == int(values.isnan().sum())
-    assert found.num_inf == int(values.isinf().sum())
-    if found.largest:
-        assert found.largest_at is not None
-        assert abs(float(values[found.largest_at])) == found.largest
-    if found.first_bad is not None:
-        assert not bool(finite[found.first_bad])
-    dead = {row for rows in found.dead_rows for row in rows}
+    assert result.shape == tuple(tensor.shape)
+    assert f"torch.{result.dtype}" == str(tensor.dtype)
+    assert result.norm == pytest.approx(float(good.square().sum().sqrt()), rel=2e-6)
+    assert result.rms == pytest.approx(float(good.square().mean().sqrt()), rel=2e-6)
+    assert result.mean == pytest.approx(float(good.mean()), rel=1e-5, abs=1e-6 * result.rms)
+    assert result.largest == float(good.abs().max())
+    assert result.zeros == int((values == 0).sum())
+    assert result.num_nan == int(values.isnan().sum())
+    assert result.num_inf == int(values.isinf().sum())
+    if result.largest:
+        assert result.largest_at is not None
+        assert abs(float(values[result.largest_at])) == result.largest
+    if result.first_bad is not None:
+        assert not bool(finite[result.first_bad])
+    dead = {row for rows in result.dead_rows for row in rows}
     if values.dim() > 1:
         assert dead == set(torch.nonzero((values == 0).flatten(1).all(1)).flatten().tolist())
 
@@ -84,10 +84,10 @@ def test_statistics_of_every_dtype(dtype: str, steps: None, tmp_path: Path) -> N
         cast |= {"bad": bad, "all bad": torch.full((30, 3), math.nan).to(kind)}
     names = {f"model.layers.{number}.{name}.weight": tensor for number, (name, tensor) in enumerate(cast.items())}
     path = unknown_model(tmp_path / "model", names)
-    found = inspect(path, stats=True)
-    assert found.family is None
-    assert sorted(w.name for w in found.statistics) == sorted(names)
-    for weight in found.statistics:
+    inspection = inspect(path, stats=True)
+    assert inspection.family is None
+    assert sorted(w.name for w in inspection.statistics) == sorted(names)
+    for weight in inspection.statistics:
         if "all bad" in weight.name:
             assert (weight.norm, weight.rms, weight.num_nan) == (0, 0, 90)
             continue
@@ -95,7 +95,7 @@ def test_statistics_of_every_dtype(dtype: str, steps: None, tmp_path: Path) -> N
             continue
         assert_statistics(weight, names[weight.name])
         assert weight.layer == int(weight.name.split(".")[2])
-    several = [weight for weight in found.statistics if not re.search("huge|tiny", weight.name)]
+    several = [weight for weight in inspection.statistics if not re.search("huge|tiny", weight.name)]
     values = torch.cat([names[weight.name].double().flatten() for weight in several])
     assert total_rms(several) == pytest.approx(float(values[values.isfinite()].square().mean().sqrt()), rel=2e-6)
 
@@ -118,10 +118,10 @@ def test_statistics_in_every_format(name: str, steps: None, hf_checkpoint: HfMak
     vocab = inspect(source).vocab_size
     wanted = dict(global_tensors(tmp_path / "dist/release"))
     for path in (source, tmp_path / "dist", tmp_path / "ranks"):
-        found = {weight.name: weight for weight in inspect(path, stats=True).statistics}
-        assert set(found) == set(wanted)
+        actual = {weight.name: weight for weight in inspect(path, stats=True).statistics}
+        assert set(actual) == set(wanted)
         for key, tensor in wanted.items():
-            assert_statistics(found[key], tensor[:vocab] if key in VOCABULARY else tensor)
+            assert_statistics(actual[key], tensor[:vocab] if key in VOCABULARY else tensor)
 
 
 @pytest.mark.oracle
@@ -129,7 +129,7 @@ def test_statistics_of_optimizer_state() -> None:
     """Of a real run: the master copies and moments that Megatron saved, as torch loads them."""
     path = real_checkpoint("llama_tp2pp2")
     weights = inspect(path, stats=True, optimizer=True).statistics
-    found = {(weight.name.removesuffix(f" ({weight.state})"), weight.state): weight for weight in weights}
+    result = {(weight.name.removesuffix(f" ({weight.state})"), weight.state): weight for weight in weights}
     assert {weight.state for weight in weights} == {"param", "master", "exp_avg", "exp_avg_sq"}
     norms: dict[tuple[str, str], float] = {}
     for key, tensor in dcp_tensors(path / "iter_0000010").items():
@@ -141,7 +141,7 @@ def test_statistics_of_optimizer_state() -> None:
                 norms[name, state] = float(tensor[:rows].double().norm())
     assert len(norms) > 10
     for (key, state), norm in norms.items():
-        layers = [w for (name, s), w in found.items() if s == state and without_layer(name) == key]
+        layers = [w for (name, s), w in result.items() if s == state and without_layer(name) == key]
         assert layers, key
         assert math.hypot(*(w.norm for w in layers)) == pytest.approx(norm, rel=1e-5), key
 
@@ -156,11 +156,11 @@ def test_a_quantised_model_is_taken_as_it_is_stored(hf_checkpoint: HfMaker, tmp_
         tensors[name] = (tensors[name] * tensors[f"{name}_scale"]).to(torch.float8_e4m3fn)
 
     change(tmp_path / "fp8", quantise)
-    found = inspect(tmp_path / "fp8", stats=True)
-    assert found.notes[-1].startswith("tensors are taken as they are stored: 1 key in ")
+    inspection = inspect(tmp_path / "fp8", stats=True)
+    assert inspection.notes[-1].startswith("tensors are taken as they are stored: 1 key in ")
     tensors = load_file(tmp_path / "fp8/model.safetensors")
-    assert {weight.name for weight in found.statistics} == set(tensors)
-    for weight in found.statistics:
+    assert {weight.name for weight in inspection.statistics} == set(tensors)
+    for weight in inspection.statistics:
         assert_statistics(weight, tensors[weight.name])
     changes = diff(hf_checkpoint("llama-gqa", fill="normal"), tmp_path / "fp8")
     assert [c.name for c in changes.changes if c.num_changed] == [name]
@@ -171,14 +171,14 @@ def without_layer(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
-def test_padding_that_is_not_known_is_told_as_dead_rows(tmp_path: Path, hf_checkpoint: HfMaker) -> None:
+def test_padding_that_is_not_known_is_reported_as_dead_rows(tmp_path: Path, hf_checkpoint: HfMaker) -> None:
     """A run that does not say its vocabulary: its padding is a part of the embedding, and zero."""
     source = hf_checkpoint("llama-gqa", fill="normal", config={"vocab_size": 512}, tokenizer=False)
     shutil.copytree(source, tmp_path / "padded")
     change(tmp_path / "padded", lambda tensors: tensors["model.embed_tokens.weight"][421:].zero_())
     (outlier,) = inspect(tmp_path / "padded", stats=True).outliers
-    said = "embedding.word_embeddings.weight: the last 91 rows of 512 are zero, as padding is"
-    assert (outlier.kind, outlier.text) == ("dead rows", said)
+    message = "embedding.word_embeddings.weight: the last 91 rows of 512 are zero, as padding is"
+    assert (outlier.kind, outlier.text) == ("dead rows", message)
 
 
 def change(path: Path, function: Callable[[Tensors], object]) -> Path:
@@ -244,8 +244,8 @@ def test_a_layer_off_a_trend_stands_out(layer: int, factor: float) -> None:
     norms = [1.1**n * (1 + 0.01 * (-1) ** n) for n in range(30)]
     norms[layer] *= factor
     norms[12] *= 9
-    found = list(find_outliers([statistics_of(number, norm) for number, norm in enumerate(norms)]))
-    assert sorted(outlier.layers for outlier in found) == sorted([(layer,), (12,)])
+    result = list(find_outliers([statistics_of(number, norm) for number, norm in enumerate(norms)]))
+    assert sorted(outlier.layers for outlier in result) == sorted([(layer,), (12,)])
 
 
 def test_an_expert_is_compared_with_the_others() -> None:

@@ -18,7 +18,7 @@ Change = Callable[[dict[str, torch.Tensor]], None]
 
 
 def changed(source: Path, target: Path, change: Change) -> Path:
-    """A copy of a directory with other weights."""
+    """Return a copy of a directory with other weights."""
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")
     change(tensors)
@@ -33,9 +33,9 @@ def test_one_bit_is_found(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     def flip(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.int32)[3, 5] ^= 1
 
-    found = verify(changed(source, tmp_path / "other", flip), tmp_path / "dist")
-    assert not found.equal
-    (difference,) = found.differences
+    result = verify(changed(source, tmp_path / "other", flip), tmp_path / "dist")
+    assert not result.equal
+    (difference,) = result.differences
     assert difference.name == "decoder.layers.1.self_attention.linear_qkv.weight"
     assert difference.num_elements == 1
     assert 0 < difference.largest < 1e-6
@@ -47,8 +47,8 @@ def test_size_of_a_difference(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors["transformer.h.0.mlp.c_fc.weight"][2, :7] += 4.0
 
-    found = verify(changed(source, tmp_path / "other", add), source)
-    (difference,) = found.differences
+    result = verify(changed(source, tmp_path / "other", add), source)
+    (difference,) = result.differences
     assert (difference.num_elements, difference.dtypes) == (7, ("bfloat16", "bfloat16"))
     assert difference.largest == pytest.approx(4.0, rel=0.01)
 
@@ -64,10 +64,10 @@ def test_nan_is_a_difference_of_its_own(hf_checkpoint: HfMaker, tmp_path: Path) 
 
 
 def test_another_dtype_is_a_difference(hf_checkpoint: HfMaker) -> None:
-    found = verify(hf_checkpoint("gpt2"), hf_checkpoint("gpt2", dtype="bfloat16"))
-    assert not found.equal
-    assert len(found.differences) == found.num_weights
-    assert {difference.dtypes for difference in found.differences} == {("float32", "bfloat16")}
+    result = verify(hf_checkpoint("gpt2"), hf_checkpoint("gpt2", dtype="bfloat16"))
+    assert not result.equal
+    assert len(result.differences) == result.num_weights
+    assert {difference.dtypes for difference in result.differences} == {("float32", "bfloat16")}
 
 
 def test_a_configuration_that_means_something_else(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
@@ -75,10 +75,10 @@ def test_a_configuration_that_means_something_else(hf_checkpoint: HfMaker, tmp_p
     shutil.copytree(source, tmp_path / "other")
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.25}))
-    found = verify(source, tmp_path / "other")
-    assert not found.differences
-    assert not found.equal
-    assert found.config_differences == (f"`rms_norm_eps` is {config['rms_norm_eps']} and 0.25",)
+    result = verify(source, tmp_path / "other")
+    assert not result.differences
+    assert not result.equal
+    assert result.config_differences == (f"`rms_norm_eps` is {config['rms_norm_eps']} and 0.25",)
 
 
 def test_models_of_other_sizes_are_not_compared(hf_checkpoint: HfMaker) -> None:
@@ -94,10 +94,10 @@ def test_models_of_other_sizes_are_not_compared(hf_checkpoint: HfMaker) -> None:
 def test_logits_of_both_sides(name: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     source = hf_checkpoint(name, fill="normal")
     convert(source, tmp_path / "dist")
-    found = verify(source, tmp_path / "dist", logits=True)
-    assert found.logits is not None
-    assert found.logits.difference < 2e-5
-    assert found.equal
+    result = verify(source, tmp_path / "dist", logits=True)
+    assert result.logits is not None
+    assert result.logits.difference < 2e-5
+    assert result.equal
 
 
 def test_logits_that_differ(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_logits_that_differ(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.25}))
     convert(tmp_path / "other", tmp_path / "dist")
-    found = verify(source, tmp_path / "dist", logits=True)
-    assert found.logits is not None
-    assert not found.logits.within
-    assert not found.differences
+    result = verify(source, tmp_path / "dist", logits=True)
+    assert result.logits is not None
+    assert not result.logits.within
+    assert not result.differences

@@ -94,7 +94,7 @@ def test_a_pattern_may_be_an_expression() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"layer_types": [S, F]}, "`layer_types` = "),
         ({"layer_types": [S, "chunked_attention"] * 12}, "`layer_types` = "),
@@ -109,10 +109,10 @@ def test_a_pattern_may_be_an_expression() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_megatron_core_has_not_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_what_megatron_core_has_not_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         CONFIG.to_megatron({**PUBLISHED, **changes})
-    assert any(said in item for item in refused.value.items)
+    assert any(message in item for item in refused.value.items)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_another_model_is_not_of_the_family(name: str, value: Any) -> None:
     assert [line for line in CONFIG.refusals({**args, name: value}) if f"`{name}`" in line]
 
 
-def test_positions_that_are_not_scaled_are_said_so() -> None:
+def test_positions_that_are_not_scaled_are_reported() -> None:
     """transformers takes a configuration that says nothing for one that YaRN scales by 32."""
     plain = {"rope_type": "default"}
     args = args_of(rope_scaling=plain)
@@ -162,8 +162,8 @@ def test_what_megatron_bridge_reads_says_the_same() -> None:
     assert model["activation_func"]["_target_"] == "megatron.core.fusions.fused_bias_geglu.quick_gelu"
     assert (model["gated_linear_unit"], model["bias_dropout_fusion"]) == (True, False)
     for unsaid in ({}, {"yarn_mscale": None, "yarn_mscale_all_dim": None}):
-        found = normalise(arguments_of({**model, **unsaid}, "run_config.yaml"))
-        assert CONFIG.to_hf({**found, "vocab_size": 201088}) == CONFIG.to_hf(normalise(args))
+        result = normalise(arguments_of({**model, **unsaid}, "run_config.yaml"))
+        assert CONFIG.to_hf({**result, "vocab_size": 201088}) == CONFIG.to_hf(normalise(args))
 
 
 def test_the_printed_line_says_what_needs_a_young_release() -> None:

@@ -1,4 +1,4 @@
-"""What a run starts from and what it leaves: `torch_dist` checkpoints, resumed at any layout, whole or not there."""
+"""Checkpoints that a run starts from and leaves: `torch_dist`, resumed at any layout, whole or not there."""
 
 from train_entry.checkpoints.checkpoints import Checkpoints, Restored
 from train_entry.checkpoints.export import export_hf

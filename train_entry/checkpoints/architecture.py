@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of the model that a run has, told before anything of it is read."""
+"""Refusal of checkpoints of another model than the run's, before anything of them is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels with a model beside its weights: its tokenizer and its Hugging Face configuration.
+"""Files that travel with a model beside its weights: its tokenizer and its Hugging Face configuration.
 
 Every checkpoint has them in a folder `hf`, as one that was converted from Hugging Face does: whoever converts it back
 finds them there.
@@ -18,7 +18,7 @@ NO_TOKENIZER = (CONFIG, "generation_config.json")
 
 
 def files_of(config: Config, path: Path | None) -> dict[str, bytes]:
-    """The files to put into the checkpoints of a run, by name; read at once, as their directory may be removed.
+    """Return the files to put into the checkpoints of a run, by name; read at once, as their directory may be removed.
 
     Args:
         path: the checkpoint that the run starts from.
@@ -38,7 +38,7 @@ def _read(directory: Path) -> Mapping[str, bytes]:
 
 
 def _directory_of(tokenizer: str) -> Path:
-    """Where a tokenizer's files are; one of the Hub has been downloaded when it was made."""
+    """Return where a tokenizer's files are; one of the Hub has been downloaded when it was made."""
     if Path(tokenizer).is_dir():
         return Path(tokenizer)
     from huggingface_hub import snapshot_download

@@ -67,21 +67,21 @@ class Checkpoints:
         Raises:
             ConvertError: it is refused, on every rank.
         """
-        found = self.ranks.first(lambda: source.source_of(self.config))
-        if found is None:
+        start = self.ranks.first(lambda: source.source_of(self.config))
+        if start is None:
             self._carried = self.ranks.first(lambda: carried.files_of(self.config, None))
             return Restored(None, False, 0, ())
         try:
-            path = self.ranks.first(lambda: source.in_our_format(found, self.config))
+            path = self.ranks.first(lambda: source.in_our_format(start, self.config))
             self._carried = self.ranks.first(lambda: carried.files_of(self.config, path))
-            self.ranks.first(lambda: refuse_another(state.args, open_torch_dist(path).common.args or {}, found.path))
-            notes = load(state, path, self.ranks, training=found.training)
+            self.ranks.first(lambda: refuse_another(state.args, open_torch_dist(path).common.args or {}, start.path))
+            notes = load(state, path, self.ranks, training=start.training)
         finally:
             if self.ranks.is_first:  # loading has ended on all ranks; and one that failed alone must wait for none
                 source.forget(self.config)
-        if found.path.parent == self.folder:
+        if start.path.parent == self.folder:
             self._saved = state.iteration
-        return Restored(found.path, found.training, state.iteration, (*found.notes, *notes))
+        return Restored(start.path, start.training, state.iteration, (*start.notes, *notes))
 
     def load_reference(self, args: Mapping[str, Any], stages: Sequence[Any]) -> None:
         """Fill the stages of a reference model with the weights of `checkpoint.init`.
@@ -89,10 +89,10 @@ class Checkpoints:
         Raises:
             ConvertError: they cannot be read, or are of another model; on every rank.
         """
-        found = self.ranks.first(lambda: source.init_of(self.config))
+        start = self.ranks.first(lambda: source.init_of(self.config))
         try:
-            path = self.ranks.first(lambda: source.in_our_format(found, self.config))
-            self.ranks.first(lambda: refuse_another(args, open_torch_dist(path).common.args or {}, found.path))
+            path = self.ranks.first(lambda: source.in_our_format(start, self.config))
+            self.ranks.first(lambda: refuse_another(args, open_torch_dist(path).common.args or {}, start.path))
             load(TrainState(dict(args), list(stages), NoOptimizer(), None), path, self.ranks, training=False)
         finally:
             if self.ranks.is_first:
@@ -144,7 +144,7 @@ class Checkpoints:
             except OSError as error:
                 raise UnwritableTarget(f"`{error.filename}` cannot be written: {error.strerror}") from error
 
-        def look() -> None:
+        def check_visible() -> None:
             deadline = time.monotonic() + PROBE_SECONDS
             while not probe.exists():
                 if time.monotonic() > deadline:
@@ -156,6 +156,6 @@ class Checkpoints:
 
         self.ranks.first(prepare)
         try:
-            self.ranks.every(look)
+            self.ranks.every(check_visible)
         finally:
             self.ranks.first(lambda: probe.unlink(missing_ok=True))

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: Megatron-LM's state dict, and under `train_entry` what only this project reads."""
+"""Contents of a run's checkpoint: Megatron-LM's state dict, and under `train_entry` what only this project reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ LAYOUT = (
 
 
 def contents(state: TrainState, config: Config) -> dict[str, Any]:
-    """The sharded state dict of a run on this rank: tensors as they stand, not copied (`generate_state_dict`)."""
+    """Return the sharded state dict of a run on this rank: tensors as they stand,
+    not copied (`generate_state_dict`).
+    """
     distributed = config.parallel.distributed_optimizer
     models = sharded_models(state.model)
     content: dict[str, Any] = {
@@ -53,7 +55,7 @@ def contents(state: TrainState, config: Config) -> dict[str, Any]:
 
 
 def sharded_models(chunks: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """The sharded state dict of each model chunk on this rank, under Megatron-LM's names for them."""
+    """Return the sharded state dict of each model chunk on this rank, under Megatron-LM's names for them."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -63,19 +65,21 @@ def sharded_models(chunks: Sequence[Any]) -> dict[str, dict[str, Any]]:
 
 
 def bare(chunk: Any) -> Any:
-    """A model chunk without the wrappers around it."""
+    """Return a model chunk without the wrappers around it."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def layout_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """How a run with these arguments is spread over ranks."""
+    """Return how a run with these arguments is spread over ranks."""
     return {name: args.get(name) or 1 for name in LAYOUT}
 
 
 def _content_metadata(distributed: bool) -> dict[str, Any]:
-    """Which of its forms Megatron Core asks for when it loads (Megatron-LM, `_build_sharded_state_dict_metadata`)."""
+    """Return which of its forms Megatron Core asks for when it loads (Megatron-LM,
+    `_build_sharded_state_dict_metadata`).
+    """
     form = {
         "distrib_optim_sharding_type": optimizer_state.FULLY_RESHARDABLE,
         "distrib_optim_fully_reshardable_mem_efficient": False,

@@ -24,7 +24,7 @@ from mcore_convert.storage.sources import Limit, text_of
 
 
 @dataclass(frozen=True)
-class Found:
+class Newest:
     """The checkpoint to go on from, if there is one, and what is wrong with each newer one."""
 
     path: Path | None
@@ -32,17 +32,17 @@ class Found:
 
 
 def iteration_path(folder: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is, or will be."""
+    """Return where the checkpoint of an iteration is, or will be."""
     return folder / f"iter_{iteration:07d}"
 
 
 def iteration_of(path: Path) -> int:
-    """The iteration that a directory is named after; -1 for `release`."""
+    """Return the iteration that a directory is named after; -1 for `release`."""
     return -1 if path.name == "release" else int(path.name.removeprefix("iter_"))
 
 
-def newest(folder: Path) -> Found:
-    """The newest whole checkpoint that the tracker file does not exclude.
+def newest(folder: Path) -> Newest:
+    """Return the newest whole checkpoint that the tracker file does not exclude.
 
     The tracker is a user's way back to an earlier checkpoint: later ones are left alone.
     """
@@ -56,8 +56,8 @@ def newest(folder: Path) -> Found:
         except ConvertError as error:
             damaged.append("; ".join([error.message, *error.items]))
         else:
-            return Found(path, tuple(damaged))
-    return Found(None, tuple(damaged))
+            return Newest(path, tuple(damaged))
+    return Newest(None, tuple(damaged))
 
 
 def check(path: Path) -> None:
@@ -143,11 +143,11 @@ def remove(path: Path) -> None:
 
 
 def _tracked(folder: Path) -> int | None:
-    """The iteration that the tracker file names, -1 for `release`; None where it names none."""
+    """Return the iteration that the tracker file names, -1 for `release`; None where it names none."""
     try:
-        said = text_of(folder / TRACKER, Limit.TRACKER).strip()
+        text = text_of(folder / TRACKER, Limit.TRACKER).strip()
     except OSError:
         return None
-    if said == "release":
+    if text == "release":
         return -1
-    return int(said) if said.isdecimal() and len(said) <= MAX_DIGITS else None
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None

@@ -81,7 +81,9 @@ def _load(request: dict[str, Any], path: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def _master_key(stored: TorchDistCheckpoint) -> Callable[[Held, str], str | None]:
-    """Where the master copy of a parameter is, whichever optimizer wrote it: its own tensor, or the weight itself."""
+    """Return where the master copy of a parameter is, whichever optimizer wrote it: its own tensor,
+    or the weight itself.
+    """
 
     def key_of(part: Held, key: str) -> str | None:
         return (_stored_master(stored, key) or key) if part.has_master else None
@@ -90,7 +92,7 @@ def _master_key(stored: TorchDistCheckpoint) -> Callable[[Held, str], str | None
 
 
 def _stored_master(stored: TorchDistCheckpoint, key: str) -> str | None:
-    """The key of a weight's master copy; None where the checkpoint has none."""
+    """Return the key of a weight's master copy; None where the checkpoint has none."""
     keys = (f"{PREFIX}{master}{key}" for master in MASTERS)
     return next((each for each in keys if each in stored.directory.tensors), None)
 
@@ -138,7 +140,7 @@ def _refuse_unfit(request: Mapping[str, Any], stored: TorchDistCheckpoint) -> No
 
 
 def _fits(part: Any, there: TensorMeta) -> bool:
-    """The vocabulary may be padded to another number of rows."""
+    """Return whether a stored shape fits; the vocabulary may be padded to another number of rows."""
     here = tuple(part.global_shape)
     return here[1:] == there.shape[1:] and (part.allow_shape_mismatch or here == there.shape)
 

@@ -52,18 +52,20 @@ class Held:
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain: one for the parameters of experts that are spread over ranks, one for all others."""
+    """Return the optimizers of a chain: one for the parameters of experts that are spread over ranks,
+    one for all others.
+    """
     chain: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return [each for each in chain if not getattr(each, "is_stub_optimizer", False)]
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether one optimizer of the chain is Megatron's distributed one."""
+    """Return whether one optimizer of the chain is Megatron's distributed one."""
     return hasattr(optimizer, "model_param_group_index_map")
 
 
 def held(optimizer: Any) -> Iterator[Held]:
-    """What this rank holds of the state of one optimizer of the chain. What there is none of yet is made."""
+    """Yield what this rank holds of the state of one optimizer of the chain. Missing state is created."""
     inner = optimizer.optimizer
     _allocate(inner)
     if is_distributed(optimizer):
@@ -85,7 +87,9 @@ def held(optimizer: Any) -> Iterator[Held]:
 
 
 def steps_of(optimizer: Any) -> float:
-    """How many steps one optimizer of the chain has taken: torch counts them for each parameter, Apex for a group."""
+    """Return how many steps one optimizer of the chain has taken: torch counts them for each parameter,
+    Apex for a group.
+    """
     inner = optimizer.optimizer
     counted = [state["step"] for state in inner.state.values() if "step" in state]
     counted = counted or [group["step"] for group in inner.param_groups if "step" in group]
@@ -126,20 +130,26 @@ def tensors_of(
 
 
 def own_master_key(part: Held, key: str) -> str | None:
-    """The key under which Megatron Core stores a master copy. The distributed optimizer stores fp32 parameters too."""
+    """Return the key under which Megatron Core stores a master copy.
+    The distributed optimizer stores fp32 parameters too.
+    """
     if part.distributed:
         return f"{PREFIX}param.{key}"
     return f"{PREFIX}fp32_param.{key}" if part.has_master else None
 
 
 def common_of(optimizer: Any) -> dict[Any, Any]:
-    """What Megatron Core stores in the common state for a chain of optimizers, in the form that each asks for."""
+    """Return what Megatron Core stores in the common state for a chain of optimizers,
+    in the form that each asks for.
+    """
     stored = [_common_of(each) for each in optimizers_of(optimizer)]
     return stored[0] if len(stored) == 1 else dict(enumerate(stored))
 
 
 def entries_of(models: Iterable[Mapping[str, Any]]) -> dict[Tensor, Any]:
-    """The `ShardedTensor`, or the factory of several, of each parameter in the sharded state dicts of model chunks."""
+    """Return the `ShardedTensor`, or the factory of several,
+    of each parameter in the sharded state dicts of model chunks.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     values = (value for model in models for value in model.values())
@@ -181,13 +191,15 @@ def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(entry: Any) -> list[Any]:
-    """The `ShardedTensor`s that a parameter is saved as, their data parts of the parameter: two of a gated MLP."""
+    """Return the `ShardedTensor`s that a parameter is saved as, their data parts of the parameter:
+    two of a gated MLP.
+    """
     built = entry.build() if hasattr(entry, "build") else [entry]
     return list(built.values()) if isinstance(built, dict) else built
 
 
 def _boxes(part: Held, source: Any, key: str, flat: Tensor) -> Iterator[Any]:
-    """The chunks of one tensor of the state that lie in what `source` says of the parameter.
+    """Yield the chunks of one tensor of the state that lie in what `source` says of the parameter.
 
     Args:
         flat: elements `part.start` to `part.stop`.
@@ -219,6 +231,6 @@ def _boxes(part: Held, source: Any, key: str, flat: Tensor) -> Iterator[Any]:
 
 
 def _replica(part: Held, source: Any) -> tuple[int, ...]:
-    """Which copy it is, over pipeline, tensor and data-parallel ranks: the first is saved."""
+    """Return the index of the copy, over pipeline, tensor and data-parallel ranks: the first is saved."""
     replica: tuple[int, ...] = source.replica_id
     return (*replica[:-1], 0) if part.distributed else replica

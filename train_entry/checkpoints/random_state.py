@@ -58,7 +58,7 @@ def restore(states: Any) -> None:
 
 
 def _state() -> dict[str, Any]:
-    """This rank's streams, under Megatron-LM's names (`checkpointing.py`, `get_rng_state`)."""
+    """Return this rank's streams, under Megatron-LM's names (`checkpointing.py`, `get_rng_state`)."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return {

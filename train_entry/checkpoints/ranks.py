@@ -29,7 +29,7 @@ class Ranks:
 
     @staticmethod
     def all() -> Ranks:
-        """A new group of all ranks, which make it together."""
+        """Return a new group of all ranks, which make it together."""
         return Ranks(dist.new_group(backend="gloo", timeout=PATIENCE))
 
     @property
@@ -38,13 +38,14 @@ class Ranks:
         return dist.get_rank(self.group) == 0
 
     def first(self, function: Callable[[], T]) -> T:
-        """What `function()` returns on rank 0, for all ranks. It is called there alone; its result must be picklable.
+        """Return what `function()` returns on rank 0, for all ranks. It is called there alone;
+        its result must be picklable.
 
         Raises:
             Exception: what rank 0 raised; on the others an `OtherRankError` that says it.
         """
         mine, error = _tried(function) if self.is_first else (None, None)
-        answer: list[Any] = [mine, error and _told(error, 0)]
+        answer: list[Any] = [mine, error and _error_elsewhere(error, 0)]
         dist.broadcast_object_list(answer, group=self.group, group_src=0)
         if answer[1] is not None:
             raise error or answer[1]
@@ -52,24 +53,24 @@ class Ranks:
         return result
 
     def every(self, function: Callable[[], T]) -> T:
-        """What `function()` returns on this rank, once it has returned on all.
+        """Return what `function()` returns on this rank, once it has returned on all.
 
         Raises:
             Exception: what it raised on the first rank on which it did; on the others an `OtherRankError` that says it.
         """
         result, error = _tried(function)
         rank = dist.get_rank(self.group)
-        told: list[OtherRankError | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, error and _told(error, rank), group=self.group)
-        first = next((other for other, each in enumerate(told) if each is not None), None)
+        errors: list[OtherRankError | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(errors, error and _error_elsewhere(error, rank), group=self.group)
+        first = next((other for other, each in enumerate(errors) if each is not None), None)
         if first is not None:
-            raise error if error is not None and first == rank else told[first] or RuntimeError
+            raise error if error is not None and first == rank else errors[first] or RuntimeError
         returned: T = result
         return returned
 
     def once(self, refusal: ConvertError) -> ConvertError:
-        """A refusal that all ranks have met, to be raised on all and told by rank 0."""
-        return refusal if self.is_first else _told(refusal, 0)
+        """Return a refusal that all ranks have met, to be raised on all and reported by rank 0."""
+        return refusal if self.is_first else _error_elsewhere(refusal, 0)
 
 
 def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -79,8 +80,8 @@ def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _told(error: Exception, rank: int) -> OtherRankError:
-    """What the other ranks are told of an error."""
+def _error_elsewhere(error: Exception, rank: int) -> OtherRankError:
+    """Return the error that the other ranks raise."""
     if isinstance(error, ConvertError):
         return OtherRankError(f"on rank {rank}: {error.message}", items=error.items, hint=error.hint)
     return OtherRankError(f"on rank {rank}: {error!r}")

@@ -1,4 +1,4 @@
-"""What a run starts from: its own newest checkpoint, another run, or the weights of a model in any format."""
+"""Start of a run: its own newest checkpoint, another run, or the weights of a model in any format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Source:
 
 
 def source_of(config: Config) -> Source | None:
-    """The checkpoint that a run starts from: its own, another run's, or a model's; None for new weights.
+    """Return the checkpoint that a run starts from: its own, another run's, or a model's; None for new weights.
 
     Raises:
         ConvertError: it does not exist, or the run has checkpoints and none of them is whole.
@@ -42,13 +42,13 @@ def source_of(config: Config) -> Source | None:
     wanted = config.checkpoint
     own = config.run_dir / CHECKPOINTS
     if wanted.resume and own.is_dir():
-        found = folder.newest(own)
-        if found.path is not None:
-            return Source(found.path, True, tuple(f"damaged, and not used: {line}" for line in found.damaged))
-        if found.damaged:
+        newest = folder.newest(own)
+        if newest.path is not None:
+            return Source(newest.path, True, tuple(f"damaged, and not used: {line}" for line in newest.damaged))
+        if newest.damaged:
             raise UnreadableCheckpoint(
                 f"no checkpoint in `{own}` is whole",
-                items=found.damaged,
+                items=newest.damaged,
                 hint="start anew with checkpoint.resume=false, or choose another `run_dir`",
             )
     if wanted.load is not None:
@@ -57,7 +57,7 @@ def source_of(config: Config) -> Source | None:
 
 
 def init_of(config: Config) -> Source:
-    """The weights that `checkpoint.init` names.
+    """Return the weights that `checkpoint.init` names.
 
     Raises:
         ConvertError: they do not exist.
@@ -67,7 +67,8 @@ def init_of(config: Config) -> Source:
 
 
 def in_our_format(source: Source, config: Config) -> Path:
-    """The `iter_*` or `release` directory of a source, converted into `START` where this project did not write it.
+    """Return the `iter_*` or `release` directory of a source,
+    converted into `START` where this project did not write it.
 
     Raises:
         ConvertError: it is refused, or it has no optimizer state to go on with.
@@ -102,24 +103,24 @@ def forget(config: Config) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a directory is a checkpoint that a run of this project saved."""
+    """Return whether a directory is a checkpoint that a run of this project saved."""
     return detect(path) and OURS in open_torch_dist(path).common.state
 
 
 def _of_run(path: Path) -> Source:
-    """What a directory holds to go on with, which is a run's, one of checkpoints, or a checkpoint."""
+    """Return what a directory holds to go on with, which is a run's, one of checkpoints, or a checkpoint."""
     if not path.exists():
         raise absent(path)
     return Source(_newest_in(path), True)
 
 
 def _newest_in(path: Path) -> Path:
-    """The checkpoint to take of a directory with several in our format; else the directory as it is."""
+    """Return the checkpoint to take of a directory with several in our format; else the directory as it is."""
     run = find_run(path)
     path = path if run is None else run.checkpoints
     if not any(map(dcp.exists, iterations(path))):
         return path
-    found = folder.newest(path)
-    if found.path is None:
-        raise UnreadableCheckpoint(f"no checkpoint in `{path}` is whole", items=found.damaged)
-    return found.path
+    newest = folder.newest(path)
+    if newest.path is None:
+        raise UnreadableCheckpoint(f"no checkpoint in `{path}` is whole", items=newest.damaged)
+    return newest.path

@@ -111,7 +111,7 @@ class Writer:
         return Prepared(strategy.mcore_to_pyt_state_dict(by_key, False), small)
 
     def _on_host(self, part: Any) -> Any:
-        """A copy of a sharded tensor in host memory that is kept from one checkpoint to the next."""
+        """Return a copy of a sharded tensor in host memory that is kept from one checkpoint to the next."""
         if not isinstance(part.data, Tensor):
             return part
         key = (part.key, part.global_offset)
@@ -147,7 +147,7 @@ class Writer:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what went wrong, on the rank where it did."""
+    """Return the first line of what went wrong, on the rank where it did."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items())
         return f"rank {rank}: {reason_of(cause)}"

@@ -26,7 +26,7 @@ NOTHING: tuple[bool, Any, list[Any]] = (False, None, [])
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration of a run.
+    """Compose the checked configuration of a run.
 
     Args:
         source: the path of a YAML file, the directory that a run left, or the name of a ready run.
@@ -57,7 +57,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def as_yaml(config: Config) -> str:
-    """The configuration in full, which `load_config` reads back as it is."""
+    """Return the configuration in full, which `load_config` reads back as it is."""
     from omegaconf import OmegaConf
 
     text: str = OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
@@ -208,7 +208,7 @@ class Composition:
                 self.problems.append(error.message)
 
     def _are_choices(self, group: str, names: list[Any], where: str) -> bool:
-        """Whether a group, and these choices of it, exist; what does not becomes a problem."""
+        """Return whether a group, and these choices of it, exist; what does not becomes a problem."""
         if group not in groups():
             self.problems.append(f"there is no group `{group}`{meant(nearest(group, groups()))} ({where})")
             return False
@@ -236,13 +236,13 @@ def _selection(entry: Any, group: str | None) -> tuple[bool, Any, list[Any]]:
 
 
 def _place_of(key: str, values: Any) -> tuple[Any, str]:
-    """The mapping that has a key, and its name there."""
+    """Return the mapping that has a key, and its name there."""
     group, _, name = key.rpartition(".")
     return (values[group] if group else values), name
 
 
 def _escaped(value: Any) -> Any:
-    """The same with texts in which OmegaConf sees no reference: backslashes before `${` doubled, and one added."""
+    """Escape texts so that OmegaConf sees no reference: backslashes before `${` doubled, and one added."""
     if isinstance(value, dict):
         return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a run will need, before it starts: parameters, how a batch is dealt out, and bytes of memory on a rank."""
+"""Needs of a run, before it starts: parameters, how a batch is dealt out, and bytes of memory on a rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Estimate:
 
 
 def estimate(config: Config, args: Mapping[str, Any], world_size: int) -> Estimate:
-    """What a run on so many ranks needs.
+    """Return what a run on so many ranks needs.
 
     Args:
         args: normalised Megatron-LM arguments of the model, with both sizes of its vocabulary.

@@ -38,33 +38,34 @@ class File:
     lines: Mapping[str, int]
 
     def where(self, key: str) -> str:
-        """The place of a key: `my.yaml, line 7`."""
+        """Return the place of a key: `my.yaml, line 7`."""
         return f"{self.path}, line {self.lines[key]}" if key in self.lines else str(self.path)
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of the YAML files of a directory."""
+    """Return the names of the YAML files of a directory."""
     return sorted(path.stem for path in folder.glob(f"*{ENDING}"))
 
 
 def ready_runs() -> list[str]:
-    """The runs that come with this package."""
+    """Return the runs that come with this package."""
     return names_in(CONFIGS)
 
 
 def choices(group: str, folder: Path = CONFIGS) -> list[str]:
-    """The choices of a group: those that come with this package, and those beside the user's file."""
+    """Return the choices of a group: those that come with this package, and those beside the user's file."""
     return sorted({*names_in(CONFIGS / group), *names_in(folder / group)})
 
 
 def title(path: Path) -> str:
-    """What a file of this package says of itself in its first line."""
+    """Return what a file of this package says of itself in its first line."""
     with path.open(encoding="utf-8") as file:
         return file.readline().removeprefix("#").strip()
 
 
 def locate(source: str) -> Path:
-    """The YAML file of a run, from its path, from the directory that the run left, or from the name of a ready run.
+    """Return the YAML file of a run, from its path, from the directory that the run left,
+    or from the name of a ready run.
 
     Raises:
         ConfigError: there is none; the nearest ready run is named.
@@ -109,7 +110,7 @@ def read(path: Path) -> File:
 
 @cache
 def _parsed(text: str) -> tuple[Any, dict[str, int]]:
-    """The content of a YAML file, and the line of each key. It is shared: nobody may change it."""
+    """Return the content of a YAML file, and the line of each key. It is shared: nobody may change it."""
     from omegaconf import OmegaConf
 
     node = yaml.compose(text, yaml.SafeLoader)
@@ -136,7 +137,7 @@ def _check_size(node: yaml.Node | None) -> None:
 
 
 def syntax_error(error: yaml.MarkedYAMLError, path: Path) -> ConfigError:
-    """A YAML file that is none: the file, the line, and what is wrong there."""
+    """Return the error of a file that is no YAML: the file, the line, and what is wrong there."""
     mark = error.problem_mark or error.context_mark
     name = mark.name if mark and not mark.name.startswith("<") else str(path)
     line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -144,7 +145,7 @@ def syntax_error(error: yaml.MarkedYAMLError, path: Path) -> ConfigError:
 
 
 def _lines(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int]]:
-    """The line of each key, and of each entry of a list, counted from 1."""
+    """Yield the line of each key, and of each entry of a list, counted from 1."""
     if isinstance(node, yaml.MappingNode):
         pairs = [(str(key.value), key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):

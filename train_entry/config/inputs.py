@@ -1,4 +1,4 @@
-"""Whether the data, the start and the directory that a run names are there, and what says so is no contradiction."""
+"""Checks of what a run names: data, start and directory are there, and no two of them contradict each other."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 
 
 def goes_on(config: Config) -> bool:
-    """Whether the run has checkpoints of its own to go on from: what it once started from may be gone."""
+    """Return whether the run has checkpoints of its own to go on from: what it once started from may be gone."""
     return config.checkpoint.resume and (config.run_dir / "checkpoints" / TRACKER).is_file()
 
 
 def has_start(config: Config) -> bool:
-    """Whether a checkpoint says what the model is: one to start from, or the run's own."""
+    """Return whether a checkpoint says what the model is: one to start from, or the run's own."""
     return bool(config.checkpoint.init or config.checkpoint.load or goes_on(config))
 
 
 def problems_of_data(config: Config) -> Iterator[str]:
-    """What is trained on."""
+    """Yield the problems of what is trained on."""
     data, named = config.data, _named(config.data)
     if data.dataset:  # what its paths mean is its own affair
         return
@@ -58,7 +58,7 @@ def problems_of_data(config: Config) -> Iterator[str]:
 
 
 def problems_of_start(config: Config) -> Iterator[str]:
-    """Where training starts from, and where it writes."""
+    """Yield the problems of where training starts from, and where it writes."""
     checkpoint, model = config.checkpoint, config.model
     if checkpoint.init is not None and checkpoint.load is not None:
         yield "`checkpoint.init` starts a new run and `checkpoint.load` goes on with one: give one of them"
@@ -131,5 +131,7 @@ def _exists(path: Path) -> bool:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name can only be a path: a Hub id has at most one slash, and begins with neither dot nor slash."""
+    """Return whether a name can only be a path: a Hub id has at most one slash,
+    and begins with neither dot nor slash.
+    """
     return name.startswith((".", "/")) or name.count("/") > 1

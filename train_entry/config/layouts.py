@@ -1,4 +1,4 @@
-"""Whether a model, its batches and its layout fit each other: a line for each reason why they do not.
+"""Checks that a model, its batches and its layout fit each other: a line for each reason why they do not.
 
 Each reason was read in Megatron Core 0.16.1, or seen: what would end in an assertion of one rank, in a hang of all
 others, or in a model that trains on and learns nothing.
@@ -26,17 +26,17 @@ GPUS = 8  # of a node, where one has to be supposed
 
 
 def etp_of(parallel: Parallel) -> int:
-    """The tensor-parallel size of experts."""
+    """Return the tensor-parallel size of experts."""
     return parallel.etp or (parallel.tp if parallel.ep == 1 else 1)
 
 
 def ranks_of(parallel: Parallel) -> int:
-    """The fewest ranks that a layout needs; a run has them, or a multiple."""
+    """Return the fewest ranks that a layout needs; a run has them, or a multiple."""
     return math.lcm(parallel.tp * parallel.pp * parallel.cp, etp_of(parallel) * parallel.ep * parallel.pp)
 
 
 def layout_of(parallel: Parallel) -> Layout:
-    """The layout in the words of conversion."""
+    """Return the layout in the words of conversion."""
     return Layout(
         tp=parallel.tp,
         pp=parallel.pp,
@@ -49,7 +49,7 @@ def layout_of(parallel: Parallel) -> Layout:
 
 
 def torchrun(ranks: int) -> str:
-    """The command that starts so many ranks."""
+    """Return the command that starts so many ranks."""
     if ranks <= GPUS or ranks % GPUS:
         return f"torchrun --nproc-per-node {ranks} -m train_entry CONFIG"
     return f"torchrun --nnodes {ranks // GPUS} --nproc-per-node {GPUS} -m train_entry CONFIG"
@@ -117,7 +117,7 @@ def problems_of_layout(config: Config) -> Iterator[str]:
 
 
 def problems_of_model(config: Config, args: Mapping[str, Any]) -> Iterator[str]:
-    """A model's sizes, and whether the layout can cut them.
+    """Yield the problems of a model's sizes, and of cutting them at this layout.
 
     Args:
         args: arguments of the model under Megatron-LM's names. What is missing or None is not looked at.

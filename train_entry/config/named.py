@@ -1,4 +1,4 @@
-"""What a configuration names as `module:name`: a class or a function of the user's own."""
+"""Classes and functions of the user's own, which a configuration names as `module:name`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train_entry.config.nearest import nearest
 
 
 def is_named(text: str) -> bool:
-    """Whether a text has the form `module:name`."""
+    """Return whether a text has the form `module:name`."""
     module, colon, name = text.partition(":")
     return bool(colon and module and name)
 
@@ -35,7 +35,7 @@ def named(key: str, text: str, *, kind: type = object, what: str = "class") -> A
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module_name)
+        member: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # a module that theirs needs
@@ -43,14 +43,14 @@ def named(key: str, text: str, *, kind: type = object, what: str = "class") -> A
             f"`{key}` = `{text}`: there is no module `{error.name}`",
             hint=f"it is looked for in {here} and where Python finds packages (PYTHONPATH)",
         ) from error
-    owner = found
+    owner = member
     for part in name.split("."):
-        owner, found = found, getattr(found, part, None)
-        if found is None:
+        owner, member = member, getattr(member, part, None)
+        if member is None:
             break
-    if not isinstance(found, kind) or not callable(found):
+    if not isinstance(member, kind) or not callable(member):
         near = nearest(
             name, [each for each, value in vars(owner).items() if isinstance(value, kind) and callable(value)]
         )
         raise ConfigError(f"`{key}` = `{text}`: `{module_name}` has no {what} `{name}`{meant(near)}")
-    return found
+    return member

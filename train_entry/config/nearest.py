@@ -84,7 +84,7 @@ MEGATRON: Mapping[str, str] = {
 
 @cache
 def fields() -> dict[str, dict[str, Any]]:
-    """Every key by its full dotted name, with its JSON schema: what it may have."""
+    """Return every key by its full dotted name, with its JSON schema: what it may have."""
     whole = Config.model_json_schema()
     schemas: dict[str, dict[str, Any]] = {}
     for name, field in whole["properties"].items():
@@ -94,18 +94,18 @@ def fields() -> dict[str, dict[str, Any]]:
 
 
 def keys() -> list[str]:
-    """Every key with its full dotted name."""
+    """Return every key with its full dotted name."""
     return list(fields())
 
 
 @cache
 def groups() -> list[str]:
-    """The names of the groups of a configuration."""
+    """Return the names of the groups of a configuration."""
     return [name for name in Config.model_fields if name not in fields()]
 
 
 def nearest_key(wrong: str) -> str | None:
-    """The key, or group, that was meant by one that does not exist; None where nothing is like it.
+    """Return the key, or group, that was meant by one that does not exist; None where nothing is like it.
 
     The same name in another group comes first (`lr` is `optimizer.lr`), and what Megatron-LM calls so; then what is
     spelled like it, in its own group before all others.
@@ -122,11 +122,11 @@ def nearest_key(wrong: str) -> str | None:
     if sibling := nearest(name, siblings):
         return f"{group}.{sibling}"
     spelled = {**{key: key for key in (*groups(), *known)}, **same}
-    found = nearest(name, spelled) or nearest(f"{group}.{name}", spelled)
-    return spelled[found] if found else None
+    match = nearest(name, spelled) or nearest(f"{group}.{name}", spelled)
+    return spelled[match] if match else None
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """The one of some names that is spelled most like this one; None where none is."""
-    found = difflib.get_close_matches(wrong, list(known), n=1, cutoff=LIKE)
-    return found[0] if found else None
+    """Return the one of some names that is spelled most like this one; None where none is."""
+    matches = difflib.get_close_matches(wrong, list(known), n=1, cutoff=LIKE)
+    return matches[0] if matches else None

@@ -1,4 +1,4 @@
-"""What the command line says of a configuration: which choices of groups, and which single values."""
+"""Overrides of a configuration on the command line: choices of groups, and single values."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _parse(text: str, known: str | None, given: Overrides) -> None:
 
 
 def unknown(key: str, where: str) -> str:
-    """The line for a key that does not exist."""
+    """Return the line for a key that does not exist."""
     place = f" ({where})" if where else ""
     if key in keys():  # spelled with its dot where YAML has levels
         group, _, name = key.partition(".")
@@ -79,5 +79,5 @@ def unknown(key: str, where: str) -> str:
 
 
 def _is_text(key: str) -> bool:
-    """Whether the value of this key is text, or a path; a list of them is not."""
+    """Return whether the value of this key is text, or a path; a list of them is not."""
     return any(part["type"] == "string" and "enum" not in part for part in parts(fields().get(key, {"type": ""})))

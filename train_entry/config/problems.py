@@ -1,4 +1,4 @@
-"""What is wrong with a value of the configuration: the key, what it has, and what it may have."""
+"""Problems of a value of the configuration: the key, what it has, and what it may have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "up to", "e
 
 
 def problems_of(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """The full dotted key of each bad value, and the line that says what it is and what it may be."""
+    """Yield the full dotted key of each bad value, and the line that says what it is and what it may be."""
     for each in error.errors(include_url=False, include_context=False):
         depth = 2 if each["loc"][0] in groups() else 1  # what follows is an index, or a type of a union
         key, indices = ".".join(map(str, each["loc"][:depth])), [n for n in each["loc"][depth:] if isinstance(n, int)]
@@ -35,7 +35,7 @@ def problems_of(error: ValidationError) -> Iterator[tuple[str, str]]:
 
 
 def parts(field: dict[str, Any]) -> list[dict[str, Any]]:
-    """The JSON schemas of which one has to hold, that of null aside."""
+    """Return the JSON schemas of which one has to hold, that of null aside."""
     return [part for part in field.get("anyOf", [field]) if part.get("type") != "null"]
 
 

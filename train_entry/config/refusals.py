@@ -1,4 +1,4 @@
-"""What is refused before anything starts: configurations that would train garbage without a word, or die late."""
+"""Refusals before anything starts: configurations that would train garbage without a word, or die late."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_model(config: Config, args: Mapping[str, Any]) -> None:
 
 
 def problems_of_schedule(config: Config) -> Iterator[str]:
-    """The learning rate over time."""
+    """Yield the problems of the learning rate over time."""
     optimizer, schedule, steps = config.optimizer, config.schedule, config.training.steps
     decay = schedule.decay_steps or steps
     if optimizer.min_lr > optimizer.lr:
@@ -80,7 +80,7 @@ def problems_of_schedule(config: Config) -> Iterator[str]:
 
 
 def problems_of_saving(config: Config) -> Iterator[str]:
-    """What a run leaves, and when it evaluates."""
+    """Yield the problems of what a run leaves, and of when it evaluates."""
     checkpoint, training = config.checkpoint, config.training
     if not checkpoint.save:
         needing = {
@@ -101,7 +101,7 @@ def problems_of_saving(config: Config) -> Iterator[str]:
 
 
 def problems_of_computation(config: Config, device: str | None) -> Iterator[str]:
-    """How the model is computed, and whether this device can."""
+    """Yield the problems of computing the model, and of this device."""
     training, parallel, model = config.training, config.parallel, config.model
     with_engine = training.transformer_impl == "transformer_engine"
     if device == "cpu" and training.precision == "fp16":
@@ -150,7 +150,7 @@ def problems_of_installation(config: Config) -> Iterator[str]:
 
 
 def problems_of_export(config: Config, args: Mapping[str, Any]) -> Iterator[str]:
-    """Whether a family can represent the model for transformers."""
+    """Yield the problem of a model that no family can represent for transformers."""
     from mcore_convert.checkpoints.families import of_arguments
     from mcore_convert.spec.config.arguments import normalise
 

@@ -220,6 +220,6 @@ class Config(Group):
     training: Training = Training()
 
     def with_values(self, **groups: dict[str, Any]) -> Config:
-        """The same run with some values replaced: `config.with_values(parallel={"tp": 2})`."""
+        """Return the same run with some values replaced: `config.with_values(parallel={"tp": 2})`."""
         changed = {name: {**getattr(self, name).model_dump(), **values} for name, values in groups.items()}
         return Config.model_validate({**self.model_dump(), **changed})

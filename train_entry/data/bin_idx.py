@@ -35,7 +35,7 @@ LOOKS, LOOK = 64, 1 << 16  # how many places of a `.bin` are looked at, and how 
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The dtype in which Megatron-LM stores tokens of a vocabulary."""
+    """Return the dtype in which Megatron-LM stores tokens of a vocabulary."""
     return "uint16" if vocab_size <= LARGEST_UINT16_VOCABULARY else "int32"
 
 
@@ -49,7 +49,7 @@ class Pair:
     tokens: int
 
     def lengths(self) -> npt.NDArray[np.int32]:
-        """The tokens of each sequence, from the file."""
+        """Return the tokens of each sequence, from the file."""
         if not self.sequences:  # nothing cannot be mapped
             return np.empty(0, np.int32)
         return np.memmap(f"{self.prefix}.idx", np.int32, "r", HEADER.size, (self.sequences,))
@@ -95,7 +95,7 @@ def open_pair(prefix: str) -> Pair:
 
 
 def _end_of_last(file: BinaryIO, sequences: int) -> tuple[int, int]:
-    """The first byte of the last sequence, and its number of tokens."""
+    """Return the first byte of the last sequence, and its number of tokens."""
     file.seek(HEADER.size + 4 * (sequences - 1))
     (length,) = struct.unpack("<i", file.read(4))
     file.seek(HEADER.size + 4 * sequences + 8 * (sequences - 1))
@@ -114,8 +114,8 @@ def check_tokens(pair: Pair, vocab_size: int) -> None:
     tokens = np.memmap(f"{pair.prefix}.bin", pair.dtype, "r")
     places = np.unique(np.linspace(0, max(0, pair.tokens - LOOK), LOOKS, dtype=np.int64))
     for place in places.tolist():
-        look = tokens[place : place + LOOK]
-        low, high = int(look.min()), int(look.max())
+        window = tokens[place : place + LOOK]
+        low, high = int(window.min()), int(window.max())
         if low < 0 or high >= vocab_size:
             raise DataError(
                 f"`{pair.prefix}.bin` has the token {low if low < 0 else high}, the model a vocabulary of {vocab_size}",
@@ -147,7 +147,7 @@ class PairWriter:
             raise UnwritableTarget(f"`{path}` cannot be written: {error.strerror}") from error
 
     def partial(self, suffix: str) -> Path:
-        """Where a file is until it is complete."""
+        """Return where a file is until it is complete."""
         return unfinished(Path(f"{self.prefix}{suffix}"), self.identity)
 
     def add(self, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int32]) -> None:
@@ -183,7 +183,7 @@ class PairWriter:
             file.close()
 
     def _blocks_of_lengths(self) -> Iterator[npt.NDArray[np.int32]]:
-        """The lengths, read back from the index; each time, the file is left at its end."""
+        """Yield the lengths, read back from the index; each time, the file is left at its end."""
         for start in range(0, self.sequences, BLOCK):
             count = min(BLOCK, self.sequences - start)
             self._idx.seek(HEADER.size + 4 * start)

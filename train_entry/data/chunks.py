@@ -25,7 +25,7 @@ class JsonLines:
     data: bytes
 
     def documents(self, keys: Sequence[str]) -> Iterator[Document]:
-        """One of each line that is not blank.
+        """Return a document of each line that is not blank.
 
         Raises:
             DataError: lines are bad; all that are bad are named.
@@ -34,7 +34,7 @@ class JsonLines:
         return self.records(lambda record: texts_of(record, keys), hint)
 
     def records(self, read: Callable[[Any], T], hint: str) -> Iterator[T]:
-        """What `read` makes of each line that is not blank; a ValueError of it is what is wrong with the line.
+        """Yield what `read` makes of each line that is not blank; a ValueError of it is what is wrong with the line.
 
         Raises:
             DataError: lines are bad; all that are bad are named, those with the same fault together.
@@ -59,7 +59,7 @@ class JsonLines:
 
 
 def texts_of(record: Any, keys: Sequence[str]) -> Document:
-    """The texts of a record.
+    """Return the texts of a record.
 
     Raises:
         ValueError: it is no object, lacks a key, or has something else than text there.
@@ -88,7 +88,7 @@ class Plain:
     separator: bytes
 
     def documents(self, keys: Sequence[str]) -> Iterator[Document]:
-        """What stands between separators, without the ends of lines around it.
+        """Yield what stands between separators, without the ends of lines around it.
 
         Raises:
             DataError: it is no UTF-8.
@@ -113,7 +113,7 @@ class Rows:
     columns: Mapping[str, Sequence[str | None]]
 
     def documents(self, keys: Sequence[str]) -> Iterator[Document]:
-        """One of each row."""
+        """Yield a document of each row."""
         yield from zip(*(self.columns[key] for key in keys), strict=True)
 
 

@@ -49,7 +49,7 @@ class Encoded:
 
 
 def encode(chunk: Chunk, encoding: Encoding) -> list[Encoded]:
-    """The tokens of a chunk, for each key.
+    """Tokenize a chunk, for each key.
 
     Raises:
         DataError: the chunk is bad.
@@ -75,19 +75,21 @@ def _encode(texts: Sequence[str | None], encoding: Encoding) -> Encoded:
 
 
 def _ids_of(texts: list[str], encoding: Encoding) -> list[list[Any]]:
-    """The ids of each text, through the Rust library where the tokenizer is one of its: it makes nothing else."""
+    """Return the ids of each text, through the Rust library where the tokenizer is one of its:
+    it makes nothing else.
+    """
     if not texts:
         return []
     hf = encoding.tokenizer.hf
     if not hf.is_fast:
-        found: list[list[Any]] = hf(texts, add_special_tokens=encoding.special_tokens, verbose=False)["input_ids"]
-        return found
+        ids: list[list[Any]] = hf(texts, add_special_tokens=encoding.special_tokens, verbose=False)["input_ids"]
+        return ids
     backend = hf.backend_tokenizer
     return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=encoding.special_tokens)]
 
 
 def encode_all(chunks: Iterable[Chunk], encoding: Encoding, workers: int) -> Generator[tuple[Chunk, list[Encoded]]]:
-    """Every chunk with its tokens, in order; `workers` processes tokenize. However this ends, so do they.
+    """Yield every chunk with its tokens, in order; `workers` processes tokenize. However this ends, so do they.
 
     Raises:
         DataError: a chunk is bad, or a process was killed.
@@ -138,7 +140,7 @@ _encoding: Encoding | None = None  # of this process, if it is one that tokenize
 
 
 def _begin(encoding: Encoding, parent: int) -> None:
-    """The beginning of a process: it ends with its parent, which alone hears what the terminal says."""
+    """Prepare a process: it ends with its parent, which alone hears what the terminal says."""
     global _encoding
     _encoding = encoding
     for number in (signal.SIGINT, signal.SIGHUP):

@@ -54,8 +54,8 @@ def indexed_datasets(
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
-    found = rank_0_first(lambda: _checked(config, vocab_size, tokenizer, num_samples))
-    settings = _settings(config, found, tokenizer or _vocabulary(config, vocab_size, found))
+    inputs = rank_0_first(lambda: _checked(config, vocab_size, tokenizer, num_samples))
+    settings = _settings(config, inputs, tokenizer or _vocabulary(config, vocab_size, inputs))
     with contextlib.nullcontext() if dist.is_initialized() else single_process():  # a blend asks for its rank
         if dist.get_rank() == 0:
             _clear_torn(Path(settings.path_to_cache))
@@ -66,11 +66,11 @@ def indexed_datasets(
                 f"rank {dist.get_rank()} does not find what rank 0 has written: `{error.filename}`",
                 hint="`data.cache_dir` (by default in the run directory) must be on storage that all nodes share",
             ) from error
-    return [each if blend else None for each, blend in zip(built, found.blends, strict=True)], found.notes
+    return [each if blend else None for each, blend in zip(built, inputs.blends, strict=True)], inputs.notes
 
 
 @dataclass(frozen=True)
-class Found:
+class Inputs:
     """The files of a run: those of each split that it draws from, opened, with the tokenizers they were made with."""
 
     blends: tuple[Blend | None, ...]
@@ -80,8 +80,8 @@ class Found:
     notes: tuple[str, ...]
 
 
-def _checked(config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_samples: Sequence[int]) -> Found:
-    """The files of the splits that samples are asked of, each proven to be fit for the run."""
+def _checked(config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_samples: Sequence[int]) -> Inputs:
+    """Return the files of the splits that samples are asked of, each proven to be fit for the run."""
     named = blends_of(config.data)
     shared = named if isinstance(named, Blend) else None
     bounds = bounds_of(config.data.split) if shared else [(0.0, 1.0)] * 3
@@ -101,11 +101,11 @@ def _checked(config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_s
                 check_tokens(pairs[path], vocab_size)
         if check_split(split, blend, [pairs[path].lengths() for path in blend.paths], bounds[split], notes):
             blends[split] = blend
-    return Found(tuple(blends), shared, pairs, tuple(sidecars), tuple(notes))
+    return Inputs(tuple(blends), shared, pairs, tuple(sidecars), tuple(notes))
 
 
 def vocab_size_of(data: Data) -> int | None:
-    """The vocabulary of the tokenizer that made the data; None where they do not say.
+    """Return the vocabulary of the tokenizer that made the data; None where they do not say.
 
     Raises:
         DataError: what stands beside them is not what `mcore-convert data prepare` writes.
@@ -131,9 +131,9 @@ def _check_tokenizer(prefix: str, sidecar: Sidecar | None, tokenizer: Tokenizer 
         )
 
 
-def _vocabulary(config: Config, vocab_size: int, found: Found) -> Vocabulary:
-    """What is known without a tokenizer. Data of Megatron-LM's do not say what ends a document."""
-    ends = {sidecar.eod if sidecar else None for sidecar in found.sidecars}
+def _vocabulary(config: Config, vocab_size: int, inputs: Inputs) -> Vocabulary:
+    """Return what is known without a tokenizer. Data of Megatron-LM's do not say what ends a document."""
+    ends = {sidecar.eod if sidecar else None for sidecar in inputs.sidecars}
     eod = ends.pop() if len(ends) == 1 else None
     if eod is None and (config.data.eod_mask_loss or config.data.reset_position_ids):
         raise DataError(
@@ -143,7 +143,7 @@ def _vocabulary(config: Config, vocab_size: int, found: Found) -> Vocabulary:
     return Vocabulary(vocab_size, eod)
 
 
-def _settings(config: Config, found: Found, facts: Tokenizer | Vocabulary) -> Any:
+def _settings(config: Config, inputs: Inputs, facts: Tokenizer | Vocabulary) -> Any:
     """Megatron Core's `GPTDatasetConfig`."""
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
@@ -151,30 +151,30 @@ def _settings(config: Config, found: Found, facts: Tokenizer | Vocabulary) -> An
     settings = GPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=config.training.seq_length,
-        blend=_as_megatron(found.shared, found) if found.shared else None,
-        blend_per_split=None if found.shared else [_as_megatron(blend, found) for blend in found.blends],
-        split=data.split if found.shared else None,
+        blend=_as_megatron(inputs.shared, inputs) if inputs.shared else None,
+        blend_per_split=None if inputs.shared else [_as_megatron(blend, inputs) for blend in inputs.blends],
+        split=data.split if inputs.shared else None,
         path_to_cache=str(data.cache_dir or config.run_dir / "cache"),
-        num_dataset_builder_threads=min(THREADS, len(found.pairs)),
+        num_dataset_builder_threads=min(THREADS, len(inputs.pairs)),
         tokenizer=facts,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=False,
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=False,  # attention is causal by itself
     )
-    if found.shared:  # what is not asked for is not built: of a split without documents, building would never end
+    if inputs.shared:  # what is not asked for is not built: of a split without documents, building would never end
         matrix = settings.split_matrix
-        settings.split_matrix = [each if blend else None for each, blend in zip(matrix, found.blends, strict=True)]
+        settings.split_matrix = [each if blend else None for each, blend in zip(matrix, inputs.blends, strict=True)]
     return settings
 
 
-def _as_megatron(blend: Blend | None, found: Found) -> tuple[list[str], list[float] | None] | None:
+def _as_megatron(blend: Blend | None, inputs: Inputs) -> tuple[list[str], list[float] | None] | None:
     """Prefixes and weights. By size means by tokens, so that a blend lasts for any number of epochs."""
     if blend is None:
         return None
     if len(blend.paths) == 1:
         return [*blend.paths], None
-    return [*blend.paths], list(blend.weights or (float(found.pairs[path].tokens) for path in blend.paths))
+    return [*blend.paths], list(blend.weights or (float(inputs.pairs[path].tokens) for path in blend.paths))
 
 
 def _clear_torn(cache: Path) -> None:

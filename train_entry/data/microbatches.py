@@ -35,7 +35,7 @@ def microbatches(
     dp_size: int,
     rows_per_sample: int = 1,
 ) -> Iterator[Batch]:
-    """This data-parallel rank's microbatches without end, from a position in the data on.
+    """Return this data-parallel rank's microbatches without end, from a position in the data on.
 
     Sample k of the run is `dataset[k]`, and from its end on the data set begins anew. Of each global batch the ranks
     take turns, a microbatch each, as in Megatron-LM: no layout changes which samples a step is trained on.
@@ -82,7 +82,7 @@ class Share:
 
 
 def deal(batch: Batch, global_batch_size: int, micro_batch_size: int, *, dp_rank: int, dp_size: int) -> list[Batch]:
-    """A data-parallel rank's microbatches of a global batch at hand: those that `Share` gives it.
+    """Return a data-parallel rank's microbatches of a global batch at hand: those that `Share` gives it.
 
     Raises:
         ConvertError: the batch has another size.
@@ -115,7 +115,7 @@ def stack(samples: Sequence[Mapping[str, Any]]) -> Batch:
 
 
 def _loaded(dataset: Samples, share: Share, num_workers: int) -> Iterator[Batch]:
-    """The same, loaded ahead by other processes, which end with the iterator."""
+    """Yield the same microbatches, loaded ahead by other processes, which end with the iterator."""
     loader: DataLoader[Any] = DataLoader(
         dataset,  # type: ignore[arg-type]
         batch_sampler=share,
@@ -128,6 +128,8 @@ def _loaded(dataset: Samples, share: Share, num_workers: int) -> Iterator[Batch]
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """A signal to the whole job asks the run to save and end. Its loaders must outlast that, and end with it."""
+    """Ignore signals to the whole job, which ask the run to save and end. Its loaders must outlast that, and end with
+    it.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

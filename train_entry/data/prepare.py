@@ -79,15 +79,15 @@ def prepare(
     sources = [source_of(name, reading) for name in inputs]
     prefixes = [f"{prefix}_{key}_document" for key in reading.keys]
     _check_free(prefixes, overwrite=overwrite)
-    found = load_tokenizer(tokenizer, revision)
-    if append_eod and found.eod is None:
+    loaded = load_tokenizer(tokenizer, revision)
+    if append_eod and loaded.eod is None:
         raise DataError(f"the tokenizer `{tokenizer}` has no end of text to append", hint="pass --no-append-eod")
     start = time.monotonic()
-    encoding = Encoding(found, reading.keys, append_eod, special_tokens)
-    with _written(prefixes, dtype_for(found.vocab_size), overwrite=overwrite) as writers:
+    encoding = Encoding(loaded, reading.keys, append_eod, special_tokens)
+    with _written(prefixes, dtype_for(loaded.vocab_size), overwrite=overwrite) as writers:
         counts = _write(sources, reading, encoding, workers or WORKERS, writers, progress)
         pairs = {
-            writer.prefix: _sidecar(writer, found, append_eod, sources, *count)
+            writer.prefix: _sidecar(writer, loaded, append_eod, sources, *count)
             for writer, count in zip(writers, counts, strict=True)
         }
         if not any(pair.documents for pair in pairs.values()):
@@ -137,7 +137,7 @@ def _write(
 
 
 def _in_turn(sources: Sequence[Source], reading: Reading) -> Iterator[Chunk]:
-    """The chunks of all sources; `read` counts through all of them."""
+    """Yield the chunks of all sources; `read` counts through all of them."""
     before = 0
     for source in sources:
         for chunk in chunks(source, reading):

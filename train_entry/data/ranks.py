@@ -1,4 +1,4 @@
-"""What rank 0 does before the others, so that they find it done."""
+"""Work that rank 0 does before the others, so that it is done for them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ Result = TypeVar("Result")
 
 
 def rank_0_first(work: Callable[[], Result]) -> Result:
-    """What `work` returns on this rank; rank 0 does it while the others wait. Within it nobody may wait for others.
+    """Return what `work` returns on this rank; rank 0 does it while the others wait.
+    Within it nobody may wait for others.
 
     Raises:
         ConvertError: what rank 0 refuses, every rank refuses; or this rank's own refusal.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    told: list[Any] = [None]
+    refusal: list[Any] = [None]
     first = dist.get_rank() == 0
     try:
         if first:
             try:
                 result = work()
             except ConvertError as error:
-                told = [(error.message, error.items, error.hint)]
+                refusal = [(error.message, error.items, error.hint)]
                 raise
             except BaseException as error:
-                told = [(f"rank 0 failed: {error!r}", (), None)]
+                refusal = [(f"rank 0 failed: {error!r}", (), None)]
                 raise
     finally:
-        dist.broadcast_object_list(told, 0)
+        dist.broadcast_object_list(refusal, 0)
     if first:
         return result
-    if told[0] is not None:
-        message, items, hint = told[0]
+    if refusal[0] is not None:
+        message, items, hint = refusal[0]
         raise DataError(message, items=items, hint=hint)
     return work()

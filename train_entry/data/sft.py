@@ -74,7 +74,9 @@ class Sft(Dataset[dict[str, Tensor]]):
         return self._sample(order[bounds[within] : bounds[within + 1]].tolist())
 
     def _plan(self, epoch: int) -> tuple[Numbers, Numbers]:
-        """The examples of an epoch in its order, and where in that order each sample begins, and the last ends."""
+        """Return the examples of an epoch in its order, and where in that order each sample begins,
+        and the last ends.
+        """
         if self.planned[0] != epoch:
             groups = np.random.default_rng((*self.seed, epoch)).permutation(len(self.start) // self.together)
             order = (groups[:, None] * self.together + np.arange(self.together)).reshape(-1)
@@ -103,8 +105,9 @@ class Sft(Dataset[dict[str, Tensor]]):
 
 
 def _places(examples: Examples, which: slice, seq_length: int, together: int) -> tuple[Numbers, Numbers]:
-    """Where examples begin, and how many places of a sample they take; without those that have nothing to learn, and
-    those that belong together with them."""
+    """Return where examples begin, and how many places of a sample they take; without those that have nothing to learn,
+    and those that belong together with them.
+    """
     lengths = examples.lengths()[which]
     starts = examples.ends[which] - lengths
     learns = np.ones(len(starts), bool)
@@ -116,7 +119,7 @@ def _places(examples: Examples, which: slice, seq_length: int, together: int) ->
 
 
 def _packs(lengths: Numbers, seq_length: int) -> Numbers:
-    """Where samples begin among examples that fill them one after the other, and where the last one ends."""
+    """Return where samples begin among examples that fill them one after the other, and where the last one ends."""
     ends = np.concatenate([[0], np.cumsum(lengths)])
     following = (np.searchsorted(ends, ends[:-1] + seq_length, side="right") - 1).tolist()
     bounds = [0]
@@ -183,9 +186,9 @@ def sft_datasets(
     for split, (blend, count) in enumerate(zip(asked, num_samples, strict=True)):
         if blend is None:
             continue
-        found = [files[path] for path in blend.paths]
-        if check_split(split, blend, [examples.lengths() for examples in found], bounds[split], notes):
-            parts = [(each, _whole(slice_of(bounds[split], len(each.ends)), together)) for each in found]
+        sources = [files[path] for path in blend.paths]
+        if check_split(split, blend, [examples.lengths() for examples in sources], bounds[split], notes):
+            parts = [(each, _whole(slice_of(bounds[split], len(each.ends)), together)) for each in sources]
             datasets[split] = _dataset(config, tokenizer, blend, parts, split, count, notes, together)
     return datasets, tuple(notes)
 
@@ -200,7 +203,7 @@ def _dataset(
     notes: list[str],
     together: int,
 ) -> Sft | Blended:
-    """One data set of all files, or one of each where they have weights."""
+    """Return one data set of all files, or one of each where they have weights."""
     sets = [parts] if blend.weights is None else [[part] for part in parts]
     datasets = [
         Sft(
@@ -231,7 +234,7 @@ def _dataset(
 
 
 def _whole(which: slice, together: int) -> slice:
-    """A slice without what it has of groups that begin or end outside of it."""
+    """Return a slice without what it has of groups that begin or end outside of it."""
     return slice(-(-(which.start or 0) // together) * together, which.stop // together * together)
 
 

@@ -30,7 +30,8 @@ class Marked:
 
 
 def example_of(record: Any, tokenizer: Tokenizer) -> Example | Marked:
-    """A record as text: `prompt` and `completion`, or `messages` (and `tools`) through the tokenizer's chat template.
+    """Return a record as text: `prompt` and `completion`, or `messages` (and `tools`)
+    through the tokenizer's chat template.
 
     Raises:
         ValueError: it is neither.
@@ -57,13 +58,13 @@ def _chat(record: Mapping[str, Any], tokenizer: Tokenizer) -> Example | Marked:
     if MARKED.search(
         template if isinstance(template, str) else tokenizer.hf.get_chat_template(None, record.get("tools"))
     ):
-        found = _written(record["messages"], record, tokenizer, tokenize=True, return_assistant_tokens_mask=True)
-        return Marked(tuple(found["input_ids"]), tuple(map(bool, found["assistant_masks"])))
+        encoded = _written(record["messages"], record, tokenizer, tokenize=True, return_assistant_tokens_mask=True)
+        return Marked(tuple(encoded["input_ids"]), tuple(map(bool, encoded["assistant_masks"])))
     return Example(tuple(_parts(record, tokenizer)), closed=False)  # a template has begin and end itself
 
 
 def _parts(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """The chat as the template writes it, cut where the assistant begins and ends.
+    """Yield the chat as the template writes it, cut where the assistant begins and ends.
 
     What the assistant has to write begins behind the template's prompt for it (`add_generation_prompt`) and ends, with
     the end of its turn, where the next message begins.

@@ -39,12 +39,12 @@ class Examples:
     empty: int
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The tokens of each example."""
+        """Return the tokens of each example."""
         return np.diff(self.ends, prepend=0)
 
 
 def examples_of(path: str, tokenizer: Tokenizer, cache: Path) -> Examples:
-    """The examples of a file, tokenized unless they are in `cache`.
+    """Return the examples of a file, tokenized unless they are in `cache`.
 
     Raises:
         DataError: the file is missing, lines of it are no examples, or nothing in it is to be learned.
@@ -64,7 +64,7 @@ def examples_of(path: str, tokenizer: Tokenizer, cache: Path) -> Examples:
 
 
 def _key(path: str, tokenizer: Tokenizer) -> str:
-    """What names kept tokens: they are made anew when the file, the tokenizer or its chat template changes."""
+    """Return what names kept tokens: they are made anew when the file, the tokenizer or its chat template changes."""
     file = Path(path).absolute()
     state = file.stat()
     facts = [VERSION, str(file), state.st_size, state.st_mtime_ns, tokenizer.unique_identifiers]
@@ -95,12 +95,12 @@ def _keep(pieces: Iterable[Any], tokenizer: Tokenizer, kept: Path) -> None:
 
 
 def _tokenized(chunk: JsonLines, tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Each example of a chunk, as `Examples` keeps it."""
-    found = list(chunk.records(lambda record: example_of(record, tokenizer), HINT))
-    texts = ["".join(part for part, _ in each.parts) for each in found if isinstance(each, Example)]
+    """Yield each example of a chunk, as `Examples` keeps it."""
+    examples = list(chunk.records(lambda record: example_of(record, tokenizer), HINT))
+    texts = ["".join(part for part, _ in each.parts) for each in examples if isinstance(each, Example)]
     encoded = iter(_encoded(texts, tokenizer))
     begin = _begin_of(tokenizer)
-    for each in found:
+    for each in examples:
         if isinstance(each, Marked):
             ids, learned = np.array(each.ids, np.int32), np.array(each.learned, bool)
         else:
@@ -111,19 +111,21 @@ def _tokenized(chunk: JsonLines, tokenizer: Tokenizer) -> Iterator[Tokens]:
 
 
 def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[tuple[int, int]] | None]]:
-    """The ids of each text, and where in it each lies, which some tokenizers cannot tell."""
+    """Yield the ids of each text, and where in it each lies, which some tokenizers cannot tell."""
     if not texts:
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said, so that a process forked later says nothing
     fast = tokenizer.hf.is_fast
-    found = tokenizer.hf(texts, add_special_tokens=False, return_offsets_mapping=fast, truncation=False, verbose=False)
-    yield from zip(found["input_ids"], found["offset_mapping"] if fast else [None] * len(texts), strict=True)
+    encoded = tokenizer.hf(
+        texts, add_special_tokens=False, return_offsets_mapping=fast, truncation=False, verbose=False
+    )
+    yield from zip(encoded["input_ids"], encoded["offset_mapping"] if fast else [None] * len(texts), strict=True)
 
 
 def _aligned(
     example: Example, ids: list[int], offsets: list[tuple[int, int]] | None, tokenizer: Tokenizer
 ) -> tuple[Tokens, npt.NDArray[np.bool_]]:
-    """The ids of an example, and which are to be learned.
+    """Return the ids of an example, and which are to be learned.
 
     The text is tokenized as a whole. Where a token would reach from one part into the next, the parts are tokenized one
     by one instead: a prompt is complete before the first token of its answer is drawn.
@@ -153,7 +155,7 @@ def _closed(
 
 
 def _begin_of(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer puts before a text, as a BOS."""
+    """Return the tokens that the tokenizer puts before a text, as a BOS."""
     bare: list[int] = tokenizer.hf("a", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer.hf("a")["input_ids"]
     for length in range(len(full) - len(bare) + 1):

@@ -1,4 +1,4 @@
-"""What stands beside prepared data, in `PREFIX.json`: with which tokenizer they were made, and what they are."""
+"""The file beside prepared data, `PREFIX.json`: with which tokenizer they were made, and what they are."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Sidecar:
 
 
 def sidecar_of(prefix: str) -> Sidecar | None:
-    """What stands beside a pair; None where nothing does, as beside data that Megatron-LM has prepared.
+    """Read what stands beside a pair; None where nothing does, as beside data that Megatron-LM has prepared.
 
     Raises:
         DataError: the file is not what this command writes.
     """
     path = Path(f"{prefix}.json")
     try:
-        found: Any = parsed(content_of(path, Limit.JSON))
-        if found.pop("version") == VERSION:
-            return Sidecar(**{**found, "sources": tuple(found["sources"])})
+        fields: Any = parsed(content_of(path, Limit.JSON))
+        if fields.pop("version") == VERSION:
+            return Sidecar(**{**fields, "sources": tuple(fields["sources"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):

@@ -1,4 +1,4 @@
-"""What data are made from: JSON lines, plain text, Parquet, and data sets of the `datasets` package, read in chunks."""
+"""Sources of data: JSON lines, plain text, Parquet, and data sets of the `datasets` package, read in chunks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Source:
 
 
 def source_of(name: str, reading: Reading) -> Source:
-    """What a name stands for.
+    """Return what a name stands for.
 
     Raises:
         DataError: nothing of that name is there.
@@ -78,7 +78,7 @@ def source_of(name: str, reading: Reading) -> Source:
 
 
 def chunks(source: Source, reading: Reading) -> Iterator[Chunk]:
-    """A source in pieces of about a megabyte, in order.
+    """Yield a source in pieces of about a megabyte, in order.
 
     Raises:
         DataError: it is damaged, or has no such column.
@@ -98,7 +98,7 @@ def chunks(source: Source, reading: Reading) -> Iterator[Chunk]:
 
 
 def _blocks(name: str, separator: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """A file in blocks that end behind a separator: number of the first line, bytes read, and the block.
+    """Yield a file in blocks that end behind a separator: number of the first line, bytes read, and the block.
 
     Without a separator the whole file is one block.
     """
@@ -108,9 +108,9 @@ def _blocks(name: str, separator: bytes) -> Iterator[tuple[int, int, bytes]]:
             before = len(data)
             data += block if before or line > 1 else block.removeprefix(BOM)
             # what was there before has no separator, only perhaps the beginning of one at its end
-            found = data.rfind(separator, max(0, before - len(separator))) if separator else -1
-            if found >= 0:
-                cut = found + len(separator)
+            last = data.rfind(separator, max(0, before - len(separator))) if separator else -1
+            if last >= 0:
+                cut = last + len(separator)
                 yield line, position(), bytes(data[:cut])
                 line += data.count(b"\n", 0, cut)
                 del data[:cut]
@@ -166,11 +166,11 @@ def _parquet(source: Source, keys: Sequence[str]) -> Iterator[Chunk]:
 
 
 def _dataset(source: Source, keys: Sequence[str]) -> Iterator[Chunk]:
-    found = _load_dataset(source.name)
-    _check_columns(source.name, found.features.arrow_schema, keys)
-    rows = _rows_of_a_chunk(found.data.nbytes, len(found))
-    batches = found.select_columns(list(keys)).with_format("arrow").iter(batch_size=rows)
-    yield from _rows(batches, keys, source.nbytes, len(found))
+    rows_of_split = _load_dataset(source.name)
+    _check_columns(source.name, rows_of_split.features.arrow_schema, keys)
+    rows = _rows_of_a_chunk(rows_of_split.data.nbytes, len(rows_of_split))
+    batches = rows_of_split.select_columns(list(keys)).with_format("arrow").iter(batch_size=rows)
+    yield from _rows(batches, keys, source.nbytes, len(rows_of_split))
 
 
 def _rows_of_a_chunk(nbytes: int, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""Which files and which of their documents a run trains, validates and tests with."""
+"""Splits: the files, and the documents in them, that a run trains, validates and tests with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Blend:
 
 
 def blends_of(data: Data) -> Blend | tuple[Blend | None, ...]:
-    """One blend that all splits share, or one for each split that has files.
+    """Return one blend that all splits share, or one for each split that has files.
 
     Raises:
         DataError: no files are named, or there are not as many weights as paths.
@@ -49,7 +49,8 @@ def blends_of(data: Data) -> Blend | tuple[Blend | None, ...]:
 
 
 def bounds_of(split: str) -> list[tuple[float, float] | None]:
-    """Which share of the documents each split has, as Megatron Core computes it: from where to where, None without any.
+    """Return which share of the documents each split has, as Megatron Core computes it: from where to where,
+    None without any.
 
     Raises:
         DataError: it is not one to three numbers with a sum above zero.
@@ -67,14 +68,15 @@ def bounds_of(split: str) -> list[tuple[float, float] | None]:
 
 
 def slice_of(bounds: tuple[float, float] | None, documents: int) -> slice:
-    """Which of a file's documents those are, as Megatron Core rounds."""
+    """Return which of a file's documents those are, as Megatron Core rounds."""
     return slice(0) if bounds is None else slice(*(round(bound * float(documents)) for bound in bounds))
 
 
 def check_split(
     split: int, blend: Blend, lengths: Sequence[npt.NDArray[Any]], bounds: tuple[float, float] | None, notes: list[str]
 ) -> bool:
-    """Whether each file has something in a split that samples are asked of: Megatron Core would look for it for ever.
+    """Return whether each file has something in a split that samples are asked of:
+    Megatron Core would search it for ever.
 
     A test split may be without, as a small file is by the usual shares; `notes` says so.
 

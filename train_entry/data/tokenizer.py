@@ -47,7 +47,7 @@ class Tokenizer:
 
 
 def tokenizer_of(config: Config, origin: Model | None = None) -> Tokenizer | None:
-    """The tokenizer of a run: the one it names (`data.tokenizer`), else that of the checkpoint it starts from.
+    """Return the tokenizer of a run: the one it names (`data.tokenizer`), else that of the checkpoint it starts from.
 
     Args:
         origin: the checkpoint, whose `folder` is a Hugging Face directory, or the one that a conversion left beside
@@ -106,14 +106,16 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
 
 
 def _absent_readers(folder: Path) -> str | None:
-    """What to install for a folder whose tokenizer is in the form of another program; None where that is not it."""
+    """Return what to install for a folder whose tokenizer is in the form of another program;
+    None where that is not it.
+    """
     absent = [package for package in READERS if find_spec(package) is None]
     foreign = folder.is_dir() and any([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
     return f"a file of this form needs its reader: `pip install {' '.join(absent)}`" if foreign and absent else None
 
 
 def _fingerprint(vocabulary: Mapping[str, int], size: int) -> str:
-    """A hash of the tokens that have the ids below `size`. What is added behind them changes no id of a text."""
+    """Return a hash of the tokens that have the ids below `size`. What is added behind them changes no id of a text."""
     tokens = sorted((number, token) for token, number in vocabulary.items() if number < size)
     lines = "".join(f"{number}\t{token}\0" for number, token in tokens)
     return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()[:32]

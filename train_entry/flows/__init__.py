@@ -33,7 +33,7 @@ METHODS = ("forward", "loss")
 
 
 def flow_of(config: Config) -> Flow:
-    """The flow that a run names (`training.flow`), or that of its kind of data.
+    """Return the flow that a run names (`training.flow`), or that of its kind of data.
 
     Raises:
         ConfigError: there is no such class, it is no flow, or the batches of the run would tear its samples apart.
@@ -53,7 +53,7 @@ def flow_of(config: Config) -> Flow:
 
 
 def _options_of(flow: Any, text: str, options: dict[str, Any]) -> list[Any]:
-    """What a flow is made with behind the configuration: its `Options`, a pydantic model, where it has one.
+    """Return what a flow is made with behind the configuration: its `Options`, a pydantic model, where it has one.
 
     Raises:
         ConfigError: names every option that does not exist or has a wrong value.

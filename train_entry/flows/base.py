@@ -1,4 +1,4 @@
-"""What a training algorithm is to the trainer: how a batch goes through the model, and what its loss is.
+"""The interface of a training algorithm: how a batch goes through the model, and what its loss is.
 
 To bring your own, write a class with these three methods and name it: `training.flow=my_module:MyFlow`. It need not
 derive from anything. Attributes may say more of it:
@@ -76,28 +76,30 @@ class Flow(Protocol):
         ...
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
-        """The loss of what the last stage returned for this batch. At the first step, the proof calls it as well."""
+        """Return the loss of what the last stage returned for this batch. At the first step,
+        the proof calls it as well.
+        """
         ...
 
 
 def rows_per_sample(flow: Flow) -> int:
-    """How many adjacent rows of a batch belong together in a flow."""
+    """Return how many adjacent rows of a batch belong together in a flow."""
     rows: int = getattr(flow, "rows_per_sample", 1)
     return rows
 
 
 def count_unit(flow: Flow, length: int) -> int:
-    """How many tokens of `length` on this rank one of a flow's count stands for: all of a sample, or itself."""
+    """Return how many tokens of `length` on this rank one of a flow's count stands for: all of a sample, or itself."""
     rows = rows_per_sample(flow)
     return rows * length if getattr(flow, "counts_samples", rows > 1) else 1
 
 
 def needs_reference(flow: Flow) -> bool:
-    """Whether a flow compares with a frozen reference model."""
+    """Return whether a flow compares with a frozen reference model."""
     return bool(getattr(flow, REFERENCE, False))
 
 
 def masked_loss(token_losses: Tensor, batch: Batch) -> Loss:
-    """The loss over the tokens that `loss_mask` selects, in fp32."""
+    """Return the loss over the tokens that `loss_mask` selects, in fp32."""
     mask = batch["loss_mask"]
     return Loss((token_losses.float() * mask).sum(), mask.sum())

@@ -18,19 +18,20 @@ class FineTuning:
         pass
 
     def forward(self, model: Any, batch: Batch) -> Tensor:
-        """The losses of the tokens."""
+        """Return the losses of the tokens."""
         segments = batch.get("segment_ids")
         mask = None if segments is None else segment_mask(segments)
         losses: Tensor = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
         return losses
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
-        """The sum of the losses of the completions' tokens."""
+        """Return the sum of the losses of the completions' tokens."""
         return masked_loss(output, batch)
 
 
 def segment_mask(segment_ids: Tensor) -> Tensor:
-    """What a token must not see, as Megatron says it: `[samples, 1, seq, seq]`, True where column is hidden from row.
+    """Return what a token must not see, as Megatron says it: `[samples, 1, seq, seq]`,
+    True where column is hidden from row.
 
     A token sees itself and what stands before it in its own segment: `segment_ids` `[samples, seq]`.
     """

@@ -17,10 +17,10 @@ class Pretraining:
         pass
 
     def forward(self, model: Any, batch: Batch) -> Tensor:
-        """The losses of the tokens. No mask: attention is causal by itself, and can take its fastest kernel."""
+        """Return the losses of the tokens. No mask: attention is causal by itself, and can take its fastest kernel."""
         losses: Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         return losses
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
-        """The sum of the losses."""
+        """Return the sum of the losses."""
         return masked_loss(output, batch)

@@ -106,7 +106,9 @@ class LossProof:
             )
 
     def _sums(self, output: Tensor, batch: Batch) -> Sums:
-        """What the flow makes of an output. The flow itself stays as it is, as far as it does not change tensors."""
+        """Compute the sums of a flow of an output. The flow itself stays as it is,
+        as far as it does not change tensors.
+        """
         leaf = output.detach().clone().requires_grad_(output.is_floating_point())
         with torch.enable_grad():
             loss = copy.copy(self._flow).loss(leaf, dict(batch))
@@ -117,30 +119,30 @@ class LossProof:
 
     def _compare(self, whole: Sums, compute: Callable[[], Sums], parts: str) -> None:
         try:
-            found = compute()
+            computed = compute()
         except Exception as error:  # a flow of the user's, given rows that it does not expect
             self.problems.append(f"its loss cannot be computed of {parts}: {_reason(error)}")
             return
         tolerance = TOLERANCE.get(whole.gradient.dtype, LOW_PRECISION)
         names = [name for name in whole.names if name != "count"]
-        for name, expected, value in zip(names, whole.quotients().tolist(), found.quotients().tolist(), strict=True):
+        for name, expected, value in zip(names, whole.quotients().tolist(), computed.quotients().tolist(), strict=True):
             if not abs(value - expected) <= tolerance * max(abs(expected), abs(value), 1e-6):
                 what = "its loss" if name == "total" else f"its metric `{name}`"
                 self.problems.append(f"{what} of made-up outputs is {expected:.6g} as a whole, {value:.6g} of {parts}")
         if self.problems:
             return
-        expected, value = whole.gradient / whole.count, found.gradient / found.count
+        expected, value = whole.gradient / whole.count, computed.gradient / computed.count
         if not (value - expected).float().norm() <= tolerance * expected.float().norm() + 1e-12:
             self.problems.append(f"the gradient of its loss as a whole is another than that of {parts}")
 
     def _over_ranks(self, part: Sums, length: int) -> Sums:
-        """The sum over the context-parallel ranks; gradients become those of whole sequences."""
+        """Return the sum over the context-parallel ranks; gradients become those of whole sequences."""
         values = part.values.clone()
         dist.all_reduce(values, group=self._context)
         return Sums(part.names, values, self._joined(part.gradient, length))
 
     def _cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of each sequence."""
+        """Cut this rank's part of each sequence."""
         from megatron.core.utils import get_batch_on_this_cp_rank
 
         cut: Tensor = get_batch_on_this_cp_rank({"output": whole}, self._context)["output"]
@@ -168,7 +170,7 @@ def refuse(flow: Flow, problems: Sequence[str]) -> None:
 
 
 def _rows(batch: Batch, start: int, count: int) -> Batch:
-    """Some rows of a batch; what has no rows stays as it is."""
+    """Return some rows of a batch; what has no rows stays as it is."""
     rows = next(iter(batch.values())).shape[:1]
     return {name: each[start : start + count] if each.shape[:1] == rows else each for name, each in batch.items()}
 

@@ -1,1 +1,1 @@
-"""How the model is computed in training: attention, loss and compilation without Transformer Engine."""
+"""Computation of the model in training: attention, loss and compilation without Transformer Engine."""

@@ -135,7 +135,7 @@ class SdpaAttention(torch.nn.Module):
 
 
 def _takes_groups(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel for this query takes keys with fewer heads: flash attention does, the others do not."""
+    """Return whether the kernel for this query takes keys with fewer heads: flash attention does, the others do not."""
     fast = query.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(query.device) >= (8, 0)
     return fast and mask is None
 

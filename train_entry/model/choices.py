@@ -35,7 +35,7 @@ class Computation:
 
 
 def select(config: Config, args: Mapping[str, Any], device: torch.device) -> Computation:
-    """How to compute the model of a run on this device.
+    """Return how to compute the model of a run on this device.
 
     Raises:
         ConfigError: Transformer Engine is asked for and not installed, or a compiler that is missing, or attention that
@@ -73,7 +73,7 @@ def select(config: Config, args: Mapping[str, Any], device: torch.device) -> Com
 
 
 def _obstacle(args: Mapping[str, Any], device: torch.device) -> str | None:
-    """Why layers cannot be compiled."""
+    """Return why layers cannot be compiled."""
     if args.get("num_experts"):
         return "each batch gives experts other shapes"
     missing = compiler_missing(device)

@@ -11,7 +11,9 @@ Layer = torch.nn.Module
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """Why nothing can be compiled for this device, or None. It needs Triton or a C++ compiler, found by trying."""
+    """Return why nothing can be compiled for this device, or None. It needs Triton or a C++ compiler,
+    found by trying.
+    """
     try:
         torch.compile(_probe, dynamic=False)(torch.ones(8, device=device))
     except Exception as error:  # whatever it lacks: Triton, a compiler, Python's headers, a writable cache
@@ -79,7 +81,7 @@ def _keep_hooks_outside(chunk: Any) -> None:
 
 
 def _after_hooks(layer: Layer, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled layer that first runs the hooks of the modules within it: they wait for its parameters."""
+    """Return a compiled layer that first runs the hooks of the modules within it: they wait for its parameters."""
     inner = [module for module in layer.modules() if module is not layer]
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from train_entry.model.loss import vocab_parallel_cross_entropy
 
 @functools.cache
 def model_class(vocab_size: int, *, fused_loss: bool = False, rotary_tables: bool = False) -> type:
-    """A class derived from `GPTModel`, of the same parameters.
+    """Return a class derived from `GPTModel`, of the same parameters.
 
     Args:
         vocab_size: without padding.

@@ -14,11 +14,11 @@ COLUMNS, WARPS = 4096, 8  # of a block of a row: measured on an H200, 3.8 TB/s b
 
 def statistics(logits: Tensor, places: Tensor) -> Tensor:
     """Of each row: the largest logit, the sum of exponentials relative to it, and the logit of the label, or 0."""
-    found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    result = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _statistics[(len(logits),)](
-        logits, places, found, logits.stride(0), logits.size(1), len(logits), block=COLUMNS, num_warps=WARPS
+        logits, places, result, logits.stride(0), logits.size(1), len(logits), block=COLUMNS, num_warps=WARPS
     )
-    return found
+    return result
 
 
 def overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor) -> None:
@@ -37,7 +37,7 @@ def overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Tens
 
 
 def swiglu(hidden: Tensor) -> Tensor:
-    """The first half of the last dimension through SiLU, times the second."""
+    """Return the first half of the last dimension through SiLU, times the second."""
     hidden = hidden.contiguous()
     width = hidden.size(-1) // 2
     product = hidden.new_empty(*hidden.shape[:-1], width)
@@ -46,15 +46,15 @@ def swiglu(hidden: Tensor) -> Tensor:
 
 
 def swiglu_backward(gradient: Tensor, hidden: Tensor) -> Tensor:
-    """The gradient of both halves."""
+    """Return the gradient of both halves."""
     gradient, hidden = gradient.contiguous(), hidden.contiguous()
-    found, width = torch.empty_like(hidden), gradient.size(-1)
-    _swiglu_backward[(gradient.numel() // width, triton.cdiv(width, HALF))](gradient, hidden, found, width, block=HALF)
-    return found
+    result, width = torch.empty_like(hidden), gradient.size(-1)
+    _swiglu_backward[(gradient.numel() // width, triton.cdiv(width, HALF))](gradient, hidden, result, width, block=HALF)
+    return result
 
 
 @triton.jit
-def _statistics(logits, places, found, stride, words, tokens, block: tl.constexpr):
+def _statistics(logits, places, result, stride, words, tokens, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
     largest = -3.4e38
@@ -68,9 +68,9 @@ def _statistics(logits, places, found, stride, words, tokens, block: tl.constexp
     place = tl.load(places + token)
     here = (place >= 0) & (place < words)
     chosen = tl.load(row + place, mask=here, other=0.0).to(tl.float32)
-    tl.store(found + token, largest)
-    tl.store(found + tokens + token, tl.sum(total, 0))
-    tl.store(found + 2 * tokens + token, chosen)
+    tl.store(result + token, largest)
+    tl.store(result + tokens + token, tl.sum(total, 0))
+    tl.store(result + 2 * tokens + token, chosen)
 
 
 @triton.jit
@@ -96,12 +96,12 @@ def _swiglu(hidden, product, width, block: tl.constexpr):
     row = hidden + token * 2 * width + columns
     gate = tl.load(row, mask=within).to(tl.float32)
     linear = tl.load(row + width, mask=within).to(tl.float32)
-    found = gate / (1 + tl.exp(-gate)) * linear
-    tl.store(product + token * width + columns, found.to(product.dtype.element_ty), mask=within)
+    activated = gate / (1 + tl.exp(-gate)) * linear
+    tl.store(product + token * width + columns, activated.to(product.dtype.element_ty), mask=within)
 
 
 @triton.jit
-def _swiglu_backward(gradient, hidden, found, width, block: tl.constexpr):
+def _swiglu_backward(gradient, hidden, result, width, block: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     within = columns < width
@@ -111,5 +111,5 @@ def _swiglu_backward(gradient, hidden, found, width, block: tl.constexpr):
     linear = tl.load(hidden + row + width, mask=within).to(tl.float32)
     share = 1 / (1 + tl.exp(-gate))
     of_gate = wide * linear * share * (1 + gate * (1 - share))
-    tl.store(found + row, of_gate.to(found.dtype.element_ty), mask=within)
-    tl.store(found + row + width, (wide * gate * share).to(found.dtype.element_ty), mask=within)
+    tl.store(result + row, of_gate.to(result.dtype.element_ty), mask=within)
+    tl.store(result + row + width, (wide * gate * share).to(result.dtype.element_ty), mask=within)

@@ -28,7 +28,7 @@ def sdpa_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlo
 
 
 def graph_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The same, of modules that compile as one graph; of a `model_class` with rotary tables."""
+    """Return the same spec, of modules that compile as one graph; of a `model_class` with rotary tables."""
     column, row, attention = _graph_modules()
     block = sdpa_spec(config, vp_stage)
     for layer in block.layer_specs or ():
@@ -69,7 +69,7 @@ def rotate(heads: Tensor, tables: Tensor, *, interleaved: bool) -> Tensor:
 
 @functools.cache
 def _graph_modules() -> tuple[type, type, type]:
-    """The classes, made once Megatron Core is there."""
+    """Return the classes, made once Megatron Core is there."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention
 

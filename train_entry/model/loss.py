@@ -86,7 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _passes(fused: bool) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[..., None]]:
-    """What reads the logits on the way there, and what writes over them on the way back."""
+    """Return what reads the logits on the way there, and what writes over them on the way back."""
     if not fused:
         return _statistics, _overwrite
     from train_entry.model import kernels  # with Triton, which only goes with CUDA
@@ -116,6 +116,6 @@ def _overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Ten
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The rows of all of these in parts, for logits of at most `CHUNK` elements, or of a row."""
+    """Return the rows of all of these in parts, for logits of at most `CHUNK` elements, or of a row."""
     tokens = max(1, CHUNK // tensors[0].size(1))
     return zip(*(each.split(tokens) for each in tensors), strict=True)

@@ -21,7 +21,7 @@ from torch.nn import functional
     schema="(Tensor hidden, Tensor weight, bool sequence_parallel, str group) -> Tensor",
 )
 def column_linear(hidden: Tensor, weight: Tensor, sequence_parallel: bool, group: str) -> Tensor:
-    """The product with this rank's rows of the weight, of all tokens where ranks hold some each."""
+    """Return the product with this rank's rows of the weight, of all tokens where ranks hold some each."""
     if sequence_parallel:
         hidden, gathering = _gather(hidden, group)
         gathering.wait()
@@ -81,14 +81,14 @@ column_linear.register_autograd(_linear_backward, setup_context=_remember_linear
 
 
 def _gather(hidden: Tensor, group: str) -> tuple[Tensor, Any]:
-    """The tokens of all ranks, which are on their way."""
+    """Return the tokens of all ranks, which are on their way."""
     ranks = _ranks(group)
     whole = hidden.new_empty(ranks.size() * len(hidden), *hidden.shape[1:])
     return whole, dist.all_gather_into_tensor(whole, hidden.contiguous(), group=ranks, async_op=True)
 
 
 def _ranks(group: str) -> dist.ProcessGroup:
-    """A group by its name, which is all that an operation of a graph can be given."""
+    """Return a group by its name, which is all that an operation of a graph can be given."""
     ranks: dist.ProcessGroup = _resolve_process_group(cast(Any, group))
     return ranks
 
@@ -97,7 +97,7 @@ def _ranks(group: str) -> dist.ProcessGroup:
     "train_entry::sum_of_ranks", mutates_args=(), schema="(Tensor part, bool scatter, str group) -> Tensor"
 )
 def sum_of_ranks(part: Tensor, scatter: bool, group: str) -> Tensor:
-    """The sum over ranks: all of it, or of the tokens that are this rank's with sequence parallelism."""
+    """Return the sum over ranks: all of it, or of the tokens that are this rank's with sequence parallelism."""
     ranks = _ranks(group)
     if not scatter:
         whole = part.clone(memory_format=torch.contiguous_format)
@@ -115,7 +115,7 @@ def _(part: Tensor, scatter: bool, group: str) -> Tensor:
 
 @torch.library.custom_op("train_entry::tokens_of_ranks", mutates_args=(), schema="(Tensor mine, str group) -> Tensor")
 def tokens_of_ranks(mine: Tensor, group: str) -> Tensor:
-    """The tokens of all ranks, one rank's after the other's."""
+    """Return the tokens of all ranks, one rank's after the other's."""
     whole, gathering = _gather(mine, group)
     gathering.wait()
     return whole
@@ -180,6 +180,6 @@ _swiglu.register_autograd(
 
 
 def swiglu(hidden: Tensor) -> Tensor:
-    """The first half of the last dimension through SiLU, times the second, computed in fp32."""
+    """Return the first half of the last dimension through SiLU, times the second, computed in fp32."""
     product: Tensor = _swiglu(hidden)  # Megatron's specs take functions, and not every callable
     return product

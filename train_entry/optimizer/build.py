@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def wrap(config: Config, stages: Sequence[GPTModel]) -> list[Any]:
-    """The stages in Megatron's `DistributedDataParallel`, whose buffers hold the gradients in fp32."""
+    """Wrap the stages in Megatron's `DistributedDataParallel`, whose buffers hold the gradients in fp32."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     parallel = config.parallel

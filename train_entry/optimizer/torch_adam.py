@@ -1,4 +1,4 @@
-"""What Megatron Core's distributed optimizer needs to save and load the Adam of torch.
+"""Additions to Megatron Core's distributed optimizer, to save and load the Adam of torch.
 
 Megatron Core 0.16.1 is written for the Adam of Apex or Transformer Engine. Without them, on GPUs too,
 `optimizer/distrib_optimizer.py` has three faults, each mended here; with them this module does nothing.

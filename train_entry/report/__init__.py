@@ -1,1 +1,1 @@
-"""What a run tells: numbers of each step for a terminal, a file, TensorBoard and Weights & Biases, and a picture."""
+"""The report of a run: numbers of each step for a terminal, a file, TensorBoard and Weights & Biases, and a picture."""

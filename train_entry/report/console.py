@@ -85,19 +85,19 @@ class Console:
 
 
 def shares(interval: Interval) -> dict[str, float]:
-    """The part of the time that each phase took, of all that passed; the small ones are left out."""
+    """Return the part of the time that each phase took, of all that passed; the small ones are left out."""
     whole = interval.seconds + sum(interval.phases.get(name, 0.0) for name in ("save", "eval"))
     parts = {name: seconds / max(whole, 1e-9) for name, seconds in interval.phases.items()}
     return {name: part for name, part in sorted(parts.items(), key=lambda item: -item[1]) if part >= LEAST_SHARE}
 
 
 def memory_shown(memory: Mapping[str, int]) -> int:
-    """What a line shows of the memory: that of tensors on a GPU, else of the process."""
+    """Return what a line shows of the memory: that of tensors on a GPU, else of the process."""
     return memory.get("allocated", memory.get("resident", 0))
 
 
 def scaled(value: float) -> tuple[str, str]:
-    """Three digits and a prefix: `('12.3', 'k')`."""
+    """Return three digits and a prefix: `('12.3', 'k')`."""
     units = ("", "k", "M", "G", "T", "P")
     power = 0
     while abs(value) >= 999.5 and power < len(units) - 1:
@@ -106,18 +106,18 @@ def scaled(value: float) -> tuple[str, str]:
 
 
 def number(value: float) -> str:
-    """Three digits of a number of any size: `1.23`, `256`, `0.0302`, `4.1e+05`."""
+    """Return three digits of a number of any size: `1.23`, `256`, `0.0302`, `4.1e+05`."""
     return f"{value:#.3g}".rstrip(".") if 1e-2 <= abs(value) < 1e4 else f"{value:.1e}" if value else "0"
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes: `41.2 GB`."""
+    """Return a number of bytes: `41.2 GB`."""
     shown, unit = scaled(count)
     return f"{shown} {unit}B"
 
 
 def in_time(seconds: float) -> str:
-    """A length of time in its two largest units: `4.2s`, `3m05s`, `2h07m`, `5d03h`."""
+    """Return a length of time in its two largest units: `4.2s`, `3m05s`, `2h07m`, `5d03h`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, second = divmod(round(seconds), 60)

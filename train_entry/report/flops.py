@@ -18,7 +18,7 @@ FLOPS_PER_ELEMENT = 2 * 3
 
 
 def flops_per_token(args: Mapping[str, Any], seq_length: int | None = None) -> int:
-    """What a token costs on average, over all devices.
+    """Return what a token costs on average, over all devices.
 
     Args:
         args: Megatron-LM's arguments of a GPT, among them `padded_vocab_size`.

@@ -41,7 +41,7 @@ class Jsonl:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file, without a torn last line."""
+    """Return the rows of a file, without a torn last line."""
     return [row for _, row in _rows(path)]
 
 
@@ -59,7 +59,7 @@ def _cut_after(path: Path, start: int) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for what JSON has no number for: NaN and infinity."""
+    """Replace what JSON has no number for, NaN and infinity, by None."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

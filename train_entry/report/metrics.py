@@ -55,7 +55,7 @@ class Step:
 
     @staticmethod
     def of(metrics: StepMetrics) -> Step:
-        """The step as the device computed it; waits until it has."""
+        """Return the step as the device computed it; waits until it has."""
         return Step(**{each.name: _on_host(getattr(metrics, each.name)) for each in fields(Step)})
 
 
@@ -100,7 +100,7 @@ class Rates:
     peak_tflops: float | None
 
     def speed(self, num_tokens: int, seconds: float) -> Speed:
-        """The speed of a step or of several."""
+        """Return the speed of a step or of several."""
         per_second = num_tokens / max(seconds, 1e-9)
         tflops = self.flops_per_token * per_second / self.num_devices / 1e12
         return Speed(per_second, tflops, mfu(tflops, self.peak_tflops))
@@ -140,7 +140,9 @@ class Interval:
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
-    """The most bytes that this process has had: on a GPU of tensors, and reserved for them; else all that it has."""
+    """Return the most bytes that this process has had: on a GPU of tensors, and reserved for them;
+    else all that it has.
+    """
     if device.type == "cuda":
         return {
             "allocated": torch.cuda.max_memory_allocated(device),
@@ -151,25 +153,25 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
 
 def warnings_of(steps: Sequence[Step]) -> list[str]:
-    """What a user should know of these steps: those that were skipped, and those whose loss is no number."""
-    said = []
+    """Return what a user should know of these steps: those that were skipped, and those whose loss is no number."""
+    lines = []
     skipped = [step.iteration for step in steps if step.skipped]
     if skipped:
         scale = steps[-1].loss_scale
         then = "" if scale is None else f"; the loss scale is now {scale:g}"
-        said.append(f"{_steps(skipped)} skipped: the gradients overflowed, the weights did not change{then}")
+        lines.append(f"{_steps(skipped)} skipped: the gradients overflowed, the weights did not change{then}")
     for wrong in ("nan", "inf", "-inf"):
         where = [step.iteration for step in steps if not step.skipped and str(step.loss) == wrong]
         if where:
-            said.append(f"the loss is {wrong} at {_steps(where)}")
+            lines.append(f"the loss is {wrong} at {_steps(where)}")
     norms = [s.iteration for s in steps if not s.skipped and math.isfinite(s.loss) and not _is_finite(s.grad_norm)]
     if norms:
-        said.append(f"the norm of the gradients is not finite at {_steps(norms)}")
-    return said
+        lines.append(f"the norm of the gradients is not finite at {_steps(norms)}")
+    return lines
 
 
 def is_bad(step: StepMetrics) -> bool:
-    """Whether what the host knows already is worth a warning; numbers on the device are not waited for."""
+    """Return whether what the host knows already is worth a warning; numbers on the device are not waited for."""
     numbers = [number for number in (step.loss, step.grad_norm) if isinstance(number, float)]
     return step.skipped or not all(map(math.isfinite, numbers))
 

@@ -60,7 +60,7 @@ OTHER = {"ti", "super", "d", "laptop", "max", "mig"}
 
 
 def peak_tflops(device: str, precision: Literal["fp32", "bf16", "fp16"], *, tf32: bool = False) -> float | None:
-    """The peak of a device in a precision; None where it is not known.
+    """Return the peak of a device in a precision; None where it is not known.
 
     Args:
         device: as `torch.cuda.get_device_name` says: `NVIDIA H100 80GB HBM3`.

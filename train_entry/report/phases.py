@@ -1,4 +1,4 @@
-"""How long the phases of a step take: on a GPU by its own clock, which nothing waits for until it is read."""
+"""Times of the phases of a step: on a GPU by its own clock, which nothing waits for until it is read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Clock(Protocol):
     """Marks moments, and says afterwards how far they are apart."""
 
     def now(self) -> Any:
-        """A mark of this moment."""
+        """Return a mark of this moment."""
 
     def is_past(self, mark: Any) -> bool:
-        """Whether `seconds` up to this mark would not wait."""
+        """Return whether `seconds` up to this mark would not wait."""
 
     def seconds(self, start: Any, end: Any) -> float:
         """From one mark to another."""
@@ -31,7 +31,7 @@ class HostClock:
     """The clock of the processor."""
 
     def now(self) -> float:
-        """A mark of this moment."""
+        """Return a mark of this moment."""
         return time.perf_counter()
 
     def is_past(self, mark: float) -> bool:
@@ -47,13 +47,13 @@ class CudaClock:
     """The clock of the current CUDA stream: a mark is passed when the work before it is done."""
 
     def now(self) -> torch.cuda.Event:
-        """A mark behind all work that was given to the stream so far."""
+        """Return a mark behind all work that was given to the stream so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
-        """Whether the stream has come by."""
+        """Return whether the stream has come by."""
         return bool(mark.query())
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:

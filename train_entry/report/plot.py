@@ -66,7 +66,9 @@ def plot(run_dir: Path) -> Path:
 
 
 def _last(steps: Sequence[Row]) -> str:
-    """The last loss in words, as the line of its step and a card have it: that of the step, and not of the curve."""
+    """Return the last loss in words, as the line of its step and a card have it: that of the step,
+    and not of the curve.
+    """
     row = next((row for row in reversed(steps) if not row.get("skipped")), steps[-1])
     loss = row["loss"]
     return "training: " + ("not a number" if loss is None else f"{loss:.4f}")
@@ -123,7 +125,7 @@ def _draw_rate(axes: Axes, at: NDArray[Any], rates: Numbers) -> None:
 
 
 def _add_tokens(axes: Axes, per_step: float) -> None:
-    """A second scale at the top: the tokens that the model has seen."""
+    """Add a second scale at the top: the tokens that the model has seen."""
 
     def tokens_of(step: Any) -> Any:
         return step * per_step
@@ -150,7 +152,7 @@ def _dress(axes: Axes) -> None:
 
 
 def smoothed(values: Numbers, reach: int) -> Numbers:
-    """The mean of the values around each one, the nearer ones counting more, up to `reach` away.
+    """Return the mean of the values around each one, the nearer ones counting more, up to `reach` away.
 
     At the beginning, where a loss falls steeply, the reach is as short ahead as it is back; at the end it is not. What
     is no number is left out, and stays none.
@@ -172,7 +174,7 @@ def _means(values: Numbers, reach: int) -> Numbers:
 
 
 def _tokens(steps: Sequence[Row]) -> Numbers:
-    """The tokens that the model has seen after each step. Steps before the first row count like that one."""
+    """Return the tokens that the model has seen after each step. Steps before the first row count like that one."""
     before = (steps[0]["iteration"] - 1) * steps[0]["num_tokens"]
     return np.cumsum(_numbers(row["num_tokens"] for row in steps)) + float(before)
 

@@ -1,4 +1,4 @@
-"""What a run tells, and to whom: rank 0 shows and keeps the numbers, every rank can say a word."""
+"""The report of a run: rank 0 shows and keeps the numbers, every rank can say a word."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ class Report:
             sink.evaluation(evaluation, row_of_evaluation(evaluation))
 
     def say(self, text: str) -> None:
-        """A word of the run: rank 0 says it, the others are silent."""
+        """Write a word of the run: rank 0 says it, the others are silent."""
         if self._rank == 0:
             write(text, self._stream)
 
     def say_all(self, text: str) -> None:
-        """A word of this rank, which stands before it."""
+        """Write a word of this rank, which stands before it."""
         if self._world_size == 1:
             self.say(text)
         else:
@@ -198,7 +198,7 @@ class Report:
 
 
 def _peak(config: Config, device: torch.device) -> float | None:
-    """The peak of one device, as the configuration says or as is known of it."""
+    """Return the peak of one device, as the configuration says or as is known of it."""
     if config.logging.peak_tflops is not None or device.type != "cuda":
         return config.logging.peak_tflops
     tf32 = torch.get_float32_matmul_precision() != "highest"

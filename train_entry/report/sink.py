@@ -1,4 +1,4 @@
-"""What takes the numbers of a run: one sink for each place where they are shown or kept."""
+"""Sinks of the numbers of a run: one for each place where they are shown or kept."""
 
 from __future__ import annotations
 

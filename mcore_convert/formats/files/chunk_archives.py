@@ -46,7 +46,7 @@ class _Form(NamedTuple):
     fixed: bytes
 
     def parsed(self, around: bytes, path: Path, offset: int) -> tuple[View, tuple[Sum, ...]] | None:
-        """The tensor of an archive that begins at `offset`, from the bytes around it; None for another form."""
+        """Return the tensor of an archive that begins at `offset`, from the bytes around it; None for another form."""
         bare = bytearray(around)
         for begin, end in self.free:
             bare[begin:end] = bytes(end - begin)
@@ -122,7 +122,9 @@ def _around(opened: BufferedReader, offset: int, length: int, head: int, tail: i
 
 
 def _form_of(archive: TorchFile, opened: BufferedReader, offset: int, length: int) -> _Form | None:
-    """The form of an archive of one tensor; None where others of its kind cannot be told by the bytes around it."""
+    """Return the form of an archive of one tensor; None where others of its kind cannot be told by the bytes around
+    it.
+    """
     if not isinstance(archive.tree, View) or len(archive.starts) != 1:
         return None
     ((key, begin),) = archive.starts.items()
@@ -154,7 +156,9 @@ def _form_of(archive: TorchFile, opened: BufferedReader, offset: int, length: in
 
 
 def _is_plain(tail: bytes, length: int, records: Mapping[str, Record]) -> bool:
-    """Whether all records lie before the directory, and it before the end that names it: else anything may be free."""
+    """Return whether all records lie before the directory, and it before the end that names it:
+    else anything may be free.
+    """
     end = tail.rfind(b"PK\x05\x06")
     if end < 0 or any(record.until <= record.header for record in records.values()):
         return False

@@ -95,7 +95,7 @@ class Directory:
             raise UnreadableCheckpoint(f"the chunks in `{self.path}` do not make whole tensors", items=problems)
 
     def under(self, prefix: str) -> list[str]:
-        """The keys of tensors and objects that begin with a prefix."""
+        """Return the keys of tensors and objects that begin with a prefix."""
         return [key for keys in (self.tensors, self.objects) for key in keys if key.startswith(prefix)]
 
     @property
@@ -120,7 +120,7 @@ class Directory:
             yield from self._sums[place]
 
     def slots(self, key: str) -> list[Slot]:
-        """The chunks of a key as slots, in the coordinates of the key's tensor; reads their headers, once."""
+        """Return the chunks of a key as slots, in the coordinates of the key's tensor; reads their headers, once."""
         if not self._slots:
             places = (chunk.place for chunks in self.chunks.values() for chunk in chunks)
             expect_archives((self.path / place.file, place.offset, place.length) for place in places)
@@ -131,7 +131,7 @@ class Directory:
         return self._slots[key]
 
     def view(self, key: str, chunk: Chunk) -> View:
-        """The tensor of one chunk; reads its header."""
+        """Return the tensor of one chunk; reads its header."""
         return self._view(key, chunk, self._tree(chunk.place))
 
     def _view(self, key: str, chunk: Chunk, view: Any) -> View:
@@ -144,11 +144,11 @@ class Directory:
         return view
 
     def object(self, key: str) -> Any:
-        """The object of a key."""
+        """Return the object of a key."""
         return self._tree(self.objects[key])
 
     def value(self, key: str) -> Any:
-        """The object of a key, or the number that its tensor is.
+        """Return the object of a key, or the number that its tensor is.
 
         A state dict may have the same number under a hundred thousand keys: archives of equal bytes are parsed once.
         """
@@ -162,7 +162,7 @@ class Directory:
         return value
 
     def _content(self, place: Place) -> bytes:
-        """The bytes of an archive; fewer where its file is too short, which parsing it tells."""
+        """Return the bytes of an archive; fewer where its file is too short, which parsing it tells."""
         with opened_chunks(self.path / place.file) as opened:
             return bytes_at(handle_of(opened), place.length, place.offset)
 
@@ -252,14 +252,14 @@ def _check_places(places: Mapping[tuple[str, Shape | None], Place]) -> None:
 
 
 def _are_parts(entry: pickles.TensorStorageMetadata) -> bool:
-    """Whether the chunks of a tensor have as many dimensions as it has, and sizes that count something."""
+    """Return whether the chunks of a tensor have as many dimensions as it has, and sizes that count something."""
     boxes = [box for chunk in entry.chunks for box in (chunk.offsets, chunk.sizes)]
     alike = {*map(type, boxes)} <= {tuple} and {*map(len, boxes)} <= {len(entry.size)}
     return alike and are_counts(*chain.from_iterable(boxes))
 
 
 def _overlap(places: Iterable[Place]) -> bool:
-    """Whether any two places share a byte."""
+    """Return whether any two places share a byte."""
     last, end = "", 0
     for file, offset, length in sorted(places):
         if offset < end and file == last:
@@ -269,7 +269,7 @@ def _overlap(places: Iterable[Place]) -> bool:
 
 
 def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mapping[str, Place]) -> None:
-    """No byte may belong to two archives: each is written on its own, and one would be read in the other's place."""
+    """Refuse bytes of two archives: each is written on its own, and one would be read in the other's place."""
     # a box that a key has twice has one place, and is refused where the boxes of the key are looked at
     held = [
         (chunk.place, key, number)
@@ -298,8 +298,8 @@ def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mappi
 
 
 def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> dict[str, Shape]:
-    """The shapes from before flattening (Megatron Core, `strategies/torch.py`, `mcore_data`)."""
-    found: dict[str, Shape] = {}
+    """Return the shapes from before flattening (Megatron Core, `strategies/torch.py`, `mcore_data`)."""
+    shapes: dict[str, Shape] = {}
     for key, known in getattr(metadata, "mcore_data", {}).items():
         shape = known.get("nd_reformulated_orig_global_shape")
         if shape is None or key not in tensors:
@@ -310,10 +310,10 @@ def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> 
             raise ValueError(f"{key} {list(stored.shape)} cannot have been {shape!r} before it was flattened")
         if any(count == 0 or size % count for size, count in zip(shape, grid, strict=True)):
             raise ValueError(f"{key} {list(stored.shape)} is not made of equal parts of {shape!r}")
-        found[key] = whole.shape
-    return found
+        shapes[key] = whole.shape
+    return shapes
 
 
 def exists(path: Path) -> bool:
-    """Whether a directory looks like one of these."""
+    """Return whether a directory looks like one of these."""
     return (path / METADATA).is_file()

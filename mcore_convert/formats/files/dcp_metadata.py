@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_convert.formats.files import pickle_writer
 from mcore_convert.formats.files.dcp import SIZE, STORAGE_INFO, Chunk, Place
-from mcore_convert.formats.files.pickle_writer import Call, Global, Instance
+from mcore_convert.formats.files.pickle_writer import HOLE, Call, Global, Hole, Instance, Rows
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.views import TensorMeta
@@ -22,30 +22,26 @@ def metadata_bytes(
     unflattened: Mapping[str, Shape] = MappingProxyType({}),
     paths: Mapping[str, tuple[str, ...]] | None = None,
 ) -> bytes:
-    """The content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it.
+    """Return the content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it.
 
     `unflattened` is as Directory has it, for Megatron Core 0.8 to 0.15. `paths` say where each key stood in the nested
     state dict that torch's own planner makes of them (`default_planner.py`, `DefaultSavePlanner`).
     """
     entries: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
     for key, meta in tensors.items():
-        boxes = [
-            Instance(_dcp("ChunkStorageMetadata"), {"offsets": _size(c.box.offsets), "sizes": _size(c.box.sizes)})
-            for c in chunks[key]
-        ]
         layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
         memory_format = Call(_dcp("_MEM_FORMAT_ENCODING"), (0,))
         properties = (TorchDtype(meta.dtype), layout, False, memory_format, False)
+        boxes = Rows(((BOX, (chunk.box for chunk in chunks[key])),))
         entries[key] = Instance(
             _dcp("TensorStorageMetadata"),
             {"properties": Instance(_dcp("TensorProperties"), properties), "size": _size(meta.shape), "chunks": boxes},
         )
-        for chunk in chunks[key]:
-            storage[_index(key, _size(chunk.box.offsets))] = _info(chunk.place)
-    for key, place in objects.items():
+    for key in objects:
         entries[key] = Instance(_dcp("BytesStorageMetadata"), None)
-        storage[_index(key, None)] = _info(place)
+    of_chunks = ((key, chunk.box.offsets, *chunk.place) for key in tensors for chunk in chunks[key])
+    of_objects = ((key, *place) for key, place in objects.items())
+    storage = Rows((((_index(HOLE_SIZE), PLACE), of_chunks), ((_index(None), PLACE), of_objects)), is_dict=True)
     planned = None if paths is None else dict(paths)
     state = {"state_dict_metadata": entries, "planner_data": planned, "storage_data": storage, "storage_meta": None}
     shapes = {key: {"nd_reformulated_orig_global_shape": shape} for key, shape in unflattened.items()}
@@ -53,20 +49,20 @@ def metadata_bytes(
     return pickle_writer.dumps(Instance(_dcp("Metadata"), {**state, "version": None, **flattened}))
 
 
-def _index(key: str, offset: Call | None) -> Instance:
-    return Instance(_dcp("MetadataIndex"), {"fqn": key, "offset": offset, "index": None})
+def _index(offset: Call | None) -> Instance:
+    return Instance(_dcp("MetadataIndex"), {"fqn": HOLE, "offset": offset, "index": None})
 
 
-def _info(place: Place) -> Instance:
-    state = {"relative_path": place.file, "offset": place.offset, "length": place.length}
-    return Instance(STORAGE_INFO, state)
-
-
-def _size(shape: Shape) -> Call:
+def _size(shape: Shape | Hole) -> Call:
     return Call(SIZE, (shape,))
 
 
 @lru_cache
 def _dcp(name: str) -> Global:
-    """A class of torch's metadata; always the same object, so that its name is written once."""
+    """Return a class of torch's metadata; always the same object, so that its name is written once."""
     return Global("torch.distributed.checkpoint.metadata", name)
+
+
+HOLE_SIZE = _size(HOLE)
+BOX = Instance(_dcp("ChunkStorageMetadata"), {"offsets": HOLE_SIZE, "sizes": HOLE_SIZE})
+PLACE = Instance(STORAGE_INFO, {"relative_path": HOLE, "offset": HOLE, "length": HOLE})

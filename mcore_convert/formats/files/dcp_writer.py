@@ -48,12 +48,12 @@ class DcpFiles:
 
 @lru_cache(maxsize=4096)
 def archive_of(meta: TensorMeta) -> torch_archive.Archive:
-    """The archive of one tensor: chunks of one shape, as those of experts are, differ in their content alone."""
+    """Return the archive of one tensor: chunks of one shape, as those of experts are, differ in their content alone."""
     return torch_archive.lay_out(lambda refs: refs[0], [meta])
 
 
 def bounded(box: Box, dtype: str, limit: int = MAX_CHUNK) -> list[Box]:
-    """The box cut along its first dimension into boxes of at most so many bytes."""
+    """Return the box cut along its first dimension into boxes of at most so many bytes."""
     row = box.numel // box.sizes[0] * DTYPE_SIZES[dtype]
     rows = max(1, limit // row)
     return [

@@ -19,7 +19,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path, limit: Limit = Limit.JSON) -> dict[str, Any]:
-    """A JSON object.
+    """Return a JSON object.
 
     Raises:
         UnreadableCheckpoint: the file is missing, is not one, or is larger than its kind can be.
@@ -38,7 +38,7 @@ def read_json(path: Path, limit: Limit = Limit.JSON) -> dict[str, Any]:
 
 
 def parsed(content: bytes, *, any_string: bool = False) -> Any:
-    """What a JSON text says; its strings are all text, which can be written again.
+    """Parse a JSON text; its strings are all text, which can be written again.
 
     Args:
         any_string: its strings may be no text, as those that spell paths that are not UTF-8.
@@ -58,7 +58,7 @@ def parsed(content: bytes, *, any_string: bool = False) -> Any:
 
 
 def cost_of(content: bytes) -> int:
-    """How many bytes of memory the reading of a JSON text takes at most."""
+    """Return how many bytes of memory the reading of a JSON text takes at most."""
     width = 1 if content.isascii() else 4  # of each character, in the text and in its strings
     return 4096 + 2 * width * len(content) + sum(content.count(part) * each for part, each in COSTS.items())
 
@@ -84,5 +84,5 @@ def _constant(word: str) -> float:
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """A JSON file as transformers writes it."""
+    """Return a JSON file as transformers writes it."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -36,5 +36,7 @@ CARRIED_FILES = (GENERATION_CONFIG, *TOKENIZER_FILES, CARD, "LICENSE", "LICENSE.
 
 
 def carried_files(path: Path, patterns: Sequence[str] = CARRIED_FILES) -> list[str]:
-    """The names of the files in a directory that travel with a model: tokenizer, generation config, chat template."""
+    """Return the names of the files in a directory that travel with a model: tokenizer, generation config,
+    chat template.
+    """
     return [name for name in files_in(path) if any(fnmatch(name, pattern) for pattern in patterns)]

@@ -138,6 +138,6 @@ class TensorRef:
 
 
 def are_counts(*numbers: Any) -> bool:
-    """Whether all of these are integers that count something, as a hostile pickle need not have it."""
+    """Return whether all of these are integers that count something, as a hostile pickle need not have it."""
     # Asked for every chunk of a checkpoint: a generator would take five times as long.
     return {*map(type, numbers)} <= INTEGERS and min(numbers, default=0) >= 0

@@ -10,7 +10,7 @@ import argparse
 import io
 import pickle
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -46,6 +46,25 @@ class Instance:
     state: Any
 
 
+class Hole:
+    """The place of a value that differs in objects that are otherwise alike."""
+
+
+HOLE = Hole()
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A list, or a dict, of many objects: each group has one that has holes, and the values for them, row by row.
+
+    In a list the object of a group is what it holds, in a dict a pair. Values are integers, strings, and tuples of
+    integers. Metadata of many experts is of such rows: what they have in common is written once and copied.
+    """
+
+    groups: tuple[tuple[Any, Iterable[tuple[int | str | tuple[int, ...], ...]]], ...]
+    is_dict: bool = False
+
+
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 NO_HOOKS = Call(Global("collections", "OrderedDict"), ())
 NAMESPACE = Global("argparse", "Namespace")
@@ -62,7 +81,9 @@ class _Writer:
     def __init__(self) -> None:
         self.content = bytearray(pickle.PROTO + b"\x02")
         self._memo: dict[str | Global, bytes] = {}
-        self._frames: dict[tuple[str, ...], list[bytes]] = {}  # of instances: what stands between the parts of a state
+        self._kinds: dict[str, bytes] = {}  # how tensors of a dtype begin
+        self._values: Iterator[Any] = iter(())  # for the holes of what is written
+        self._parts: list[bytes] | None = None  # of what has holes, where these are what is asked for
 
     def write(self, item: Any) -> None:
         """Append an object."""
@@ -142,37 +163,64 @@ class _Writer:
             self.content += pickle.REDUCE
 
     def _instance(self, item: Instance) -> None:
-        kind, state = item.kind, item.state
-        names = (kind.module, kind.name, *state) if type(state) is dict and 0 < len(state) <= BATCH else None
-        frame = None if names is None else self._frames.get(names)
-        if frame is not None:
-            content, memo = self.content, self._memo
-            for before, part in zip(frame, state.values(), strict=False):
-                content += before
-                if type(part) is int:
-                    content += _integer(part)
-                elif type(part) is str and part in memo:
-                    content += memo[part]
-                else:
-                    self.write(part)
-            content += frame[-1]
-            return
-        self._global(kind)
+        self._global(item.kind)
         self.content += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-        if state is not None:
-            self.write(state)
+        if item.state is not None:
+            self.write(item.state)
             self.content += pickle.BUILD
-        if names is not None and {*map(type, state)} == {str}:
-            self._frames[names] = self._frame(kind, list(state))
 
-    def _frame(self, kind: Global, names: list[str]) -> list[bytes]:
-        """The bytes before each part of a state and behind the last, when all names have numbers."""
-        one = len(names) == 1
-        begin = (
-            self._memo[kind] + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + (b"" if one else pickle.MARK)
-        )
-        first, *others = [self._memo[name] for name in names]
-        return [begin + first, *others, (pickle.SETITEM if one else pickle.SETITEMS) + pickle.BUILD]
+    def _rows(self, item: Rows) -> None:
+        self.content += pickle.EMPTY_DICT if item.is_dict else pickle.EMPTY_LIST
+        for shape, rows in item.groups:
+            parts = shape if item.is_dict else (shape,)
+            left = iter(rows)
+            frame: list[bytes] | None = None
+            while batch := list(islice(left, BATCH)):
+                self.content += pickle.MARK
+                if frame is None:
+                    self._filled(parts, batch.pop(0))  # now all names have their numbers
+                    frame = self._frame(parts)
+                self._copies(frame, batch)
+                self.content += pickle.SETITEMS if item.is_dict else pickle.APPENDS
+
+    def _copies(self, frame: list[bytes], rows: Iterable[tuple[Any, ...]]) -> None:
+        """Append an object for each row: the bytes around its holes, and the values in them."""
+        content, memo = self.content, self._memo
+        first, *behind = frame
+        for row in rows:
+            content += first
+            for value, after in zip(row, behind, strict=True):
+                if type(value) is int:
+                    content += _integer(value)
+                elif type(value) is tuple:
+                    content += _integers(value)
+                elif value in memo:
+                    content += memo[value]
+                else:
+                    self._string(value)
+                content += after
+
+    def _filled(self, parts: tuple[Any, ...], row: tuple[Any, ...]) -> None:
+        """Append an object with the values of a row in its holes."""
+        self._values = iter(row)
+        for part in parts:
+            self.write(part)
+
+    def _frame(self, parts: tuple[Any, ...]) -> list[bytes]:
+        """Return the bytes before the holes of an object, between them, and behind the last."""
+        whole, self.content, self._parts = self.content, bytearray(), []
+        for part in parts:
+            self.write(part)
+        frame = [*self._parts, bytes(self.content)]
+        self.content, self._parts = whole, None
+        return frame
+
+    def _hole(self, _: Hole) -> None:
+        if self._parts is None:
+            self.write(next(self._values))
+        else:
+            self._parts.append(bytes(self.content))
+            self.content.clear()
 
     def _dtype(self, item: TorchDtype) -> None:
         self._global(Global("torch", item.name))
@@ -182,20 +230,27 @@ class _Writer:
 
     def _tensor(self, item: TensorRef) -> None:
         """As `torch.save` writes one: its storage is a persistent id, and a function puts it together."""
-        storage = item.storage
-        self._global(REBUILD)
-        self.content += pickle.MARK + pickle.MARK
-        self._string("storage")
-        self._global(STORAGES[storage.dtype])
+        storage, memo = item.storage, self._memo
+        known = self._kinds.get(storage.dtype)
+        if known is None:
+            self._global(REBUILD)
+            self.content += pickle.MARK + pickle.MARK
+            self._string("storage")
+            self._global(STORAGES[storage.dtype])
+        else:
+            self.content += known
         self._string(storage.key)
         self._string("cpu")
         self.content += _integer(storage.numel) + pickle.TUPLE + pickle.BINPERSID
         self.content += _integer(item.offset) + _integers(item.shape) + _integers(item.strides) + pickle.NEWFALSE
         self._call(NO_HOOKS)
         self.content += pickle.TUPLE + pickle.REDUCE
+        if known is None:  # now all names have their numbers
+            begin = memo[REBUILD] + pickle.MARK + pickle.MARK + memo["storage"]
+            self._kinds[storage.dtype] = begin + memo[STORAGES[storage.dtype]]
 
     def _other(self, item: Any) -> None:
-        """A value of a class of Python's own, such as a set or bytes, as Python writes it."""
+        """Write a value of a class of Python's own, such as a set or bytes, as Python writes it."""
         buffer = io.BytesIO()
         writer = _PythonWriter(buffer, protocol=2)
         writer.fast = True  # without numbers, which would be those of this pickle
@@ -225,6 +280,8 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     dict: _Writer._dict,
     Call: _Writer._call,
     Instance: _Writer._instance,
+    Rows: _Writer._rows,
+    Hole: _Writer._hole,
     TorchDtype: _Writer._dtype,
     argparse.Namespace: _Writer._namespace,
     TensorRef: _Writer._tensor,
@@ -250,13 +307,13 @@ def _integer(item: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _integers(items: tuple[int, ...]) -> bytes:
-    """A tuple of integers alone, as shapes are: many are equal."""
+    """Return a tuple of integers alone, as shapes are: many are equal."""
     parts = b"".join(map(_integer, items))
     return parts + _TUPLES[len(items)] if len(items) <= 3 else pickle.MARK + parts + pickle.TUPLE
 
 
 def dumps(tree: Any) -> bytes:
-    """The pickle of a tree of plain values, Namespaces and the records of this module."""
+    """Return the pickle of a tree of plain values, Namespaces and the records of this module."""
     writer = _Writer()
     writer.write(tree)
     return bytes(writer.content + pickle.STOP)

@@ -40,7 +40,7 @@ MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 
 def read(path: Path) -> dict[str, View]:
-    """The tensors of a file, by name; reads the header only.
+    """Return the tensors of a file, by name; reads the header only.
 
     Raises:
         UnreadableCheckpoint: the file is missing, truncated, or its header does not describe its bytes.
@@ -99,7 +99,7 @@ def _views(path: Path, header: Mapping[str, Mapping[str, Any]], start: int) -> t
 
 
 def header_bytes(tensors: Mapping[str, TensorMeta]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file with these tensors in this order, and where each begins in the file."""
+    """Return the header of a file with these tensors in this order, and where each begins in the file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     starts = {}

@@ -28,7 +28,7 @@ def refuse_shared(path: Path, views: Mapping[str, View]) -> None:
 
 
 def views_in(tree: Any, name: str = "") -> Iterator[tuple[str, View]]:
-    """Every tensor of a tree that was read from a torch file, with its path in it, as `model.decoder.weight`."""
+    """Yield every tensor of a tree that was read from a torch file, with its path in it, as `model.decoder.weight`."""
     if isinstance(tree, View):
         yield name, tree
         return

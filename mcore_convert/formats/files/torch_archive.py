@@ -76,10 +76,10 @@ class TorchFile:
     def _bytes(self, start: int, count: int) -> bytes:
         if start + count > self._length:  # or `pread` would make room for whatever is asked for
             raise EOFError(f"it ends at byte {self.start + self._length}")
-        found = bytes_at(self._fd, count, self.start + start)
-        if len(found) != count:
-            raise EOFError(f"it ends at byte {self.start + start + len(found)}")
-        return found
+        content = bytes_at(self._fd, count, self.start + start)
+        if len(content) != count:
+            raise EOFError(f"it ends at byte {self.start + start + len(content)}")
+        return content
 
     def _read_zip(self) -> Any:
         if self.records.get("byteorder") and self._content("byteorder") != b"little":
@@ -155,12 +155,12 @@ def _view(path: Path, start: int, ref: TensorRef) -> View:
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
 def _reach(shape: Shape, steps: Shape, size: int) -> tuple[int, Shape]:
-    """How many elements the last one lies behind the first, and the strides in bytes."""
+    """Return how many elements the last one lies behind the first, and the strides in bytes."""
     return sum((n - 1) * step for n, step in zip(shape, steps, strict=True)), tuple(step * size for step in steps)
 
 
 def scalar(view: View) -> int | float | bool:
-    """The value of a tensor of one element.
+    """Return the value of a tensor of one element.
 
     Raises:
         UnreadableCheckpoint: it has several, or its file is shorter than it was.
@@ -178,7 +178,7 @@ def scalar(view: View) -> int | float | bool:
 
 
 def with_views(tree: Any, view_of: Callable[[TensorRef], Any]) -> Any:
-    """The tree with every TensorRef replaced; dicts and lists are rebuilt, other objects stay as they are.
+    """Return the tree with every TensorRef replaced; dicts and lists are rebuilt, other objects stay as they are.
 
     A part that occurs several times is rebuilt once: a hostile tree may hold itself, or as many parts as 2**100.
     """
@@ -213,7 +213,7 @@ class Archive:
     holes: tuple[int, ...]
 
     def filled(self, *contents: bytes) -> Archive:
-        """The archive with what belongs into its holes: complete."""
+        """Return the archive with what belongs into its holes: complete."""
         pieces = sorted([*self.literals, *zip(self.holes, contents, strict=True)])
         return Archive(self.size, ((0, b"".join(content for _, content in pieces)),), ())
 
@@ -270,12 +270,12 @@ def lay_out(tree_of: Callable[[list[TensorRef]], Any], tensors: list[TensorMeta]
 
 
 def _large(values: list[int]) -> bytes:
-    """The field that holds what is too large for a record's own."""
+    """Return the field that holds what is too large for a record's own."""
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
 def _end(start: int, size: int, count: int) -> bytes:
-    """What follows the directory, which begins at `start`."""
+    """Return what follows the directory, which begins at `start`."""
     end = b""
     if start + size >= MAX_ZIP or count >= MAX_RECORDS:
         end += struct.pack("<4sQHHLLQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
@@ -285,7 +285,7 @@ def _end(start: int, size: int, count: int) -> bytes:
 
 
 def _joined(literals: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    """The same bytes in as few pieces as there are gaps."""
+    """Return the same bytes in as few pieces as there are gaps."""
     joined: list[tuple[int, bytes]] = []
     for at, content in literals:
         if joined and joined[-1][0] + len(joined[-1][1]) == at:
@@ -296,6 +296,6 @@ def _joined(literals: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
 
 
 def dumps(tree: Any) -> bytes:
-    """The bytes of a torch file that holds no tensor."""
+    """Return the bytes of a torch file that holds no tensor."""
     archive = lay_out(lambda refs: tree, [])
     return b"".join(content for _, content in archive.literals)

@@ -24,7 +24,7 @@ class Hole:
 
     @staticmethod
     def number(value: float, shape: tuple[int, ...] = ()) -> Hole:
-        """A tensor of one fp32 number."""
+        """Return a tensor of one fp32 number."""
         return Hole(TensorMeta(shape, "float32"), struct.pack("<f", value))
 
 
@@ -43,7 +43,7 @@ def reserve_tree(path: Path, tree: Any, reservation: Reservation) -> Any:
 
 
 def replaced(tree: Any, by: Callable[[Hole], Any]) -> Any:
-    """The tree with something else for every hole; dicts, lists, tuples and Namespaces are rebuilt.
+    """Return the tree with something else for every hole; dicts, lists, tuples and Namespaces are rebuilt.
 
     Equal strings become one, since a pickle refers back to what it has written: equal trees have equal bytes.
     """
@@ -52,7 +52,12 @@ def replaced(tree: Any, by: Callable[[Hole], Any]) -> Any:
     if isinstance(tree, str):
         return sys.intern(tree)
     if isinstance(tree, dict):
-        return {replaced(key, by): replaced(value, by) for key, value in tree.items()}
+        return {  # a state dict has names and holes, by the ten thousand: these without a call
+            sys.intern(key) if type(key) is str else replaced(key, by): by(value)
+            if type(value) is Hole
+            else replaced(value, by)
+            for key, value in tree.items()
+        }
     if isinstance(tree, argparse.Namespace):
         return argparse.Namespace(**replaced(vars(tree), by))
     if type(tree) in (list, tuple):

@@ -17,7 +17,7 @@ MAX_DEPTH = 60
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping, in plain values of its own: what an alias stands for is copied.
+    """Return a YAML mapping, in plain values of its own: what an alias stands for is copied.
 
     Raises:
         UnreadableCheckpoint: the file is missing, is not one, is larger than its kind can be, or grows beyond limits.
@@ -76,7 +76,7 @@ def _plain(value: Any, left: list[int], depth: int) -> Any:
 
 
 def yaml_text(content: dict[str, Any]) -> str:
-    """A YAML file of plain values, with sorted keys as Megatron-Bridge writes it."""
+    """Return a YAML file of plain values, with sorted keys as Megatron-Bridge writes it."""
     import yaml
 
     return str(yaml.safe_dump(content))

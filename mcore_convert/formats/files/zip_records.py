@@ -30,7 +30,7 @@ class Record(NamedTuple):
 
 
 def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str, Record]:
-    """The central directory, read from the end; names without the archive's own folder.
+    """Return the central directory, read from the end; names without the archive's own folder.
 
     Args:
         bytes_at: so many bytes from a place in the archive, which has `length`.
@@ -79,7 +79,7 @@ def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str
 
 
 def start_of(bytes_at: Callable[[int, int], bytes], record: Record) -> int:
-    """Where a record's bytes begin: behind its own header, whose padding only the header knows.
+    """Return where a record's bytes begin: behind its own header, whose padding only the header knows.
 
     All that lies between two headers is accounted for: were the size of the padding wrong, other bytes would be read.
 
@@ -102,7 +102,7 @@ def start_of(bytes_at: Callable[[int, int], bytes], record: Record) -> int:
 
 
 def _is_tiled(extra: bytes) -> bool:
-    """Whether fields, each with its size, take all of the bytes."""
+    """Return whether fields, each with its size, take all of the bytes."""
     at = 0
     while at + 4 <= len(extra):
         at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
@@ -110,7 +110,7 @@ def _is_tiled(extra: bytes) -> bool:
 
 
 def _refuse_shared(records: Mapping[str, Record]) -> None:
-    """No byte may belong to two records: one of them would be read in the other's place."""
+    """Refuse bytes that belong to two records: one of them would be read in the other's place."""
     in_order = sorted(records.items(), key=lambda item: item[1].header)
     for (name, record), (following, after) in itertools.pairwise(in_order):
         if record.header + record.size > after.header or record.header == after.header:

@@ -54,7 +54,7 @@ SCHEDULER = "opt_param_scheduler."
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory is one of Megatron-FSDP."""
+    """Return whether a directory is one of Megatron-FSDP."""
     return dcp.exists(path) and kind_of(path) is Kind.FSDP_DTENSOR
 
 
@@ -135,7 +135,7 @@ class FsdpCheckpoint(Checkpoint):
         return MTP_MODEL_LAYER if renamed else MTP_LAYER
 
     def _key_of(self, name: str, state: str) -> str:
-        """The key of one state of a parameter."""
+        """Return the key of one state of a parameter."""
         weight = f"{self.prefix}{name}"
         if state == PARAM:
             return weight
@@ -150,7 +150,7 @@ class FsdpCheckpoint(Checkpoint):
         return self.optimizer.key_of(name, state)
 
     def _slots_of(self, key: str) -> list[Slot]:
-        """The chunks of a key."""
+        """Return the chunks of a key."""
         return self.directory.slots(key) if self.reserved is None else self.reserved[key]
 
     def _refuse_interleaved(self, key: str, weight: Weight) -> None:

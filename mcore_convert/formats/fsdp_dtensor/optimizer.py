@@ -54,18 +54,18 @@ class FsdpState:
         for key in directory.tensors:
             if not key.startswith("optimizer.") or key.startswith(GROUPS):
                 continue
-            found = wrapped.fullmatch(key.removeprefix(STATE))
-            if found is not None and found[2] == STEP:
+            matched = wrapped.fullmatch(key.removeprefix(STATE))
+            if matched is not None and matched[2] == STEP:
                 steps.append(key)
-            elif found is not None and found[2] in KINDS and f"{prefix}{found[1]}" in directory.tensors:
-                by_name.setdefault(found[1], {})[KINDS[found[2]]] = key
+            elif matched is not None and matched[2] in KINDS and f"{prefix}{matched[1]}" in directory.tensors:
+                by_name.setdefault(matched[1], {})[KINDS[matched[2]]] = key
             else:
                 unknown.append(key)
         fields: dict[str, dict[str, str]] = {}
         for key in directory.under(GROUPS):
-            found = wrapped.fullmatch(key.removeprefix(GROUPS))
-            if found is not None and any(f"{prefix}{found[1]}{half}" in directory.tensors for half in ("", GATE)):
-                fields.setdefault(found[1], {})[found[2]] = key
+            matched = wrapped.fullmatch(key.removeprefix(GROUPS))
+            if matched is not None and any(f"{prefix}{matched[1]}{half}" in directory.tensors for half in ("", GATE)):
+                fields.setdefault(matched[1], {})[matched[2]] = key
         return cls(directory, by_name, tuple(steps), fields, tuple(unknown))
 
     @property
@@ -95,7 +95,7 @@ class FsdpState:
         return self.by_name.get(name, {}).get(state, f"{STATE}{name}.{state}")
 
     def training(self, common: Common) -> Training:
-        """What a run needs to go on.
+        """Return what a run needs to go on.
 
         Raises:
             UnreadableCheckpoint: there are no parameter groups, or they do not agree on the steps that they took.

@@ -112,7 +112,7 @@ class _Writer:
     spec: LayerSpec
 
     def names_of(self, item: Item) -> list[str]:
-        """The names of a weight in the modules: one, or those of its gate and up."""
+        """Return the names of a weight in the modules: one, or those of its gate and up."""
         weight, at, _ = item
         name = spell(name_in_module(weight.mcore or "", self.spec.implementation, self.spec.experts), at)
         if self.request.release >= MTP_NAMES:

@@ -22,6 +22,7 @@ from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.formats.traits import Storage
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.names import spell
+from mcore_convert.spec.pack import packed
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.sources import expect_headers
@@ -35,7 +36,7 @@ WEIGHT_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory is a Hugging Face model."""
+    """Return whether a directory is a Hugging Face model."""
     return path.is_dir() and any((path / name).is_file() for name in WEIGHT_FILES)
 
 
@@ -120,11 +121,11 @@ class HfCheckpoint(HfNames):
         return replace(self, prefix=family.optional_prefix)
 
     def meta_of(self, name: str) -> TensorMeta | None:
-        """The shape and the dtype of a tensor; None where there is none of this name."""
+        """Return the shape and the dtype of a tensor; None where there is none of this name."""
         return self.tensors.get(name)
 
     def parts_of(self, name: str) -> list[Slot]:
-        """The parts of a tensor, as they lie in files."""
+        """Return the parts of a tensor, as they lie in files."""
         view = self.views[name]
         return [Slot(view, Box.whole(view.shape))]
 
@@ -139,13 +140,13 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
         UnreadableCheckpoint: a file is missing or damaged, or the index and the files disagree.
     """
     config = read_json(path / CONFIG)
-    found = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
-    if found is None:
+    file = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
+    if file is None:
         raise UnreadableCheckpoint(f"`{path}` has no weights", hint=f"one of {', '.join(WEIGHT_FILES)} should be there")
-    if found.endswith(".json"):
-        views, sums = _read_indexed(path, found)
+    if file.endswith(".json"):
+        views, sums = _read_indexed(path, file)
     else:
-        views, sums = _read_file(path / found)
+        views, sums = _read_file(path / file)
     read = read_quantised(views, config)
     if read.quantised is not None:
         config = {key: value for key, value in config.items() if key != KEY}
@@ -153,7 +154,7 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
 
 
 def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, ...]]:
-    """The tensors of a sharded directory; the index must name exactly those that the files hold."""
+    """Return the tensors of a sharded directory; the index must name exactly those that the files hold."""
     weight_map = read_json(path / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnreadableCheckpoint(f"`{path / index}` has no `weight_map` from tensors to files")
@@ -206,13 +207,14 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
     coded: dict[str, TensorMeta] = {}
     for (weight, at, state), dtype in request.dtype_of.items():
         pack, whole = weight.pack, family.shape(weight, dims)
-        turned = {piece.tensor for piece in pack.pieces(whole, dims) if piece.transposed} if chosen else set()
-        for number, (template, shape) in enumerate(zip(weight.hf, pack.shapes(whole, dims), strict=True)):
+        shapes, pieces = packed(pack, whole, dims)
+        turned = {piece.tensor for piece in pieces if piece.transposed} if chosen else set()
+        for number, (template, shape) in enumerate(zip(weight.hf, shapes, strict=True)):
             name = spell(template, at)
             if weight.is_joined(template):
                 shape = (dims.num_experts or 0, *shape)
                 if at.expert:  # its tensor is that of the first one
-                    if dtype != request.dtype_of[Item(weight, replace(at, expert=0), state)]:
+                    if dtype != request.dtype_of[Item(weight, at._replace(expert=0), state)]:
                         raise MappingError(f"`{name}` would have experts in {dtype} and in another dtype")
                     continue
             if name in names:
@@ -268,7 +270,7 @@ def _lay_out(
 
 
 def _shards(groups: Iterable[Mapping[str, TensorMeta]], limit: int) -> Iterable[dict[str, TensorMeta]]:
-    """The tensors of each file, those of a group in one."""
+    """Yield the tensors of each file, those of a group in one."""
     shard: dict[str, TensorMeta] = {}
     size = 0
     for group in groups:

@@ -40,17 +40,17 @@ class Encoding:
     settings: Callable[[list[str]], dict[str, Any]]
 
     def takes(self, weight: Weight, name: str, shape: Shape, *, turned: bool) -> bool:
-        """Whether a tensor is quantised: the matrices of linear layers are, which ranks cut, and no others."""
+        """Return whether a tensor is quantised: the matrices of linear layers are, which ranks cut, and no others."""
         linear = weight.shard.dim is not None and not weight.vocab and not turned
         return linear and len(shape) == 2 and name.endswith(".weight") and self.fits(shape)
 
     def stored(self, name: str, meta: TensorMeta) -> dict[str, TensorMeta]:
-        """The tensors that one is stored as."""
+        """Return the tensors that one is stored as."""
         base = name.removesuffix(self.form.name)
         return {f"{base}{end}": each for end, each in self.metas(meta.shape, meta.dtype).items()}
 
     def views(self, stored: Mapping[str, View], coded: Mapping[str, TensorMeta]) -> tuple[dict[str, View], Quantised]:
-        """The tensors of a directory by their names, of which some are to be encoded."""
+        """Return the tensors of a directory by their names, of which some are to be encoded."""
         views = dict(stored)
         nbytes = 0
         for name, meta in coded.items():
@@ -65,13 +65,13 @@ class Encoding:
         return views, Quantised(self.method, (self.form.text,), len(coded), nbytes, decoded, dtype, self.loss)
 
     def literals(self, name: str, shape: Shape) -> dict[str, bytes]:
-        """What of a tensor is known before its values, by the names that it is stored under."""
+        """Return what of a tensor is known before its values, by the names that it is stored under."""
         ends = [end for end in self.form.stored if end.endswith("_shape")]
         return {f"{name.removesuffix(self.form.name)}{end}": struct.pack("<2q", *shape) for end in ends}
 
 
 def encoding(name: str) -> Encoding:
-    """The form of this name.
+    """Return the form of this name.
 
     Raises:
         ConfigError: there is none.

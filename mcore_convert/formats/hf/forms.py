@@ -64,7 +64,7 @@ def _blocks(code: str, block: Block, names: tuple[str, ...], shape: Shape, views
 
 @lru_cache(maxsize=4096)
 def _grid(block: Block, shape: Shape) -> tuple[tuple[int, int], Shape]:
-    """The size of a block of matrices, which is no larger than they are, and how many blocks they have."""
+    """Return the size of a block of matrices, which is no larger than they are, and how many blocks they have."""
     rows, columns = shape[-2:]
     high, wide = block
     high = max(1, rows if high is None else min(high, rows))
@@ -73,18 +73,17 @@ def _grid(block: Block, shape: Shape) -> tuple[tuple[int, int], Shape]:
 
 
 def _shaped(view: View, grid: Shape, what: str) -> View:
-    """The view in the shape of the blocks; where there is one for a row or for all, it may lack dimensions."""
+    """Return the view in the shape of the blocks; where there is one for a row or for all, it may lack dimensions."""
     if [size for size in view.shape if size != 1] != [size for size in grid if size != 1]:
         raise Misfit(f"{what} are {list(view.shape)}, and the blocks {list(grid)}")
-    return view._replace(shape=grid, strides=contiguous_strides(grid, view.itemsize))
+    return View(view.path, view.offset, grid, contiguous_strides(grid, view.itemsize), view.dtype)
 
 
 def _bytes_of(view: View) -> View:
-    """The view of the same bytes, one to an element: the last dimension grows with the size of an element."""
+    """Return the view of the same bytes, one to an element: the last dimension grows with the size of an element."""
     size = DTYPE_SIZES[view.dtype]
-    return view._replace(
-        shape=(*view.shape[:-1], view.shape[-1] * size), strides=(*view.strides[:-1], 1), dtype="uint8"
-    )
+    shape = (*view.shape[:-1], view.shape[-1] * size) if size > 1 else view.shape
+    return View(view.path, view.offset, shape, (*view.strides[:-1], 1), "uint8")
 
 
 def bind_packed(code: str, block: Block, names: tuple[str, ...], views: tuple[View, ...]) -> Blocks:
@@ -103,7 +102,7 @@ def bind_packed(code: str, block: Block, names: tuple[str, ...], views: tuple[Vi
 
 
 def _shape_in(view: View) -> tuple[int, int]:
-    """The two sizes that a tensor holds."""
+    """Return the two sizes that a tensor holds."""
     if view.shape != (2,) or view.dtype not in ("int32", "int64"):
         raise Misfit(f"`weight_shape` is {view.dtype} {list(view.shape)}")
     with open_file(view.path) as file:

@@ -9,7 +9,7 @@ from mcore_convert.formats.base import Checkpoint, Findings
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Spelling
 from mcore_convert.spec.names import spell
-from mcore_convert.spec.pack import Every, Piece
+from mcore_convert.spec.pack import Every, Piece, packed
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.shifts import Shifted
 from mcore_convert.storage.views import Slot, TensorMeta, cut
@@ -32,18 +32,19 @@ class HfNames(Checkpoint):
         weight, at, _ = item
         shape = dims.shape(weight.shape)
         spelling = self._spelling(item)
-        found = []
-        for template, one in zip(spelling.hf, spelling.pack.shapes(shape, dims), strict=True):
+        tensors = []
+        shapes, pieces = packed(spelling.pack, shape, dims)
+        for template, one in zip(spelling.hf, shapes, strict=True):
             name = self.name_of(spell(template, at))
             joined = at.expert if weight.is_joined(template) else None
             expected = one if joined is None else (dims.num_experts or 0, *one)
             if findings.expect(self.key_of(name), self.meta_of(name), expected):
                 parts = self.parts_of(name)
                 reached = [part for part in parts if joined is None or joined in rows_of(part)]
-                found.append(reached if joined is None else [part.select(joined) for part in reached])
-        if len(found) < len(spelling.hf):
+                tensors.append(reached if joined is None else [part.select(joined) for part in reached])
+        if len(tensors) < len(spelling.hf):
             return []
-        slots = [slot for piece in spelling.pack.pieces(shape, dims) for slot in _slots(piece, found[piece.tensor])]
+        slots = [slot for piece in pieces for slot in _slots(piece, tensors[piece.tensor])]
         if not weight.less:
             return slots
         return [slot._replace(view=Shifted.of(str(item), slot.view, -weight.less)) for slot in slots]
@@ -53,7 +54,9 @@ class HfNames(Checkpoint):
         return name
 
     def _spelling(self, item: Item) -> Spelling:
-        """The first spelling of a weight of which the directory has a tensor; where it has none, the usual one."""
+        """Return the first spelling of a weight of which the directory has a tensor; where it has none,
+        the usual one.
+        """
         spellings = item.weight.spellings
         if len(spellings) == 1:
             return spellings[0]
@@ -61,7 +64,7 @@ class HfNames(Checkpoint):
         return next(there, spellings[0])
 
     def name_of(self, name: str) -> str:
-        """The name under which the directory has a tensor: without the optional prefix where it is stored so."""
+        """Return the name under which the directory has a tensor: without the optional prefix where it is stored so."""
         if not self.prefix:
             return name
         short = name.removeprefix(self.prefix)
@@ -69,12 +72,12 @@ class HfNames(Checkpoint):
 
 
 def rows_of(slot: Slot) -> range:
-    """The indices of the first dimension that a slot reaches."""
+    """Return the indices of the first dimension that a slot reaches."""
     return range(slot.box.offsets[0], slot.box.offsets[0] + slot.box.sizes[0])
 
 
 def part_of_every(slot: Slot, every: Every) -> Slot:
-    """The slot of every so many indices of a dimension, in a tensor of these alone."""
+    """Return the slot of every so many indices of a dimension, in a tensor of these alone."""
     view, axis, box = slot.view, every.axis, every.box(slot.box)
     first = every.index_of(box.offsets[axis]) - slot.box.offsets[axis]
     strides = tuple(step * every.step if number == axis else step for number, step in enumerate(view.strides))
@@ -82,9 +85,13 @@ def part_of_every(slot: Slot, every: Every) -> Slot:
 
 
 def _slots(piece: Piece, parts: list[Slot]) -> Iterator[Slot]:
-    """The boxes of the global tensor that the parts of a Hugging Face tensor hold of a piece."""
+    """Yield the boxes of the global tensor that the parts of a Hugging Face tensor hold of a piece."""
     if piece.every is not None:
         parts = [part_of_every(part, piece.every) for part in parts]
+    elif len(parts) == 1 and parts[0].box == piece.hf:  # a tensor in one part is one piece: all that experts have
+        view = parts[0].view
+        yield Slot(view.transposed if piece.transposed else view, piece.mcore)
+        return
     for view, box in cut(parts, piece.hf):
         inside = box.relative_to(piece.hf.offsets)
         there = inside.transposed if piece.transposed else inside

@@ -33,7 +33,7 @@ BESIDE = re.compile(r"(optimizer|optim|lr_scheduler|scheduler|dataloader|train_s
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory is one of these, or has the folder of accelerate and no other weights."""
+    """Return whether a directory is one of these, or has the folder of accelerate and no other weights."""
     if dcp.exists(path):
         return kind_of(path) is Kind.HUGGING_FACE
     return dcp.exists(path / MODEL_FOLDER) and not any((path / name).is_file() for name in WEIGHT_FILES)

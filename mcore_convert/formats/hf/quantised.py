@@ -29,18 +29,18 @@ class Reading:
 
 
 def read_quantised(stored: Mapping[str, View], config: Values) -> Reading:
-    """What stored tensors stand for by their `config.json`. Reads no more than headers and a few shapes."""
-    said = config.get(KEY)
-    if said is None:
+    """Return what stored tensors stand for by their `config.json`. Reads no more than headers and a few shapes."""
+    scheme = config.get(KEY)
+    if scheme is None:
         return Reading(stored)
-    if not isinstance(said, dict):
-        return Reading(stored, problems=(f"`{KEY}` = {shown(said)} is no table",))
-    method = said.get("quant_method")
+    if not isinstance(scheme, dict):
+        return Reading(stored, problems=(f"`{KEY}` = {shown(scheme)} is no table",))
+    method = scheme.get("quant_method")
     reader = METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         return Reading(stored, problems=(f"`quant_method` = {shown(method)} is none of {', '.join(METHODS)}",))
     problems = Problems()
-    forms = list(reader(said, problems))
+    forms = list(reader(scheme, problems))
     if problems.lines:
         return Reading(stored, problems=tuple(problems.lines))
     dtype = next((config[key] for key in ("dtype", "torch_dtype") if config.get(key) in DTYPES), DTYPES[0])
@@ -66,7 +66,7 @@ def read_quantised(stored: Mapping[str, View], config: Values) -> Reading:
 
 
 def _bound(stored: Mapping[str, View], forms: Iterable[Form], problems: Problems) -> dict[str, tuple[Blocks, Form]]:
-    """The coded tensors by the names that they have once decoded."""
+    """Return the coded tensors by the names that they have once decoded."""
     coded: dict[str, tuple[Blocks, Form]] = {}
     wrong: dict[str, str] = {}
     for form in forms:
@@ -74,8 +74,8 @@ def _bound(stored: Mapping[str, View], forms: Iterable[Form], problems: Problems
             base = name.removesuffix(form.stored[1])
             if base + form.stored[0] not in stored:
                 continue
-            absent = [base + end for end in form.stored if base + end not in stored]
-            names = tuple(base + end for end in (*form.stored, *form.may) if base + end in stored)
+            names = tuple([each for end in (*form.stored, *form.may) if (each := base + end) in stored])
+            absent = [base + end for end in form.stored if base + end not in names]
             own = base + form.name
             try:
                 if absent:
@@ -92,6 +92,6 @@ def _bound(stored: Mapping[str, View], forms: Iterable[Form], problems: Problems
 
 
 def _turned(view: View) -> View:
-    """The view with its last two dimensions swapped."""
+    """Return the view with its last two dimensions swapped."""
     shape, strides = view.shape, view.strides
     return view._replace(shape=(*shape[:-2], shape[-1], shape[-2]), strides=(*strides[:-2], strides[-1], strides[-2]))

@@ -28,9 +28,9 @@ class Problems:
 
     lines: list[str] = field(default_factory=list)
 
-    def expect(self, said: Values, known: Mapping[str, tuple[Any, ...] | None], where: str = "") -> None:
+    def expect(self, values: Values, known: Mapping[str, tuple[Any, ...] | None], where: str = "") -> None:
         """Note keys that are not known, and values that are none of those a key may have; None allows any."""
-        for key, value in said.items():
+        for key, value in values.items():
             allowed = known.get(key, ())
             if key not in known:
                 self.lines.append(f"unknown key `{where}{key}` = {shown(value)}")
@@ -54,9 +54,9 @@ _FP8: dict[str, tuple[Any, ...] | None] = {
 }
 
 
-def _fp8(said: Values, problems: Problems) -> Iterator[Form]:
-    problems.expect(said, _FP8)
-    sizes = said.get("weight_block_size", [128, 128])
+def _fp8(values: Values, problems: Problems) -> Iterator[Form]:
+    problems.expect(values, _FP8)
+    sizes = values.get("weight_block_size", [128, 128])
     if not _is_block(sizes):
         problems.lines.append(f"`weight_block_size` = {shown(sizes)} is no pair of sizes")
         return
@@ -114,9 +114,9 @@ _FORMATS = {
 }
 
 
-def _compressed(said: Values, problems: Problems) -> Iterator[Form]:
-    problems.expect(said, _COMPRESSED)
-    groups = said.get("config_groups")
+def _compressed(values: Values, problems: Problems) -> Iterator[Form]:
+    problems.expect(values, _COMPRESSED)
+    groups = values.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         problems.lines.append(f"`config_groups` = {shown(groups)} is no table of groups")
         return
@@ -133,7 +133,7 @@ def _compressed(said: Values, problems: Problems) -> Iterator[Form]:
         problems.expect(weights, _WEIGHTS, f"{where}weights.")
         if len(problems.lines) > before:
             continue
-        stored = group.get("format") or said.get("format")
+        stored = group.get("format") or values.get("format")
         kind = (weights.get("type", "int"), weights.get("num_bits", 8))
         code = _FORMATS.get(stored, {}).get(kind) if isinstance(stored, str) else None
         if code is None:
@@ -143,7 +143,7 @@ def _compressed(said: Values, problems: Problems) -> Iterator[Form]:
 
 
 def _of_group(weights: Values, code: str, where: str, problems: Problems) -> Iterator[Form]:
-    """The form of the weights of one group."""
+    """Yield the form of the weights of one group."""
     size, structure = weights.get("group_size"), weights.get("block_structure")
     strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy == "group" and not (type(size) is int and size > 0):
@@ -170,7 +170,7 @@ def _of_group(weights: Values, code: str, where: str, problems: Problems) -> Ite
 
 
 def _in_words(block: Block) -> str:
-    """What shares a scale."""
+    """Return what shares a scale."""
     high, wide = block
     if wide is None:
         return "one scale each" if high is None else "a scale for each row"
@@ -186,8 +186,8 @@ _MXFP4: dict[str, tuple[Any, ...] | None] = {
 }
 
 
-def _mxfp4(said: Values, problems: Problems) -> Iterator[Form]:
-    problems.expect(said, _MXFP4)
+def _mxfp4(values: Values, problems: Problems) -> Iterator[Form]:
+    problems.expect(values, _MXFP4)
     yield Form("mxfp4, groups of 32", ("_blocks", "_scales"), (), "", bind_mxfp4, transposed=True)
 
 

@@ -69,7 +69,7 @@ class Parameter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class Stretch:
     """Where a parameter lies: from element `start` of a bucket on. `is_replica`: another rank holds the same part."""
 
     name: str
@@ -117,7 +117,7 @@ class Run:
 
 
 def orders_of(run: Run) -> list[Order]:
-    """The orders that a model may have, what its arguments say first."""
+    """Return the orders that a model may have, what its arguments say first."""
     implementations = sorted(IMPLEMENTATIONS, key=lambda name: (name != run.implementation, name == LOCAL))
     experts = (GROUPED, SEQUENTIAL) if run.dims.num_experts else (SEQUENTIAL,)
     has_mixers = any(CONVOLUTION in row.name for row in run.rows)
@@ -127,8 +127,8 @@ def orders_of(run: Run) -> list[Order]:
 
 def arranged(
     run: Run, order: Order, buffers: Mapping[tuple[int, int, int], Buffer], dtype_of: DtypeOf
-) -> dict[tuple[str, Index], list[Found]]:
-    """Where every parameter lies, by its name in `torch_dist` and its index.
+) -> dict[tuple[str, Index], list[Stretch]]:
+    """Return where every parameter lies, by its name in `torch_dist` and its index.
 
     Args:
         buffers: by optimizer, data-parallel group and number.
@@ -137,7 +137,7 @@ def arranged(
     Raises:
         Misfit: the buckets have other sizes.
     """
-    founds: dict[tuple[str, Index], list[Found]] = {}
+    stretches: dict[tuple[str, Index], list[Stretch]] = {}
     used = set()
     for chain, group, rank, chunks, is_expert in _optimizers(run, sorted({chain for chain, _, _ in buffers})):
         number = 0
@@ -148,30 +148,30 @@ def arranged(
             for dtype, parameters in by_dtype.items():
                 place = (chain, group, number)
                 number += 1
-                said = f"buffer {place[2]} of data-parallel group {group}"
+                where = f"buffer {place[2]} of data-parallel group {group}"
                 if place not in buffers or buffers[place].dtype != dtype:
-                    raise Misfit(f"{said} is {'missing' if place not in buffers else f'not {dtype}'}")
+                    raise Misfit(f"{where} is {'missing' if place not in buffers else f'not {dtype}'}")
                 used.add(place)
-                for each, bucket, start in _in_buckets(parameters, buffers[place].sizes, said):
-                    _add(founds, each, (*place, bucket), start, rank)
+                for each, bucket, start in _in_buckets(parameters, buffers[place].sizes, where):
+                    _add(stretches, each, (*place, bucket), start, rank)
     if len(used) != len(buffers):
         raise Misfit(f"{len(buffers) - len(used)} of {len(buffers)} buffers belong to no rank")
-    return founds
+    return stretches
 
 
 def _add(
-    founds: dict[tuple[str, Index], list[Found]], parameter: Parameter, place: Place, start: int, rank: Rank
+    stretches: dict[tuple[str, Index], list[Stretch]], parameter: Parameter, place: Place, start: int, rank: Rank
 ) -> None:
     weight, at, local, _ = parameter
     assert weight.mcore is not None
-    there = founds.setdefault((weight.mcore, at), [])
+    there = stretches.setdefault((weight.mcore, at), [])
     is_replica = any(each.local == local for each in there)
-    said = f"tp = {rank.tp}, pp = {rank.pp}, ep = {rank.ep}"
-    there.append(Found(spell(weight.mcore, at), place, start, local, said, is_replica))
+    named = f"tp = {rank.tp}, pp = {rank.pp}, ep = {rank.ep}"
+    there.append(Stretch(spell(weight.mcore, at), place, start, local, named, is_replica))
 
 
 def _optimizers(run: Run, chain: Sequence[int]) -> Iterator[tuple[int, int, Rank, list[Stage], bool]]:
-    """Every optimizer of a chain on every data-parallel group, with the model chunks that it is for.
+    """Yield every optimizer of a chain on every data-parallel group, with the model chunks that it is for.
 
     The parameters of the first model chunk are apart with `--overlap-param-gather-with-optimizer-step`.
     """
@@ -191,9 +191,9 @@ def _optimizers(run: Run, chain: Sequence[int]) -> Iterator[tuple[int, int, Rank
 
 
 def _in_buckets(
-    parameters: Sequence[Parameter], sizes: Sequence[int], said: str
+    parameters: Sequence[Parameter], sizes: Sequence[int], where: str
 ) -> Iterator[tuple[Parameter, int, int]]:
-    """Each parameter with its bucket and where it begins there.
+    """Yield each parameter with its bucket and where it begins there.
 
     A bucket ends where a parameter ends, unless the next one is shared: then it is padded first. So the sizes tell
     which parameters it holds, whatever size of buckets the run asked for.
@@ -205,10 +205,10 @@ def _in_buckets(
             bucket, start = bucket + 1, 0
         end = start + parameter.local.numel
         if bucket == len(sizes) or end > sizes[bucket]:
-            raise Misfit(f"{said} has buckets of {list(sizes)} elements, which do not end between two parameters")
+            raise Misfit(f"{where} has buckets of {list(sizes)} elements, which do not end between two parameters")
         yield parameter, bucket, start
     if bucket != len(sizes) - 1 or end != sizes[bucket]:
-        raise Misfit(f"{said} has buckets of {list(sizes)} elements, its parameters end at {end} of bucket {bucket}")
+        raise Misfit(f"{where} has buckets of {list(sizes)} elements, its parameters end at {end} of bucket {bucket}")
 
 
 def _parameters(run: Run, order: Order, stage: Stage, rank: Rank, is_expert: bool) -> Iterator[Parameter]:

@@ -95,7 +95,9 @@ MTP_ORDER = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layern
 
 
 def implementation_in(names: Collection[str], args: Mapping[str, Any]) -> str:
-    """The layer spec whose names these are; where both have them, as with no norm in attention, what the run said."""
+    """Return the layer spec whose names these are; where both have them, as with no norm in attention,
+    what the run said.
+    """
     if any(fused in name for name in names for fused in FUSED_NORMS):
         return TRANSFORMER_ENGINE
     says_nothing = any(LATENT in name for name in names) and not any("kv_layernorm." in name for name in names)
@@ -172,7 +174,7 @@ def has_extra_state(module: str, *, norms: bool) -> bool:
 
 
 def is_down_projection(weight: Weight) -> bool:
-    """Whether it is one of DOWN_PROJECTIONS."""
+    """Return whether it is one of DOWN_PROJECTIONS."""
     return weight.mcore is not None and weight.mcore.endswith(DOWN_PROJECTIONS)
 
 

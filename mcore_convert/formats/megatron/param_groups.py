@@ -25,7 +25,7 @@ def identifiers_of(group: Group) -> list[Any]:
 
 
 def is_undecayed(name: str, num_dims: int) -> bool:
-    """Whether weight decay passes a parameter by: norms and biases."""
+    """Return whether weight decay passes a parameter by: norms and biases."""
     return num_dims == 1 or name.endswith(".bias")
 
 
@@ -68,5 +68,5 @@ def step_of(groups: Iterable[Group], path: Path, *, counted: bool = False) -> An
 
 
 def counts_steps(group: Group) -> bool:
-    """Whether the optimizer of a parameter group has to know its steps: Adam, which alone has an epsilon."""
+    """Return whether the optimizer of a parameter group has to know its steps: Adam, which alone has an epsilon."""
     return "eps" in group

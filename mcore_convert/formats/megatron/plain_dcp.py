@@ -54,7 +54,9 @@ def kind_of(path: Path) -> Kind:
 
 @lru_cache(maxsize=16)
 def _kind_in(file: Path, modified: int, size: int) -> Kind:
-    """The first kind, in the order of SIGNS, of which the file has a sign. The stamps tell a new file from the old."""
+    """Return the first kind, in the order of SIGNS, of which the file has a sign.
+    The stamps tell a new file from the old.
+    """
     left = set(SIGNS)
     before = b""
     with open_file(file) as opened:

@@ -27,7 +27,7 @@ HALF_MASTERS = Tolerance("master copies in fp16", 1 / 128, 2.0**-20)
 
 
 def is_quantised(args: Mapping[str, Any], weight: Weight, at: Index) -> bool:
-    """Whether a run holds a weight in fewer bits: the matrices of Transformer Engine's linear layers."""
+    """Return whether a run holds a weight in fewer bits: the matrices of Transformer Engine's linear layers."""
     if not (args.get("fp8_param_gather") or args.get("fp4_param_gather")):
         return False
     if weight.mcore is None or at.layer is None or LINEAR.fullmatch(weight.mcore) is None:
@@ -40,7 +40,7 @@ def is_quantised(args: Mapping[str, Any], weight: Weight, at: Index) -> bool:
 
 
 def tolerance_of(args: Mapping[str, Any], weight: Weight, at: Index) -> Tolerance | None:
-    """How near a master copy is to its weight; None where it rounds to it."""
+    """Return how near a master copy is to its weight; None where it rounds to it."""
     if is_quantised(args, weight, at):
         return FP4 if args.get("fp4_param_gather") else FP8
     return HALF_MASTERS if "16" in str(args.get("main_params_dtype")) else None

@@ -79,7 +79,7 @@ def _tensor(value: Any) -> Hole:
 
 
 def _words(value: Any) -> np.ndarray[Any, Any]:
-    """The state of numpy's generator: an array, of which a pickle holds the bytes."""
+    """Return the state of numpy's generator: an array, of which a pickle holds the bytes."""
     kind = type(value)
     if not isinstance(value, StandIn) or kind.__module__ not in ARRAYS or kind.__name__ != "_reconstruct":
         raise _Foreign

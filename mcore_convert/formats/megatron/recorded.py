@@ -48,7 +48,7 @@ class Beside:
     iteration: int | None = None
 
     def read(self) -> Recorded | None:
-        """The configuration.
+        """Return the configuration.
 
         Raises:
             ConvertError: it cannot be read, or names what is not known.
@@ -62,7 +62,7 @@ class Beside:
 
 
 def beside(path: Path) -> Beside | None:
-    """What another program has put around a checkpoint's own directory; None where none has."""
+    """Return what another program has put around a checkpoint's own directory; None where none has."""
     here = path.absolute()
     if (here / RUN_CONFIG).is_file():
         return Beside(recorded.BRIDGE, here / RUN_CONFIG, _folder(here / "tokenizer"))
@@ -73,7 +73,7 @@ def beside(path: Path) -> Beside | None:
     if role is None:
         return None
     file = role / TRANSFORMER_CONFIG
-    step = next((found for each in (role, role.parent) if (found := STEP.fullmatch(each.name))), None)
+    step = next((matched for each in (role, role.parent) if (matched := STEP.fullmatch(each.name))), None)
     if not file.is_file() and step is None:
         return None
     folder = _folder(role / "model" / HUGGING_FACE) or _folder(role / HUGGING_FACE)
@@ -81,13 +81,15 @@ def beside(path: Path) -> Beside | None:
 
 
 def companions_of(path: Path) -> Path | None:
-    """The folder of the original model's files, carried in a checkpoint's directory or put beside it; None for none."""
+    """Return the folder of the original model's files, carried in a checkpoint's directory or put beside it;
+    None for none.
+    """
     around = beside(path)
     return carried_in(path) or (None if around is None else around.companions)
 
 
 def role_of(path: Path) -> Path | None:
-    """The directory of a model that verl trains, from the directory of its distributed checkpoint."""
+    """Return the directory of a model that verl trains, from the directory of its distributed checkpoint."""
     if path.name != DIST:
         return None
     return path.parent.parent if path.parent.name in ("model", "optimizer", "extra") else path.parent
@@ -104,7 +106,8 @@ def common_of(
     known: Mapping[str, Any],
     described: Mapping[str, Any] | None,
 ) -> Common:
-    """The common state; where no arguments are stored in it, with those that another program has written beside it.
+    """Return the common state; where no arguments are stored in it,
+    with those that another program has written beside it.
 
     Args:
         rows: of the embedding, for where the program does not say how many there are with padding.
@@ -116,11 +119,11 @@ def common_of(
     """
     whole = dict(state)
     around = None if isinstance(state.get("args"), argparse.Namespace) else beside(path)
-    found = None if around is None else around.read()
-    if found is not None:
-        found = replace(found, args={"padded_vocab_size": rows, **found.args, **known})
+    recorded = None if around is None else around.read()
+    if recorded is not None:
+        recorded = replace(recorded, args={"padded_vocab_size": rows, **recorded.args, **known})
     if around is not None:
-        whole = with_recorded(state, path, around, found)
+        whole = with_recorded(state, path, around, recorded)
     args, iteration = whole.get("args"), whole.get("iteration")
     if args is None and described is not None:
         whole["args"] = argparse.Namespace(**described)
@@ -128,7 +131,7 @@ def common_of(
         dict(vars(args)) if isinstance(args, argparse.Namespace) else None,
         iteration if isinstance(iteration, int) else None,
         whole,
-        found,
+        recorded,
     )
 
 
@@ -140,8 +143,10 @@ def progress_files(here: Path, common: Common, path: Path, name: str) -> Iterato
         yield path / f"latest_{TRAIN_STATE}", file
 
 
-def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, found: Recorded | None) -> dict[str, Any]:
-    """The common state as Megatron-LM would have stored it: with arguments, an iteration, and the scheduler's name."""
+def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, recorded: Recorded | None) -> dict[str, Any]:
+    """Return the common state as Megatron-LM would have stored it: with arguments, an iteration,
+    and the scheduler's name.
+    """
     whole = dict(state)
     if around.program == NEMO:
         whole = {name: value for name, value in whole.items() if name in OF_MEGATRON}
@@ -155,7 +160,7 @@ def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, found: R
         whole["opt_param_scheduler"] = whole.pop("lr_scheduler")
     if around.iteration is not None:
         whole["iteration"] = around.iteration
-    args = {} if found is None or not found.complete else dict(found.args)
+    args = {} if recorded is None or not recorded.complete else dict(recorded.args)
     if (path / TRAIN_STATE).is_file():
         stored = TorchFile(path / TRAIN_STATE).tree
         if not isinstance(stored, dict):

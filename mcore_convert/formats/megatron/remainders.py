@@ -23,7 +23,7 @@ SAMPLES = 64  # tensors, and elements of each
 
 
 def are_gathered(args: Mapping[str, Any], masters: Iterable[View]) -> bool:
-    """Whether what stands for master copies in fp32 holds remainders as numbers.
+    """Return whether what stands for master copies in fp32 holds remainders as numbers.
 
     A sample tells: all are integers of 16 bits, some not zero. What it does not show is proven when they are read.
     """

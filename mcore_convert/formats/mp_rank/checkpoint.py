@@ -104,7 +104,7 @@ class MpRankCheckpoint(Checkpoint):
         return random_states(contents, axes, sizes, ep)
 
     @property
-    def found_by_order(self) -> bool:
+    def matched_by_order(self) -> bool:
         return True
 
     @property
@@ -157,7 +157,9 @@ class MpRankCheckpoint(Checkpoint):
         return Holding(self.layout, self.layers)
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one global tensor; what other ranks hold again counts as used, and is given by `replicas`."""
+        """Return the boxes of one global tensor; what other ranks hold again counts as used,
+        and is given by `replicas`.
+        """
         if item.weight.mcore is None:
             return []
         places = self._places(item, dims)
@@ -191,7 +193,7 @@ class MpRankCheckpoint(Checkpoint):
         return {rank: mp_rank_optimizer.find_states(file, self.args) for rank, file in self.files.items()}
 
     def _whole(self, state: str, view: View, weight: View) -> View:
-        """A state in whole: a master copy that is kept as a remainder is joined with its weight."""
+        """Return a state in whole: a master copy that is kept as a remainder is joined with its weight."""
         return join_views(view, weight) if state == MASTER and weight.dtype == "bfloat16" and self._gathered else view
 
     @cached_property
@@ -203,16 +205,20 @@ class MpRankCheckpoint(Checkpoint):
         return are_gathered(self.args, (states[MASTER] for states in held if MASTER in states))
 
     def _places(self, item: Item, dims: Dims) -> list[Place]:
-        """Where the first copy of each part is: one place for each tensor rank, or one where the weight is not cut."""
+        """Return where the first copy of each part is: one place for each tensor rank,
+        or one where the weight is not cut.
+        """
         stage, ep, name = self._position(item, dims)
         return [Place(rank, stage.vpp, name) for rank in self._first_ranks(stage.pp, ep, self._shard(item.weight).dim)]
 
     def _shard(self, weight: Weight) -> Shard:
-        """How the modules cut a weight."""
+        """Return how the modules cut a weight."""
         return shard_of(weight, self.implementation, self.release)
 
     def _copies(self, item: Item, dims: Dims) -> list[Place]:
-        """Where further copies are: on other tensor or expert ranks, and a tied embedding's on the last stage."""
+        """Return where further copies are: on other tensor or expert ranks,
+        and a tied embedding's on the last stage.
+        """
         stage, ep, name = self._position(item, dims)
         ends = [(stage, name)]
         if item.weight.mcore == EMBEDDING:
@@ -226,7 +232,7 @@ class MpRankCheckpoint(Checkpoint):
         ]
 
     def _first_ranks(self, pp: int, ep: int | None, dim: int | None) -> list[Rank]:
-        """The first rank with each part of a weight that is cut along `dim`, in the order of the parts."""
+        """Return the first rank with each part of a weight that is cut along `dim`, in the order of the parts."""
         if (pp, ep, dim) not in self._first_by_cut:
             first: dict[int, Rank] = {}
             for rank in self._ranks[pp, ep]:
@@ -249,7 +255,7 @@ class MpRankCheckpoint(Checkpoint):
         return ranks
 
     def _position(self, item: Item, dims: Dims) -> tuple[Stage, int | None, str]:
-        """The stage of a weight, its expert rank where it has one, and its name in the modules there."""
+        """Return the stage of a weight, its expert rank where it has one, and its name in the modules there."""
         assert item.weight.mcore is not None
         stage, ep, local = self._holding.home_of(item.weight, item.at, dims)
         return stage, ep, spell(name_in_module(item.weight.mcore, self.implementation, self.experts), local)
@@ -263,14 +269,14 @@ class MpRankCheckpoint(Checkpoint):
         return self.files[place.rank].chunks[place.chunk].get(place.name)
 
     def _rows(self, weight: Weight, places: list[Place]) -> int | None:
-        """The rows of a vocabulary tensor with its padding: those that the ranks hold together."""
+        """Return the rows of a vocabulary tensor with its padding: those that the ranks hold together."""
         local = self._find(places[0])
         return None if local is None or not local.view.shape else local.view.shape[0] * self.layout.tp
 
     def _slots(self, item: Item, place: Place, dims: Dims, rows: int | None, findings: Findings) -> list[Slot]:
         weight, _, state = item
-        key, found = self._key(place), self._find(place)
-        if found is None:  # nothing that its shape, which may be without padding, could be cut by
+        key, parameter = self._key(place), self._find(place)
+        if parameter is None:  # nothing that its shape, which may be without padding, could be cut by
             findings.expect(key, None, ())
             return []
         shape: Shape = dims.shape(weight.shape)
@@ -278,9 +284,9 @@ class MpRankCheckpoint(Checkpoint):
             shape = (rows, *shape[1:])
         shard = dims.sized(self._shard(weight))
         local = local_of(shard, shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None))
-        if not findings.expect(key, found.meta, local.shape):
+        if not findings.expect(key, parameter.meta, local.shape):
             return []
-        view = found.view
+        view = parameter.view
         if state != PARAM:
             states = self._states[place.rank][place.chunk].get(place.name, {})
             if state in states:
@@ -288,4 +294,4 @@ class MpRankCheckpoint(Checkpoint):
             elif state != MASTER or view.dtype != "float32":  # a parameter in fp32 is its own master copy
                 findings.missing.append(f"{key} ({state})")
                 return []
-        return list(slots_in_global(found.arrange(view), local))
+        return list(slots_in_global(parameter.arrange(view), local))

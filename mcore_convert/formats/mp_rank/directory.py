@@ -46,7 +46,7 @@ __all__ = ["MpRankCheckpoint", "detect", "open_mp_rank"]
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory has folders of ranks, or is that of one rank, or a file is that of one."""
+    """Return whether a directory has folders of ranks, or is that of one rank, or a file is that of one."""
     return _stands_alone(path) or bool(_ranks_in(path))
 
 
@@ -67,7 +67,7 @@ def _stands_alone(path: Path) -> bool:
 
 
 def _files_of(path: Path) -> dict[str, Path]:
-    """The file of each rank by the name of its folder; one that stands alone is the first rank's."""
+    """Return the file of each rank by the name of its folder; one that stands alone is the first rank's."""
     if _stands_alone(path):
         return {mp_rank_layout.rank_name(Rank(), Layout()): path / MODEL_FILE if path.is_dir() else path}
     return {folder.name: _file_in(folder) for folder in _ranks_in(path)}
@@ -136,7 +136,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
 
 
 def _release_of(files: Iterable[RankFile], args: Mapping[str, Any]) -> Release:
-    """A release whose modules cut the matrices of latent attention as these files have them."""
+    """Return a release whose modules cut the matrices of latent attention as these files have them."""
     rank, rotary = args.get("kv_lora_rank"), args.get("qk_pos_emb_head_dim")
     if not isinstance(rank, int) or not isinstance(rotary, int):
         return NEWEST
@@ -151,7 +151,7 @@ def _release_of(files: Iterable[RankFile], args: Mapping[str, Any]) -> Release:
 def _completed(
     args: dict[str, Any], trees: Mapping[str, Mapping[str, Any]], layout: Layout, where: str
 ) -> dict[str, Any]:
-    """The arguments with what an old run did not store."""
+    """Return the arguments with what an old run did not store."""
     names = [mp_rank_layout.rank_name(Rank(pp=pp), layout) for pp in range(layout.pp)]
     stages = [models_of(trees[name], f"`{name}` of {where}") for name in names]
     in_order = [models[chunk] for chunk in range(len(stages[0])) for models in stages if chunk < len(models)]
@@ -177,21 +177,21 @@ def _file_in(folder: Path) -> Path:
 
 
 def _refuse_different_iterations(files: Iterable[RankFile], where: str) -> None:
-    found: dict[Any, list[str]] = {}
+    files_of: dict[Any, list[str]] = {}
     for file in files:
-        found.setdefault((file.iteration, file.tree.get("checkpoint_version")), []).append(file.name)
-    if len(found) > 1:
+        files_of.setdefault((file.iteration, file.tree.get("checkpoint_version")), []).append(file.name)
+    if len(files_of) > 1:
         raise UnreadableCheckpoint(
             f"the ranks of {where} are of different iterations",
             items=[
                 f"iteration {iteration}, checkpoint version {version}: {', '.join(names)}"
-                for (iteration, version), names in found.items()
+                for (iteration, version), names in files_of.items()
             ],
         )
 
 
 def _layers_of(files: Mapping[Rank, RankFile], layout: Layout, where: str) -> dict[Stage, int]:
-    """How many layers each stage holds, from the files."""
+    """Return how many layers each stage holds, from the files."""
     numbers = {file.name: len(file.chunks) for file in files.values()}
     if len(set(numbers.values())) > 1:
         raise UnreadableCheckpoint(

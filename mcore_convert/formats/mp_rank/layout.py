@@ -41,13 +41,13 @@ SHARED_ARGS = (
 
 
 def rank_name(rank: Rank, layout: Layout) -> str:
-    """The directory of a rank."""
+    """Return the directory of a rank."""
     pipeline = f"_{rank.pp:03d}" if layout.pp > 1 else ""
     return f"mp_rank_{rank.tp:02d}{pipeline}" + (f"_{rank.ep:03d}" if layout.ep > 1 else "")
 
 
 def layout_of(args: Mapping[str, Any]) -> Layout:
-    """The layout that the arguments of a run describe.
+    """Return the layout that the arguments of a run describe.
 
     Raises:
         LayoutError: it cannot be, or parts of an expert would share a directory.
@@ -60,7 +60,7 @@ def layout_of(args: Mapping[str, Any]) -> Layout:
 
 
 def check_expert_cut(layout: Layout) -> None:
-    """That each part of an expert has a directory of its own, whose name has no number for it.
+    """Check that each part of an expert has a directory of its own, whose name has no number for it.
 
     Raises:
         LayoutError: experts are cut for more ranks than the rest of the model, or for a number that does not divide it.
@@ -74,29 +74,32 @@ def check_expert_cut(layout: Layout) -> None:
 
 
 def check_names(layout: Layout, names: Iterable[str], where: str) -> None:
-    """That there is exactly one directory for each rank.
+    """Check that there is exactly one directory for each rank.
 
     Raises:
         UnreadableCheckpoint: some are missing, or they are those of another layout.
     """
-    found, wanted = set(names), {rank_name(rank, layout) for rank in layout.ranks()}
-    said = f"tp = {layout.tp}, pp = {layout.pp}, ep = {layout.ep}"
-    foreign = sorted(found - wanted)
+    present, wanted = set(names), {rank_name(rank, layout) for rank in layout.ranks()}
+    sizes = f"tp = {layout.tp}, pp = {layout.pp}, ep = {layout.ep}"
+    foreign = sorted(present - wanted)
     if foreign:
         raise UnreadableCheckpoint(
-            f"{where} has {len(found)} ranks, which do not fit its arguments ({said}: {len(wanted)} ranks)",
-            items=[*(f"{name} has no place" for name in foreign), *(f"{n} is missing" for n in sorted(wanted - found))],
+            f"{where} has {len(present)} ranks, which do not fit its arguments ({sizes}: {len(wanted)} ranks)",
+            items=[
+                *(f"{name} has no place" for name in foreign),
+                *(f"{n} is missing" for n in sorted(wanted - present)),
+            ],
         )
-    if found != wanted:
+    if present != wanted:
         raise UnreadableCheckpoint(
-            f"{where} lacks {len(wanted - found)} of the {len(wanted)} ranks that its arguments have ({said})",
-            items=sorted(wanted - found),
+            f"{where} lacks {len(wanted - present)} of the {len(wanted)} ranks that its arguments have ({sizes})",
+            items=sorted(wanted - present),
             hint="the checkpoint was not copied completely, or a rank failed to save",
         )
 
 
 def check_agreement(args: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    """That the arguments of all ranks, by their names, describe one run.
+    """Check that the arguments of all ranks, by their names, describe one run.
 
     Raises:
         UnreadableCheckpoint: with every argument that differs from that of the first rank.
@@ -113,7 +116,7 @@ def check_agreement(args: Mapping[str, Mapping[str, Any]], where: str) -> None:
 
 
 def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, Any], where: str) -> Layout:
-    """The layout once the layers that each stage really holds are known and agree with it.
+    """Return the layout once the layers that each stage really holds are known and agree with it.
 
     A pipeline layout that was not stored as text is read off the layers.
 
@@ -122,9 +125,9 @@ def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, 
     """
     chunks = {stage.vpp for stage in counts}
     num_layers = args.get("num_layers") or args.get("encoder_num_layers")
-    found = sum(counts.values())
-    if num_layers != found:
-        raise UnreadableCheckpoint(f"the stages of {where} hold {found} layers, its arguments have {num_layers}")
+    total = sum(counts.values())
+    if num_layers != total:
+        raise UnreadableCheckpoint(f"the stages of {where} hold {total} layers, its arguments have {num_layers}")
     if layout.pipeline_layout is None and args.get("pipeline_model_parallel_layout") is not None:
         stages = ["t" * counts[stage] for stage in sorted(counts)]
         predicting = "m" * (args.get("mtp_num_layers") or 0)
@@ -134,7 +137,7 @@ def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, 
         raise UnreadableCheckpoint(
             f"the ranks of {where} hold {len(chunks)} model chunks, its arguments have {layout.num_virtual_stages}"
         )
-    demanded = {stage: len(layers) for stage, layers in layout.stages(found).items()}
+    demanded = {stage: len(layers) for stage, layers in layout.stages(total).items()}
     if demanded != dict(counts):
         raise UnreadableCheckpoint(
             f"the stages of {where} do not hold the layers that its arguments demand",

@@ -33,7 +33,7 @@ ANCHORS = {
 
 
 def core_tensors(model: Mapping[str, Any], version: float, *, heads: int, kv_channels: int) -> dict[str, list[Slot]]:
-    """What one rank holds, under the names of Core's local spec and with q, k and v in Core's order.
+    """Return what one rank holds, under the names of Core's local spec and with q, k and v in Core's order.
 
     Layers keep their numbers, which begin at 0 on every pipeline stage. Boxes are those of the rank's local tensor.
 
@@ -61,7 +61,8 @@ def core_tensors(model: Mapping[str, Any], version: float, *, heads: int, kv_cha
 
 
 def qkv_slots(view: View, version: float, *, heads: int, kv_channels: int) -> list[Slot]:
-    """A rank's `query_key_value` (its weight, bias, or the optimizer's state of either) in the order of version 2.
+    """Return a rank's `query_key_value` (its weight, bias, or the optimizer's state of either)
+    in the order of version 2.
 
     Rows of a rank with `heads` heads of `kv_channels` rows each (Megatron-LM, `fix_query_key_value_ordering`):
 
@@ -115,12 +116,13 @@ def behaved(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def option(name: str) -> str:
-    """How an argument is spelled on the command line."""
+    """Return how an argument is spelled on the command line."""
     return f"--arg {name}=..."
 
 
 def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, tp: int = 1) -> dict[str, Any]:
-    """The Megatron arguments of a model whose files store none: what its shapes tell, and `options` for the rest.
+    """Return the Megatron arguments of a model whose files store none: what its shapes tell,
+    and `options` for the rest.
 
     Shapes do not tell the number of heads, nor the positions of a model that has none to learn. An option that
     contradicts a shape is refused; one that no shape speaks about (`layernorm_epsilon`, `rotary_base`, ..) is taken
@@ -140,7 +142,7 @@ def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, An
     given = {name: value for name, value in options.items() if value is not None}
     held = [named(stage) for stage in stages]
     num_layers = sum(map(_num_layers, held))
-    tensors = {name: view for found in reversed(held) for name, view in found.items()}  # of the first stage that has it
+    tensors = {name: view for views in reversed(held) for name, view in views.items()}  # of the first stage that has it
     where = f"`{next(iter(tensors.values())).path}`" if tensors else "the checkpoint"
     positions = tensors.get("embedding.position_embeddings.weight")
     missing = [name for name, rank in ANCHORS.items() if name not in tensors or len(tensors[name].shape) != rank]
@@ -159,7 +161,7 @@ def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, An
         )
     if fc1.shape[0] not in (fc2.shape[1], 2 * fc2.shape[1]):
         raise UnreadableCheckpoint(f"the matrices of the MLP in {where} are {list(fc1.shape)} and {list(fc2.shape)}")
-    told: dict[str, Any] = {
+    inferred: dict[str, Any] = {
         "num_layers": num_layers,
         "hidden_size": norm.shape[0],
         "ffn_hidden_size": fc2.shape[1] * tp,
@@ -175,19 +177,19 @@ def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, An
         "bf16": embedding.dtype == "bfloat16",
     }
     if positions is not None:
-        told |= {"position_embedding_type": "learned_absolute", "max_position_embeddings": positions.shape[0]}
+        inferred |= {"position_embedding_type": "learned_absolute", "max_position_embeddings": positions.shape[0]}
     wrong = [
-        f"--arg {name}={value}: the shapes say {told[name]}"
+        f"--arg {name}={value}: the shapes say {inferred[name]}"
         for name, value in given.items()
-        if name in told and told[name] != value
+        if name in inferred and inferred[name] != value
     ]
     if wrong:
         raise ConfigError(f"options contradict {where}", items=wrong)
-    return given | told
+    return given | inferred
 
 
 def _heads_of(heads: Any, query: int, rows: int, where: str) -> dict[str, Any]:
-    """How `query` rows of q among `rows` rows of q, k and v are heads and groups."""
+    """Return how `query` rows of q among `rows` rows of q, k and v are heads and groups."""
     kv = query // heads if type(heads) is int and heads > 0 and query % heads == 0 else 0
     groups, rest = divmod(rows - query, 2 * kv) if kv else (0, 0)
     if groups < 1 or rest or heads % groups:
@@ -204,7 +206,7 @@ def _heads_of(heads: Any, query: int, rows: int, where: str) -> dict[str, Any]:
 
 
 def _num_layers(tensors: Mapping[str, View]) -> int:
-    """The layers of one stage, which are numbered from 0."""
+    """Return the layers of one stage, which are numbered from 0."""
     numbers = {int(name.split(".")[2]) for name in tensors if name.startswith("decoder.layers.")}
     if numbers != set(range(len(numbers))):
         path: Path = next(iter(tensors.values())).path

@@ -63,17 +63,19 @@ MAX_DEPTH = 8  # dicts within dicts; a damaged file may hold itself
 
 
 def is_old(model: Mapping[str, Any]) -> bool:
-    """Whether the `model` of a file is one of the old classes. Only Core's state dicts are flat from the top on."""
+    """Return whether the `model` of a file is one of the old classes.
+    Only Core's state dicts are flat from the top on.
+    """
     return isinstance(model.get("language_model"), Mapping) or any(OLD.match(key) for key, _ in _leaves(model))
 
 
 def named(model: Mapping[str, Any]) -> dict[str, View]:
-    """The tensors of one rank under the names of Core's local spec, their rows as they stand.
+    """Return the tensors of one rank under the names of Core's local spec, their rows as they stand.
 
     Raises:
         MappingError: keys that have no place in a GPT model, by name.
     """
-    found: dict[str, View] = {}
+    renamed: dict[str, View] = {}
     unknown = []
     for key, value in _leaves(model):
         if key.endswith("_extra_state"):  # scaling factors of FP8
@@ -81,18 +83,18 @@ def named(model: Mapping[str, Any]) -> dict[str, View]:
         name = _name_in_core(key)
         if name is None or not isinstance(value, View):
             unknown.append(key)
-        elif name in found:
+        elif name in renamed:
             raise MappingError(f"`{value.path}` holds `{key}` twice, under different names")
         else:
-            found[name] = value
+            renamed[name] = value
     if unknown:
-        paths = sorted({f"`{view.path}`" for view in found.values()})
+        paths = sorted({f"`{view.path}`" for view in renamed.values()})
         raise MappingError(
             f"{len(unknown)} keys{f' in {paths[0]}' if paths else ''} have no place in a GPT model",
             items=fold(unknown),
             hint="of Megatron-LM's models before Core, GPT is read: no BERT, T5, Retro, vision or Switch experts",
         )
-    return found
+    return renamed
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -110,15 +112,17 @@ def _name_in_core(key: str) -> str | None:
     key = key.removeprefix("language_model.")
     if key in NAMES:
         return NAMES[key]
-    found = STACK.fullmatch(key)
-    if found is None:
+    matched = STACK.fullmatch(key)
+    if matched is None:
         return None
-    if found["final"]:
-        return f"decoder.final_layernorm.{found['tail']}"
-    name = LAYER_NAMES.get(found["part"])
-    return name and f"decoder.layers.{found['layer']}.{name}"
+    if matched["final"]:
+        return f"decoder.final_layernorm.{matched['tail']}"
+    name = LAYER_NAMES.get(matched["part"])
+    return name and f"decoder.layers.{matched['layer']}.{name}"
 
 
 def has_output_layer(stage: Mapping[str, Any]) -> bool:
-    """Whether the model has a head of its own; a tied one has a copy of its embedding on the last of several stages."""
+    """Return whether the model has a head of its own; a tied one has a copy of its embedding on the last of several
+    stages.
+    """
     return any(key.removeprefix("language_model.") == "output_layer.weight" for key, _ in _leaves(stage))

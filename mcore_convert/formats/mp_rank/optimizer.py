@@ -62,7 +62,7 @@ def _as_damage(file: RankFile) -> Iterator[None]:
 
 
 def states_in(file: RankFile) -> tuple[str, ...]:
-    """The optimizer's states that a rank holds. A plain optimizer of an fp32 model has no master copies."""
+    """Return the optimizer's states that a rank holds. A plain optimizer of an fp32 model has no master copies."""
     with _as_damage(file):
         return _states_in(file)
 
@@ -85,13 +85,13 @@ def _states_in(file: RankFile) -> tuple[str, ...]:
 
 
 def _kept_in(part: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The names of the tensors that a plain optimizer keeps of each parameter."""
+    """Yield the names of the tensors that a plain optimizer keeps of each parameter."""
     for kept in _inner(part).get("state", {}).values():
         yield [name for name, value in kept.items() if isinstance(value, View) and name != "step"]
 
 
 def training_of(file: RankFile) -> Training:
-    """What a run needs to go on, from one rank's file."""
+    """Return what a run needs to go on, from one rank's file."""
     with _as_damage(file):
         return _training_of(file)
 
@@ -116,7 +116,7 @@ def _training_of(file: RankFile) -> Training:
 
 
 def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, ...]:
-    """The states of every parameter of a rank, by model chunk and name.
+    """Return the states of every parameter of a rank, by model chunk and name.
 
     Raises:
         MappingError: the optimizer's state does not fit the model's parameters.
@@ -131,7 +131,7 @@ def find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, .
 
 def _find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, ...]:
     parts = _parts(file.tree.get("optimizer"))
-    found: tuple[dict[str, dict[str, View]], ...] = tuple({} for _ in file.chunks)
+    states: tuple[dict[str, dict[str, View]], ...] = tuple({} for _ in file.chunks)
     parts_of_ranks = sorted(file.path.parent.glob(LAYER_WISE_FILES))
     if len(parts_of_ranks) > 1:
         raise _refusal(file, [f"each of {len(parts_of_ranks)} data-parallel ranks has a part: `{LAYER_WISE_FILES}`"])
@@ -152,15 +152,15 @@ def _find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, 
             raise _refusal(file, [f"{DISTRIBUTED_FILE} is of {len(buffers)} optimizers, not of {len(parts)}"])
         for parameters, buffer in zip(owned, buffers, strict=True):
             if buffer is not None:  # of what all expert ranks hold, the first alone saves the state
-                _assign(found, _in_buffers(file, parameters, buffer, args))
+                _assign(states, _in_buffers(file, parameters, buffer, args))
     else:
         for parameters, part in zip(owned, parts, strict=True):
-            _assign(found, _in_groups(file, parameters, part, args))
-    return found
+            _assign(states, _in_groups(file, parameters, part, args))
+    return states
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers that are chained into one: a list, in some versions a dict by number; mostly one alone."""
+    """Return the optimizers that are chained into one: a list, in some versions a dict by number; mostly one alone."""
     if isinstance(optimizer, list):
         return optimizer
     if isinstance(optimizer, dict) and 1 in optimizer and "optimizer" in optimizer[1]:
@@ -181,13 +181,13 @@ def _masters(part: Mapping[str, Any]) -> Any:
 
 
 def _is_distributed(parts: list[Any]) -> bool:
-    """Whether the state lies elsewhere: the distributed optimizer leaves only its groups here."""
+    """Return whether the state lies elsewhere: the distributed optimizer leaves only its groups here."""
     return any(part and "state" not in _inner(part) and "param_groups" in _inner(part) for part in parts)
 
 
-def _assign(found: Sequence[dict[str, dict[str, View]]], states: Iterable[tuple[Parameter, str, View]]) -> None:
+def _assign(states_of: Sequence[dict[str, dict[str, View]]], states: Iterable[tuple[Parameter, str, View]]) -> None:
     for parameter, state, view in states:
-        found[parameter.chunk].setdefault(parameter.name, {})[state] = view
+        states_of[parameter.chunk].setdefault(parameter.name, {})[state] = view
 
 
 def _refusal(file: RankFile, items: Iterable[str]) -> MappingError:
@@ -201,7 +201,7 @@ def _refusal(file: RankFile, items: Iterable[str]) -> MappingError:
 def _in_groups(
     file: RankFile, parameters: list[Parameter], part: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[Parameter, str, View]]:
-    """The states of a plain optimizer: numbered through its groups."""
+    """Yield the states of a plain optimizer: numbered through its groups."""
     inner, masters = _inner(part), _masters(part)
     groups = inner.get("param_groups", [])
     dealt = dealt_to(groups, parameters, args)
@@ -230,15 +230,15 @@ def _in_groups(
 def _checked(file: RankFile, parameter: Parameter, state: str, view: Any) -> View:
     wanted = parameter.local.view.shape
     if not isinstance(view, View) or view.shape != wanted:
-        found = f"{list(view.shape)}" if isinstance(view, View) else "missing"
-        raise _refusal(file, [f"`{state}` of {parameter.name} is {found}, the parameter is {list(wanted)}"])
+        actual = f"{list(view.shape)}" if isinstance(view, View) else "missing"
+        raise _refusal(file, [f"`{state}` of {parameter.name} is {actual}, the parameter is {list(wanted)}"])
     return view
 
 
 def _in_buffers(
     file: RankFile, parameters: list[Parameter], buffers: Mapping[Any, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[Parameter, str, View]]:
-    """The states of the distributed optimizer: one flat buffer for each chunk and dtype, in their order."""
+    """Yield the states of the distributed optimizer: one flat buffer for each chunk and dtype, in their order."""
     kinds = by_buffer(parameters)
     stored = [
         (dtypes[0].name if isinstance(dtypes, tuple) else str(dtypes), tensors)
@@ -286,19 +286,19 @@ def _in_buffer(
 def _fitting_starts(
     sizes: list[int], members: list[Parameter], length: int, args: Mapping[str, Any]
 ) -> list[list[int]]:
-    """Where the parameters begin, by each way of cutting buckets that gives a buffer of this length."""
+    """Return where the parameters begin, by each way of cutting buckets that gives a buffer of this length."""
     alone = [are_shared(member, args) for member in members]
     cuts = [None, bucket_size_of(args)]
-    found: list[list[int]] = []
+    fitting: list[list[int]] = []
     for cut in reversed(cuts) if args.get("overlap_grad_reduce") else cuts:
         starts, end = buffer_starts(sizes, alone, cut)
-        if end == length and starts not in found:
-            found.append(starts)
-    return found
+        if end == length and starts not in fitting:
+            fitting.append(starts)
+    return fitting
 
 
 def _groups_with_steps(inner: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The groups without their parameters, and with the number of steps that torch keeps for each parameter."""
+    """Yield the groups without their parameters, and with the number of steps that torch keeps for each parameter."""
     for group in inner.get("param_groups", []):
         plain = {key: value for key, value in group.items() if key != "params"}
         members = [inner.get("state", {}).get(key, {}) for key in group.get("params", [])]

@@ -29,7 +29,7 @@ from mcore_convert.storage.views import TensorMeta
 
 
 def groups_of(training: Training, weights: Iterable[Weight], *, apart: bool) -> list[Groups]:
-    """The parameter groups of each chained optimizer. Under expert parallelism experts have one of their own.
+    """Return the parameter groups of each chained optimizer. Under expert parallelism experts have one of their own.
 
     Args:
         apart: whether they do in the run that will load the state; the run that saved it may have had another layout.
@@ -57,7 +57,7 @@ def optimizer_of(
     masters: bool,
     release: Release = NEWEST,
 ) -> Any:
-    """The entry `optimizer` of a rank's file: a dict, or a list of them where optimizers are chained.
+    """Return the entry `optimizer` of a rank's file: a dict, or a list of them where optimizers are chained.
 
     Args:
         release: of Megatron-LM, which decides in which order a rank has its groups.
@@ -87,7 +87,7 @@ def optimizer_of(
 def buffers_of(
     file: RankFile, rank: Rank, chained: Sequence[Groups], args: Mapping[str, Any], *, saves_dense: bool
 ) -> Any:
-    """The content of `distrib_optim.pt`, for chained optimizers.
+    """Return the content of `distrib_optim.pt`, for chained optimizers.
 
     Args:
         saves_dense: the data-parallel group of what is no expert's reaches over the expert ranks, and its first rank
@@ -120,7 +120,8 @@ def _distributed(groups: Groups) -> tuple[dict[str, Any], list[list[Hole]] | Non
 
 
 def _as_they_come(groups: Groups, parameters: list[Parameter], args: Mapping[str, Any], release: Release) -> Groups:
-    """The groups in the order of their first parameters on this rank (`optimizer/__init__.py`, `_get_param_groups`).
+    """Return the groups in the order of their first parameters on this rank (`optimizer/__init__.py`,
+    `_get_param_groups`).
 
     Megatron-LM up to 0.15 has them so and takes those of a file by their places, so that a later pipeline stage, whose
     first parameter is a norm, begins with the group that is not decayed.

@@ -32,7 +32,7 @@ class Parameter(NamedTuple):
 
 
 def buffer_starts(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None = None) -> tuple[list[int], int]:
-    """Where parameters begin in a stored buffer, and its end (Megatron Core, `_ParamAndGradBuffer`).
+    """Return where parameters begin in a stored buffer, and its end (Megatron Core, `_ParamAndGradBuffer`).
 
     The buffer is cut into buckets, and stored without the padding at their ends. An embedding shared between stages
     has a bucket `alone`; with `bucket_size`, a bucket ends once it has so many elements (`--overlap-grad-reduce`).
@@ -52,7 +52,7 @@ def buffer_starts(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int 
 
 
 def parameters_of(file: RankFile) -> Iterator[Parameter]:
-    """The trained tensors of a rank, in the order of its modules."""
+    """Yield the trained tensors of a rank, in the order of its modules."""
     for number, chunk in enumerate(file.chunks):
         for name, local in chunk.items():
             if not BUFFERS.search(name):
@@ -60,12 +60,12 @@ def parameters_of(file: RankFile) -> Iterator[Parameter]:
 
 
 def is_expert(parameter: Parameter) -> bool:
-    """Whether it belongs to an expert, which has an optimizer of its own under expert parallelism."""
+    """Return whether it belongs to an expert, which has an optimizer of its own under expert parallelism."""
     return EXPERTS in parameter.name
 
 
 def owned_by(file: RankFile, chained: Sequence[Groups]) -> list[list[Parameter]]:
-    """The parameters of each of several chained optimizers, given by their groups.
+    """Return the parameters of each of several chained optimizers, given by their groups.
 
     Muon has the matrices but for the embedding and the output layer, and chained with it Adam or Lion has the rest
     (Megatron Core 0.16.1, `optimizer/muon.py`, `get_megatron_muon_optimizer`). Under expert parallelism experts have an
@@ -84,14 +84,14 @@ def owned_by(file: RankFile, chained: Sequence[Groups]) -> list[list[Parameter]]
 
 
 def is_matrix(parameter: Parameter) -> bool:
-    """Whether it is a matrix, as Muon takes them: neither the embedding nor the output layer."""
+    """Return whether it is a matrix, as Muon takes them: neither the embedding nor the output layer."""
     return len(parameter.local.view.shape) == 2 and parameter.name not in (EMBEDDING, OUTPUT)
 
 
 def dealt_to(
     groups: Sequence[Mapping[str, Any]], parameters: list[Parameter], args: Mapping[str, Any]
 ) -> list[list[Parameter]]:
-    """The parameters of each group, in their order.
+    """Return the parameters of each group, in their order.
 
     Groups differ in weight decay, in a learning rate of their own for the embedding and the output layer, and, where an
     optimizer has experts beside the rest, in being of experts.
@@ -111,7 +111,7 @@ def dealt_to(
 
 
 def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Parameter]]:
-    """The parameters of each flat buffer, in the order of the modules: one for each chunk and dtype."""
+    """Return the parameters of each flat buffer, in the order of the modules: one for each chunk and dtype."""
     kinds: dict[tuple[int, str], list[Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.chunk, parameter.local.view.dtype), []).append(parameter)
@@ -119,7 +119,7 @@ def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Par
 
 
 def are_shared(parameter: Parameter, args: Mapping[str, Any]) -> bool:
-    """Whether it is an embedding of which another pipeline stage has a copy."""
+    """Return whether it is an embedding of which another pipeline stage has a copy."""
     if (args.get("pipeline_model_parallel_size") or 1) == 1:
         return False
     tied = not args.get("untie_embeddings_and_output_weights")
@@ -128,11 +128,13 @@ def are_shared(parameter: Parameter, args: Mapping[str, Any]) -> bool:
 
 
 def is_layer_wise(args: Mapping[str, Any]) -> bool:
-    """Whether a run deals whole parameters to data-parallel ranks (`--optimizer dist_muon`, and others since 0.17)."""
+    """Return whether a run deals whole parameters to data-parallel ranks (`--optimizer dist_muon`,
+    and others since 0.17).
+    """
     return str(args.get("optimizer", "")).startswith("dist_") or bool(args.get("use_layer_wise_distributed_optimizer"))
 
 
 def bucket_size_of(args: Mapping[str, Any]) -> int:
-    """What a bucket holds at least, in elements (Megatron Core, `DistributedDataParallel`)."""
+    """Return what a bucket holds at least, in elements (Megatron Core, `DistributedDataParallel`)."""
     size: int = args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * (args.get("data_parallel_size") or 1))
     return size

@@ -30,7 +30,7 @@ Arrange = Callable[[View], list[Slot]]
 
 
 def as_it_is(view: View) -> list[Slot]:
-    """A local tensor that is stored as Megatron Core's modules have it."""
+    """Return a local tensor that is stored as Megatron Core's modules have it."""
     return [Slot(view, Box.whole(view.shape))]
 
 
@@ -79,7 +79,7 @@ class RankFile:
         return self.tree.get("iteration", self.tree.get("total_iters"))
 
     def label(self, chunk: int) -> str:
-        """What to put before a key of a chunk: the rank, and the chunk where there are several."""
+        """Return what to put before a key of a chunk: the rank, and the chunk where there are several."""
         return f"{self.name}: " if len(self.chunks) == 1 else f"{self.name} model{chunk}: "
 
     @cached_property
@@ -107,7 +107,7 @@ class RankFile:
 
 
 def args_of(tree: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The run's arguments, where the file has them."""
+    """Return the run's arguments, where the file has them."""
     args = tree.get("args")
     return dict(vars(args)) if isinstance(args, argparse.Namespace) else None
 
@@ -126,7 +126,7 @@ def read_archive(path: Path) -> TorchFile:
 
 
 def models_of(tree: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """The state dict of each model chunk: `model`, or `model0`, `model1` and so on with virtual stages.
+    """Return the state dict of each model chunk: `model`, or `model0`, `model1` and so on with virtual stages.
 
     Raises:
         UnreadableCheckpoint: there is none.
@@ -140,7 +140,7 @@ def models_of(tree: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
 
 
 def chunks_of(tree: Mapping[str, Any], args: Mapping[str, Any], where: str) -> tuple[Chunk, ...]:
-    """The chunks of a rank, whether its model is of Megatron Core's classes or of those before.
+    """Return the chunks of a rank, whether its model is of Megatron Core's classes or of those before.
 
     Raises:
         UnreadableCheckpoint: a tensor that joins experts does not hold as many as the run has.
@@ -162,7 +162,7 @@ def name_of_weight(key: str) -> str:
 
 
 def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) -> Iterator[tuple[str, LocalTensor]]:
-    """A tensor of a chunk by its name, or those of the experts that it joins.
+    """Yield a tensor of a chunk by its name, or those of the experts that it joins.
 
     `GroupedMLP` keeps the matrices of a layer's experts one after the other, each transposed, in a tensor whose shape
     says otherwise (Megatron Core 0.5 to 0.16.1, `moe/experts.py`: `weight1.view(num_local_experts, hidden_size, -1)`).
@@ -184,7 +184,7 @@ def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) ->
 
 
 def _old_chunk(model: Mapping[str, Any], version: float, args: Mapping[str, Any]) -> Chunk:
-    """The chunk of an old model; the order of its q, k and v also is that of the optimizer's states."""
+    """Return the chunk of an old model; the order of its q, k and v also is that of the optimizer's states."""
     tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
     heads, kv_channels = args["num_attention_heads"], args.get("kv_channels")
     arrange = functools.partial(
@@ -200,12 +200,12 @@ def _old_chunk(model: Mapping[str, Any], version: float, args: Mapping[str, Any]
 
 
 def num_layers_of(chunk: Chunk, where: str) -> int:
-    """How many decoder layers a chunk holds; they are numbered from 0 in each chunk.
+    """Return how many decoder layers a chunk holds; they are numbered from 0 in each chunk.
 
     Raises:
         UnreadableCheckpoint: a number is left out.
     """
-    numbers = {int(found[1]) for found in map(LAYER.match, chunk) if found is not None}
+    numbers = {int(matched[1]) for matched in map(LAYER.match, chunk) if matched is not None}
     if numbers != set(range(len(numbers))):
         raise UnreadableCheckpoint(f"{where} holds the layers {sorted(numbers)}, which leave numbers out")
     return len(numbers)

@@ -48,6 +48,7 @@ from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, MOMENTS, Index, spell
 from mcore_convert.spec.releases import Release
+from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.views import TensorMeta, View
 
 State = dict[str, Hole | None]  # the state dict of a model chunk, its tensors not filled
@@ -67,21 +68,25 @@ class _Model:
     release: Release
 
     def state(self, rank: Rank, vpp: int) -> State:
-        """The state dict of a model chunk: its tensors in the order of the modules, each module's extra state last."""
+        """Return the state dict of a model chunk: its tensors in the order of the modules,
+        each module's extra state last.
+        """
         shared = Hole(TensorMeta((len(EXTRA_STATE),), "uint8"), EXTRA_STATE)
         extra = shared if self.implementation == TRANSFORMER_ENGINE else None
         state: State = {}
         stage = Stage(vpp, rank.pp)
         entries = list(self._entries(stage, rank.ep))
+        shapes: dict[Weight, Shape] = {}  # the same in all layers and experts
         for number, (name, weight, at) in enumerate(entries):
             module, _, _ = name.rpartition(".")
             if module.endswith("self_attention.linear_proj") and extra is not None and name.endswith("weight"):
                 state[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = extra
-            cut = self.layout.cut_at(rank, is_expert=at.expert is not None)
-            whole = self.dims.padded_shape(weight.shape, vocab=weight.vocab)
-            shard = self.dims.sized(shard_of(weight, self.implementation, self.release))
-            shape = local_of(shard, whole, *cut).shape
-            state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
+            if weight not in shapes:
+                cut = self.layout.cut_at(rank, is_expert=at.expert is not None)
+                whole = self.dims.padded_shape(weight.shape, vocab=weight.vocab)
+                shard = self.dims.sized(shard_of(weight, self.implementation, self.release))
+                shapes[weight] = local_of(shard, whole, *cut).shape
+            state[name] = Hole(TensorMeta(shapes[weight], self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
                 state[f"{module}._extra_state"] = shared if module in FINAL_NORMS else extra
@@ -90,7 +95,7 @@ class _Model:
         return state
 
     def moments(self, rank: Rank, vpp: int) -> dict[str, tuple[str, ...]]:
-        """The moments that the optimizer keeps of each tensor of a model chunk, by its name."""
+        """Return the moments that the optimizer keeps of each tensor of a model chunk, by its name."""
         return {
             name: tuple(moment for moment in MOMENTS if Item(weight, at, moment) in self.dtype_of)
             for name, weight, at in self._entries(Stage(vpp, rank.pp), rank.ep)
@@ -101,7 +106,7 @@ class _Model:
         return Holding(self.layout, self.layout.stages(self.dims.num_layers))
 
     def _has_extra_state(self, module: str) -> bool:
-        """Every linear layer has one, and with Transformer Engine every norm that is a module of its own.
+        """Return whether a module has one: every linear layer, and with Transformer Engine every norm of its own.
 
         The norm at the end is Transformer Engine's wherever that is installed, in Megatron's own layer spec too
         (`transformer_block.py`, `LayerNormImpl`).
@@ -111,7 +116,7 @@ class _Model:
         return has_extra_state(module.rpartition(".")[2], norms=self.implementation == TRANSFORMER_ENGINE)
 
     def _entries(self, stage: Stage, ep: int) -> Iterator[tuple[str, Weight, Index]]:
-        """The tensors of a chunk as its modules register them."""
+        """Yield the tensors of a chunk as its modules register them."""
         for held in self._holding.held_on(self.rows, self.dims, stage, ep, grouped=self.experts == GROUPED):
             assert held.weight.mcore is not None
             template = held.copied_as or held.weight.mcore
@@ -220,12 +225,12 @@ def _reserve_rank(
 
 
 def _random(request: Request, rank: Rank) -> dict[str, Any]:
-    """The random states of a rank, where they go along."""
+    """Return the random states of a rank, where they go along."""
     return {} if request.random_states is None else {KEY: request.random_states.of_rank(rank)}
 
 
 def _planned(path: Path, state: State, moments: Mapping[str, tuple[str, ...]]) -> Chunk:
-    """A chunk before it is laid out: its tensors' shapes and dtypes count, their offsets do not."""
+    """Return a chunk before it is laid out: its tensors' shapes and dtypes count, their offsets do not."""
     held = {key: hole for key, hole in state.items() if hole is not None and hole.content is None}
     return {
         name_of_weight(key): LocalTensor(key, View.of(path, 0, hole.meta), moments=moments[key])

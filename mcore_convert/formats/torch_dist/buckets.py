@@ -20,7 +20,7 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.flat import slots_of_flat
-from mcore_convert.formats.megatron.module_buffers import Buffer, Found, Misfit, Place, Run, arranged, orders_of
+from mcore_convert.formats.megatron.module_buffers import Buffer, Misfit, Place, Run, Stretch, arranged, orders_of
 from mcore_convert.formats.megatron.quantised import PACKED, is_quantised, refuse_remainders, tolerance_of
 from mcore_convert.formats.megatron.remainders import whole_masters
 from mcore_convert.formats.torch_dist.keys import StateKeys
@@ -56,7 +56,7 @@ class BucketState:
     weights: StateKeys
     stored_args: Mapping[str, Any] | None
     without_matrices: bool = False
-    found_by_order = True
+    matched_by_order = True
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -65,30 +65,30 @@ class BucketState:
         return tuple(state for state, kind in KINDS.items() if kind in kinds)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Whether it is among these states: buckets have all states of all their parameters."""
+        """Return whether it is among these states: buckets have all states of all their parameters."""
         return item.state in self.states
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one state of one weight; vocabulary rows come with their padding."""
+        """Return the boxes of one state of one weight; vocabulary rows come with their padding."""
         slots = []
-        found = self._founds.get((item.weight.mcore or "", item.at), [])
-        for each in found:
+        stretches = self._stretches.get((item.weight.mcore or "", item.at), [])
+        for each in stretches:
             if not each.is_replica:
                 findings.used.add(self.keys[each.place][KINDS[item.state]])
                 slots += self._slots(each, item.state)
-        if not found:
+        if not stretches:
             findings.missing.append(str(item))
         return self._whole(item, dims, slots, findings)
 
     def replicas(self, item: Item, dims: Dims) -> Iterator[tuple[Slot, str]]:
-        """The copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
-        for each in self._founds.get((item.weight.mcore or "", item.at), []):
+        """Yield the copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
+        for each in self._stretches.get((item.weight.mcore or "", item.at), []):
             if each.is_replica:
                 for slot in self._whole(item, dims, self._slots(each, item.state), Findings()):
                     yield slot, f"{each.rank} holds another value of its optimizer state"
 
     def _whole(self, item: Item, dims: Dims, slots: list[Slot], findings: Findings) -> list[Slot]:
-        """The slots, those of remainders joined with the weights."""
+        """Return the slots, those of remainders joined with the weights."""
         if item.state != MASTER:
             return slots
         weights = partial(self.weights.locate, item.weight, item.at, dims, findings)
@@ -116,7 +116,7 @@ class BucketState:
         return Run.of(args, dims, [row for row in rows if not (self.without_matrices and is_matrix(row))])
 
     @cached_property
-    def _founds(self) -> Mapping[tuple[str, Index], list[Found]]:
+    def _stretches(self) -> Mapping[tuple[str, Index], list[Stretch]]:
         """Where every parameter lies, in the one order of which a sample of the data proves that it is right.
 
         Raises:
@@ -127,18 +127,18 @@ class BucketState:
         if self._keeps_remainders:
             refuse_remainders(self.stored_args or {}, self.directory.path)
         reasons = []
-        fitting: dict[str, Mapping[tuple[str, Index], list[Found]]] = {}
+        fitting: dict[str, Mapping[tuple[str, Index], list[Stretch]]] = {}
         for order in orders_of(self.run):
             try:
-                founds = arranged(self.run, order, buffers, self._dtype_of)
-                (self._check_bounds if self._keeps_remainders else self._probe)(founds)
+                stretches = arranged(self.run, order, buffers, self._dtype_of)
+                (self._check_bounds if self._keeps_remainders else self._probe)(stretches)
             except Misfit as misfit:
                 reasons.append(f"{order}: {misfit}")
             else:
                 if not self._keeps_remainders:
-                    return founds
-                if founds not in fitting.values():
-                    fitting[str(order)] = founds
+                    return stretches
+                if stretches not in fitting.values():
+                    fitting[str(order)] = stretches
         if len(fitting) == 1:
             return next(iter(fitting.values()))
         if fitting:
@@ -155,12 +155,12 @@ class BucketState:
         )
 
     def _dtype_of(self, weight: Weight, at: Index) -> str | None:
-        """The dtype of a weight in a buffer: one that was quantised is dequantised where it is saved."""
+        """Return the dtype of a weight in a buffer: one that was quantised is dequantised where it is saved."""
         packed = is_quantised(self.stored_args or {}, weight, at)
         return PACKED if packed else self.weights.dtype_of(weight, at)
 
     def _buffers(self) -> dict[tuple[int, int, int], Buffer]:
-        """The sizes of the buckets of each buffer, without the padding at their ends."""
+        """Return the sizes of the buckets of each buffer, without the padding at their ends."""
         buffers: dict[tuple[int, int, int], Buffer] = {}
         kinds = {KINDS[state] for state in self.states}
         for place, by_kind in sorted(self.keys.items()):
@@ -182,7 +182,7 @@ class BucketState:
         kind = KINDS[MASTER]
         return any(self.directory.tensors[keys[kind]].dtype == REMAINDER for keys in self.keys.values() if kind in keys)
 
-    def _check_bounds(self, founds: Mapping[tuple[str, Index], list[Found]]) -> None:
+    def _check_bounds(self, stretches_of: Mapping[tuple[str, Index], list[Stretch]]) -> None:
         """Prove that every parameter begins and ends where a chunk does, as each was saved by itself.
 
         It is the proof where remainders are kept: joined with any weight one rounds to that weight.
@@ -190,19 +190,19 @@ class BucketState:
         Raises:
             Misfit: one does not.
         """
-        for found in (found for places in founds.values() for found in places):
-            key = self.keys[found.place][KINDS[self.states[0]]]
+        for stretch in (stretch for places in stretches_of.values() for stretch in places):
+            key = self.keys[stretch.place][KINDS[self.states[0]]]
             if key not in self._bounds:
                 spans = ((chunk.box.offsets[0], chunk.box.sizes[0]) for chunk in self.directory.chunks[key])
                 self._bounds[key] = {bound for start, size in spans for bound in (start, start + size)}
-            if not {found.start, found.start + found.local.numel} <= self._bounds[key]:
-                raise Misfit(f"`{found.name}` on {found.rank} does not begin and end where a tensor was saved")
+            if not {stretch.start, stretch.start + stretch.local.numel} <= self._bounds[key]:
+                raise Misfit(f"`{stretch.name}` on {stretch.rank} does not begin and end where a tensor was saved")
 
     @cached_property
     def _bounds(self) -> dict[str, set[int]]:
         return {}
 
-    def _probe(self, founds: Mapping[tuple[str, Index], list[Found]]) -> None:
+    def _probe(self, stretches: Mapping[tuple[str, Index], list[Stretch]]) -> None:
         """Prove on the first elements of every parameter that its master copy rounds to the weight.
 
         Raises:
@@ -210,22 +210,24 @@ class BucketState:
         """
         rows = {weight.mcore: weight for weight in self.run.rows}
         with Files() as files:
-            for (name, at), places in founds.items():
+            for (name, at), places in stretches.items():
                 weights = self.weights.locate(rows[name], at, self.run.dims, Findings())
                 near = tolerance_of(self.stored_args or {}, rows[name], at)
-                for found in places:
-                    for master in self._slots(found, MASTER, PROBE):
+                for stretch in places:
+                    for master in self._slots(stretch, MASTER, PROBE):
                         if not all(_rounds_to(files, master, part, near) for part in cut(weights, master.box)):
-                            raise Misfit(f"the master copy of `{found.name}` on {found.rank} does not round to it")
+                            raise Misfit(f"the master copy of `{stretch.name}` on {stretch.rank} does not round to it")
 
-    def _slots(self, found: Found, state: str, count: int | None = None) -> list[Slot]:
-        """The slots of one parameter on one rank, or of its first elements."""
-        end = found.start + found.local.numel if count is None else found.start + min(count, found.local.numel)
-        key = self.keys[found.place][KINDS[state]]
-        return slots_of_flat(list(self._pieces(key, found.start, end)), found.start, found.local)
+    def _slots(self, stretch: Stretch, state: str, count: int | None = None) -> list[Slot]:
+        """Return the slots of one parameter on one rank, or of its first elements."""
+        end = stretch.start + stretch.local.numel if count is None else stretch.start + min(count, stretch.local.numel)
+        key = self.keys[stretch.place][KINDS[state]]
+        return slots_of_flat(list(self._pieces(key, stretch.start, end)), stretch.start, stretch.local)
 
     def _pieces(self, key: str, start: int, end: int) -> Iterator[tuple[int, View]]:
-        """A range of a bucket as one-dimensional views, each with its offset. Headers of paddings are not read."""
+        """Yield a range of a bucket as one-dimensional views, each with its offset.
+        Headers of paddings are not read.
+        """
         if key not in self._chunks:
             chunks = sorted(self.directory.chunks[key], key=lambda chunk: chunk.box.offsets)
             self._chunks[key] = chunks, [chunk.box.offsets[0] for chunk in chunks], {}
@@ -245,12 +247,12 @@ class BucketState:
 
 
 def is_matrix(weight: Weight) -> bool:
-    """Whether Muon takes a weight: a matrix, and neither the embedding nor the output layer."""
+    """Return whether Muon takes a weight: a matrix, and neither the embedding nor the output layer."""
     return len(weight.shape) == 2 and weight.mcore not in (gpt.EMBEDDING, gpt.OUTPUT)
 
 
 def _rounds_to(files: Files, master: Slot, weight: Slot, near: Tolerance | None) -> bool:
-    """Whether a master copy is that of a weight, which lies within its box."""
+    """Return whether a master copy is that of a weight, which lies within its box."""
     view = master.part(weight.box)
     values, wanted = files.read(view), files.read(weight.view)
     if view.dtype == weight.view.dtype:

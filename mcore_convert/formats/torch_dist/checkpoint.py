@@ -48,7 +48,9 @@ ANCHORS = (EMBEDDING, *FINAL_NORMS)
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory has `.metadata` with Megatron's names, and no `metadata.json` that names another storage."""
+    """Return whether a directory has `.metadata` with Megatron's names,
+    and no `metadata.json` that names another storage.
+    """
     return dcp.exists(path) and backend_of(path) != ZARR and kind_of(path) is Kind.MEGATRON
 
 
@@ -105,7 +107,7 @@ class TorchDistCheckpoint(Checkpoint):
         return self.weights.tensors
 
     def slots(self, key: str) -> list[Slot]:
-        """The chunks of a weight's key; their headers are read once."""
+        """Return the chunks of a weight's key; their headers are read once."""
         return self.weights.slots(key)
 
     @property
@@ -125,9 +127,9 @@ class TorchDistCheckpoint(Checkpoint):
 
     @property
     def random_states(self) -> RandomStates | None:
-        found = {key: each for key in self.directory.objects if (each := RANDOM_KEY.fullmatch(key)) is not None}
-        places = {tuple(map(int, each[1].split("."))): key for key, each in found.items()}
-        grids = {tuple(map(int, each[2].split("."))) for each in found.values()}
+        matched = {key: each for key in self.directory.objects if (each := RANDOM_KEY.fullmatch(key)) is not None}
+        places = {tuple(map(int, each[1].split("."))): key for key, each in matched.items()}
+        grids = {tuple(map(int, each[2].split("."))) for each in matched.values()}
         if len(grids) != 1 or self.common.args is None:
             return None
         (sizes,) = grids
@@ -137,8 +139,8 @@ class TorchDistCheckpoint(Checkpoint):
         return random_states(contents, ("pp", "tp", "dp")[: len(sizes)], sizes, Layout.of(self.common.args).ep)
 
     @property
-    def found_by_order(self) -> bool:
-        return self.optimizer is not None and self.optimizer.found_by_order
+    def matched_by_order(self) -> bool:
+        return self.optimizer is not None and self.optimizer.matched_by_order
 
     def tolerance(self, item: Item) -> Tolerance | None:
         return tolerance_of(self.common.args or {}, item.weight, item.at)
@@ -255,16 +257,16 @@ def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchD
 
 
 def prefix_of(path: Path, directory: dcp.Directory) -> str:
-    """What a wrapper put before every key: `module.`, `model.`, `language_model.`; mostly nothing."""
-    found = {
+    """Return what a wrapper put before every key: `module.`, `model.`, `language_model.`; mostly nothing."""
+    prefixes = {
         key.removesuffix(anchor)
         for key in directory.tensors
         for anchor in ANCHORS
         if key.endswith(anchor) and not NO_WEIGHT.search(key)
     }
-    if len(found) != 1:
+    if len(prefixes) != 1:
         raise UnreadableCheckpoint(
-            f"`{path}` holds {'no GPT model' if not found else 'several models'}",
-            items=sorted(found) or [f"no key ends in {anchor}" for anchor in ANCHORS],
+            f"`{path}` holds {'no GPT model' if not prefixes else 'several models'}",
+            items=sorted(prefixes) or [f"no key ends in {anchor}" for anchor in ANCHORS],
         )
-    return found.pop()
+    return prefixes.pop()

@@ -10,7 +10,9 @@ from mcore_convert.formats.base import Common
 
 
 def written_by(common: Common, path: Path) -> str:
-    """The Megatron Core versions that write such files; no version is stored, so it is told from their traits."""
+    """Return the Megatron Core versions that write such files; no version is stored,
+    so it is told from their traits.
+    """
     args, state = common.args or {}, common.state
     if "norm_epsilon" in args and "layernorm_epsilon" in args:
         return "mcore-convert"
@@ -27,16 +29,16 @@ def written_by(common: Common, path: Path) -> str:
 
 
 def optimizer_form(common: Common, keys: list[str]) -> str | None:
-    """How the optimizer's tensors are stored; None where there are none."""
+    """Return how the optimizer's tensors are stored; None where there are none."""
     if not keys:
         return None
     state = common.state
-    said = _dict(state, "content_metadata").get("distrib_optim_sharding_type")
+    stated = _dict(state, "content_metadata").get("distrib_optim_sharding_type")
     optimizer = _dict(state, "optimizer")
     for part in (optimizer, _dict(optimizer, 0)):
-        said = said or part.get("param_state_sharding_type")
-    if said:
-        return f"distributed, {said}"
+        stated = stated or part.get("param_state_sharding_type")
+    if stated:
+        return f"distributed, {stated}"
     if any(".state.fp32_param." in key for key in keys):
         return "plain, with fp32 master weights"
     if any("optimizer.distributed." in key for key in keys):
@@ -45,5 +47,5 @@ def optimizer_form(common: Common, keys: list[str]) -> str | None:
 
 
 def _dict(state: Mapping[Any, Any], key: object) -> Mapping[Any, Any]:
-    found = state.get(key)
-    return found if isinstance(found, dict) else {}
+    value = state.get(key)
+    return value if isinstance(value, dict) else {}

@@ -38,11 +38,11 @@ def inner_directory(path: Path) -> Path | None:
     for weights in (path / POLICY / WEIGHTS, path / WEIGHTS):
         if (weights / TRACKER).is_file() or (weights.is_dir() and (weights.parent / CONTEXT).is_dir()):
             return weights
-    return next((found for role in _roles(path) if (found := _of_role(role)) is not None), None)
+    return next((inner for role in _roles(path) if (inner := _of_role(role)) is not None), None)
 
 
 def _roles(path: Path) -> Iterator[Path]:
-    """The directories that may be a model's that verl trains, for one of them, one step, or a run."""
+    """Yield the directories that may be a model's that verl trains, for one of them, one step, or a run."""
     step = path
     if (path / TRACKER).is_file() and any(STEP.fullmatch(each.name) for each in path.iterdir()):
         latest = parse_tracker(path / TRACKER).removeprefix("iter_")
@@ -53,7 +53,7 @@ def _roles(path: Path) -> Iterator[Path]:
 
 
 def _of_role(role: Path) -> Path | None:
-    """The model of a role: in Megatron's form where it is there, since that may have its optimizer."""
+    """Return the model of a role: in Megatron's form where it is there, since that may have its optimizer."""
     is_role = any((role / name).is_file() for name in (TRANSFORMER_CONFIG, CONTENTS))
     if not is_role and not any((role / name).is_dir() for name in (DIST, f"{MODEL}/{DIST}")):
         return None
@@ -66,7 +66,7 @@ def _of_role(role: Path) -> Path | None:
 
 
 def has_model(directory: dcp.Directory) -> bool:
-    """Whether a directory holds weights, and not an optimizer's state or random states alone."""
+    """Return whether a directory holds weights, and not an optimizer's state or random states alone."""
     return any(
         key.endswith((EMBEDDING, *FINAL_NORMS)) and OPTIMIZER not in key.partition(".")[0] for key in directory.tensors
     )

@@ -14,18 +14,18 @@ from mcore_convert.spec.shard import Shape
 
 
 def axes_written(template: str, dims: Dims) -> tuple[str, ...]:
-    """The placeholders of a name that are leading axes in what is written."""
+    """Return the placeholders of a name that are leading axes in what is written."""
     return axes_of(template, "stacked" if dims.stacked else "per_layer")
 
 
 def sizes_of(axes: tuple[str, ...], dims: Dims) -> Shape:
-    """How many layers and experts there are along the leading axes of a key."""
+    """Return how many layers and experts there are along the leading axes of a key."""
     leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
     return tuple(leading[axis] for axis in axes)
 
 
 def extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
-    """The `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
+    """Return the `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
 
     Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14. A hybrid
     asks for that of the output layer, too, which a `GPTModel` leaves out (`gpt_model.py`, `sharded_state_dict`).

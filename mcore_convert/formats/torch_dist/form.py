@@ -49,11 +49,11 @@ class Form:
         return self.distributed and self.name == MODEL_SPACE
 
     def flattens(self, key: str) -> bool:
-        """Whether this key is stored flattened."""
+        """Return whether this key is stored flattened."""
         return self.is_flat and NO_WEIGHT.match(key) is not None
 
     def prefix(self, item: Item) -> str:
-        """What stands before a weight's key in the key of one of its states."""
+        """Return what stands before a weight's key in the key of one of its states."""
         if item.state == PARAM:
             return ""
         is_plain = not self.distributed or self.is_flat or (item.weight, item.at) in self.plain

@@ -28,14 +28,14 @@ class Gathered(dcp.Directory):
     views: Mapping[str, View] = field(default_factory=dict)
 
     def view(self, key: str, chunk: dcp.Chunk) -> View:
-        """The tensor of a key."""
+        """Return the tensor of a key."""
         return self.views[key]
 
 
 def as_buckets(
     directory: dcp.Directory, objects: Mapping[tuple[int, int], str]
 ) -> tuple[Gathered, dict[Place, dict[str, str]]]:
-    """The tensors of such objects, and the keys of each bucket.
+    """Return the tensors of such objects, and the keys of each bucket.
 
     Args:
         objects: the keys on disk, by the number of an optimizer in its chain and of a data-parallel group.
@@ -59,12 +59,12 @@ def as_buckets(
 
 
 def _tensors(directory: dcp.Directory, on_disk: str) -> Iterator[tuple[int, str, str, View]]:
-    """The tensors of one object: the number and dtype of the buffer, the state, and where it lies."""
+    """Yield the tensors of one object: the number and dtype of the buffer, the state, and where it lies."""
     content: Any = directory.object(on_disk)
     if isinstance(content, list) and len(content) == 1:  # a sharded object is saved as a list of one
         (content,) = content
     buffers = content if isinstance(content, dict) and content.get("buckets_coalesced") else {}
-    found = False
+    has_tensors = False
     for buffer, by_dtype in buffers.items():
         for dtypes, tensors in by_dtype.items() if isinstance(buffer, int) and isinstance(by_dtype, dict) else ():
             of_parameters = dtypes[0] if isinstance(dtypes, tuple) and dtypes else None
@@ -72,9 +72,9 @@ def _tensors(directory: dcp.Directory, on_disk: str) -> Iterator[tuple[int, str,
                 continue
             for kind, view in tensors.items():
                 if isinstance(view, View) and len(view.shape) == 1:
-                    found = True
+                    has_tensors = True
                     yield buffer, of_parameters.name, kind, view
-    if not found:
+    if not has_tensors:
         raise UnreadableCheckpoint(
             f"`{on_disk}` in `{directory.path}` is not of one tensor for each state, as Megatron-LM writes it since "
             "February 2024",

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.files import dcp
@@ -24,7 +24,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.names import Index, drop, placeholders_of, spell
 from mcore_convert.spec.shard import Box, Shape, Shard
-from mcore_convert.storage.views import Slot, TensorMeta
+from mcore_convert.storage.views import Slot, TensorMeta, View
 
 ROUTER = "mlp.router.weight"
 
@@ -44,18 +44,18 @@ class StateKeys:
     @cached_property
     def tensors(self) -> Mapping[str, TensorMeta]:
         """Shape and dtype by name; a tensor that is stored flattened has the shape that it had before."""
-        found = {}
+        tensors = {}
         for key, on_disk in self.keys.items():
             meta = self.directory.tensors[on_disk]
-            found[key] = TensorMeta(self.directory.unflattened.get(on_disk, meta.shape), meta.dtype)
-        return found
+            tensors[key] = TensorMeta(self.directory.unflattened.get(on_disk, meta.shape), meta.dtype)
+        return tensors
 
     @cached_property
     def _slots(self) -> dict[str, list[Slot]]:
         return {}
 
     def slots(self, key: str) -> list[Slot]:
-        """The chunks of a key; their headers are read once."""
+        """Return the chunks of a key; their headers are read once."""
         if self.reserved is not None:
             return self.reserved[self.keys[key]]
         if key not in self._slots:
@@ -68,16 +68,13 @@ class StateKeys:
         return self._slots[key]
 
     def _slots_at(self, key: str, axes: int) -> Mapping[tuple[int, ...], list[Slot]]:
-        """The chunks of a key by the indices of its leading axes, and without these: a key may have one for each layer
-        and expert."""
+        """Return the chunks of a key by the indices of its leading axes, and without these:
+        a key may have one for each layer and expert.
+        """
         if key not in self._by_place:
             by_place: dict[tuple[int, ...], list[Slot]] = {}
             for slot in self.slots(key):
-                if not axes:
-                    by_place.setdefault((), []).append(slot)
-                    continue
-                spans = zip(slot.box.offsets[:axes], slot.box.sizes[:axes], strict=True)
-                for place in itertools.product(*(range(start, start + size) for start, size in spans)):
+                for place in _places(slot.box, axes):
                     by_place.setdefault(place, []).append(_select(slot, place))
             self._by_place[key] = by_place
         return self._by_place[key]
@@ -95,7 +92,7 @@ class StateKeys:
         return "singleton" if any(singleton.search(key) for key in self.keys) else "per_layer"
 
     def locate(self, weight: Weight, at: Index, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one global tensor. What is missing or misshapen is noted in `findings`."""
+        """Return the boxes of one global tensor. What is missing or misshapen is noted in `findings`."""
         if weight.mcore is None:
             return []
         axes = self._axes(weight.mcore)
@@ -103,36 +100,36 @@ class StateKeys:
         if name not in self.keys and shard.is_gated and f"{name}_w" in self.keys:
             shard = GATED_APART  # gate and up under keys of their own
         parts = keyed_parts(name, dims.shape(weight.shape), dims.sized(shard))
-        leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
-        lead = tuple(leading[axis] for axis in axes)
-        place = tuple(getattr(at, axis) for axis in axes)
+        lead = tuple([dims.num_layers if axis == "layer" else dims.num_experts or 0 for axis in axes])
+        place = tuple([getattr(at, axis) for axis in axes])
         slots: list[Slot] = []
         for part, start, shape in parts:
             meta = self.tensors.get(part)
             wanted = (*lead, *shape)
-            if not findings.expect(f"{self.label}{part}", meta, wanted, rows_at_least=weight.vocab):
+            shown = f"{self.label}{part}" if self.label else part
+            if not findings.expect(shown, meta, wanted, rows_at_least=weight.vocab):
                 continue
             here = self._slots_at(part, len(place)).get(place, ())
             slots += [slot.moved(start) for slot in here] if start else here
         return slots
 
     def dtype_of(self, weight: Weight, at: Index) -> str | None:
-        """The dtype of a weight; None where it is not there."""
+        """Return the dtype of a weight; None where it is not there."""
         metas = (self.tensors.get(name) for name in self._names(weight, at))
         return next((meta.dtype for meta in metas if meta is not None), None)
 
     def holds(self, weight: Weight, at: Index) -> bool:
-        """Whether there is a key for a weight, or for the first of its parts."""
+        """Return whether there is a key for a weight, or for the first of its parts."""
         return any(name in self.keys for name in self._names(weight, at))
 
     def _names(self, weight: Weight, at: Index) -> tuple[str, str]:
-        """What a weight is called, or the first of its parts."""
+        """Return what a weight is called, or the first of its parts."""
         assert weight.mcore is not None
         name = spell(drop(weight.mcore, *self._axes(weight.mcore)), at)
         return (f"{name}.{weight.shard.names[0]}" if weight.shard.names else name, f"{name}_w")
 
     def _axes(self, template: str) -> tuple[str, ...]:
-        """Which placeholders are leading axes here."""
+        """Return which placeholders are leading axes here."""
         return axes_of(template, self.dialect)
 
 
@@ -141,7 +138,7 @@ GATED_APART = Shard(0, (1, 1), ("_w", "_v"))
 
 
 def keyed_parts(name: str, shape: Shape, shard: Shard) -> list[tuple[str, int, Shape]]:
-    """The keys of a weight, each with the row at which its tensor begins and with its shape: mostly one."""
+    """Return the keys of a weight, each with the row at which its tensor begins and with its shape: mostly one."""
     if not shard.names or shard.dim != 0:
         return [(name, 0, shape)]
     keys = [f"{name}{part}" if shard == GATED_APART else f"{name}.{part}" for part in shard.names]
@@ -152,7 +149,7 @@ def keyed_parts(name: str, shape: Shape, shard: Shard) -> list[tuple[str, int, S
 
 @lru_cache
 def axes_of(template: str, dialect: str) -> tuple[str, ...]:
-    """Which placeholders of a name are leading axes in a dialect; layers that predict are never stacked."""
+    """Return which placeholders of a name are leading axes in a dialect; layers that predict are never stacked."""
     held = tuple(axis for axis in placeholders_of(template) if axis != "mtp")
     return {"stacked": held, "per_layer": tuple(axis for axis in held if axis == "expert"), "singleton": ()}[dialect]
 
@@ -164,7 +161,7 @@ OWN_NORMS = {
 
 
 def with_fused_norms(keys: Mapping[str, str], model: Collection[str]) -> dict[str, str]:
-    """The norms within layers under the one name that Transformer Engine models give each.
+    """Return the norms within layers under the one name that Transformer Engine models give each.
 
     Args:
         model: the names of the model's weights, which tell the layers with experts and those of latent attention.
@@ -173,25 +170,40 @@ def with_fused_norms(keys: Mapping[str, str], model: Collection[str]) -> dict[st
 
 
 def _fused(key: str, keys: Collection[str]) -> str:
-    head, found, tail = key.partition(DENSE_NORM)
-    if found:
+    head, separator, tail = key.partition(DENSE_NORM)
+    if separator:
         return f"{head}{EXPERT_NORM}{tail}" if f"{head}{ROUTER}" in keys else key
     for own, fused in OWN_NORMS.items():
-        head, found, tail = key.partition(own)
-        if found and f"{head}{LATENT}" in keys and not (own == EXPERT_NORM and f"{head}{ROUTER}" in keys):
+        head, separator, tail = key.partition(own)
+        if separator and f"{head}{LATENT}" in keys and not (own == EXPERT_NORM and f"{head}{ROUTER}" in keys):
             return f"{head}{fused}{tail}"
     return key
 
 
 def _select(slot: Slot, place: tuple[int, ...]) -> Slot:
-    """The part of a chunk that lies at one index of each leading axis, which it reaches, without those axes."""
-    for index in place:
-        slot = slot.select(index)
-    return slot
+    """Return the part of a chunk that lies at one index of each leading axis, which it reaches, without those axes."""
+    (view, box), axes = slot, len(place)
+    if not axes:
+        return slot
+    if view.high is not None:
+        return reduce(Slot.select, place, slot)
+    offset = view.offset
+    for index, start, step in zip(place, box.offsets, view.strides, strict=False):
+        offset += (index - start) * step
+    inside = View(view.path, offset, view.shape[axes:], view.strides[axes:], view.dtype, view.coded)
+    return Slot(inside, Box(box.offsets[axes:], box.sizes[axes:]))
+
+
+def _places(box: Box, axes: int) -> Iterable[tuple[int, ...]]:
+    """Return the indices of the leading axes that a chunk reaches."""
+    start, sizes = box.offsets[:axes], box.sizes[:axes]
+    if sizes == (1,) * axes:  # one layer, and one expert
+        return (start,)
+    return itertools.product(*(range(at, at + size) for at, size in zip(start, sizes, strict=True)))
 
 
 def _unflattened(slot: Slot, grid: Shape, whole: Shape) -> Iterator[Slot]:
-    """The boxes of a tensor of shape `whole` in a chunk of its flattened form.
+    """Yield the boxes of a tensor of shape `whole` in a chunk of its flattened form.
 
     That has the shape `(*grid, elements of a local tensor)`: each cell of the grid was flattened on its own, and a
     data-parallel rank's share of it begins and ends anywhere.

@@ -50,13 +50,13 @@ WITHOUT = "leave the optimizer state behind with --no-optimizer"
 class NamedState:
     """Optimizer state under the names of the weights.
 
-    What was flattened is `found_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
+    What was flattened is `matched_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
     transposed parameter, flattens that, and says the shape only. `gathered`: master copies are remainders in fp32.
     """
 
     weights: StateKeys
     by_state: Mapping[str, StateKeys]
-    found_by_order: bool
+    matched_by_order: bool
     gathered: bool = False
 
     @property
@@ -65,7 +65,7 @@ class NamedState:
         return tuple(state for state in OPTIMIZER_STATES if state in self.by_state)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Whether the optimizer of this weight keeps this state."""
+        """Return whether the optimizer of this weight keeps this state."""
         if item.state not in MOMENTS:
             return True
         by_momentum = MOMENTUM in self.by_state and self.by_state[MOMENTUM].holds(item.weight, item.at)
@@ -77,7 +77,7 @@ class NamedState:
         return next((kept for kept in (ADAM, LION, BY_MOMENTUM) if kept[-1] in self.by_state), ())
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one state of one weight."""
+        """Return the boxes of one state of one weight."""
         if item.state not in self.by_state:
             findings.missing.append(str(item))
             return []
@@ -101,7 +101,7 @@ class ChainedState:
 
     named: NamedState
     buckets: BucketState
-    found_by_order = True
+    matched_by_order = True
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -109,15 +109,15 @@ class ChainedState:
         return tuple(state for state in OPTIMIZER_STATES if state in (*self.named.states, *self.buckets.states))
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Whether the optimizer of this weight keeps this state."""
+        """Return whether the optimizer of this weight keeps this state."""
         return self._of(item).keeps(item, dims)
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """The boxes of one state of one weight."""
+        """Return the boxes of one state of one weight."""
         return self._of(item).locate(item, dims, findings)
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
-        """The copies on further ranks of what lies in buckets."""
+        """Return the copies on further ranks of what lies in buckets."""
         return self._of(item).replicas(item, dims)
 
     def _of(self, item: Item) -> NamedState | BucketState:
@@ -135,7 +135,7 @@ def find(
     common: Mapping[str, Any],
     reserved: Mapping[str, list[Slot]] | None = None,
 ) -> OptimizerState | None:
-    """The optimizer state of a checkpoint; None where it has none.
+    """Return the optimizer state of a checkpoint; None where it has none.
 
     Args:
         prefix: what a wrapper around the model put before every key.
@@ -159,10 +159,10 @@ def find(
         elif is_tensor and (bucket := BUCKET_KEY.fullmatch(key)) and bucket["kind"] in KINDS:
             chain, group, buffer, number = (int(bucket[name] or 0) for name in ("chain", "group", "buffer", "bucket"))
             buckets.setdefault((chain, group, buffer, number), {})[bucket["kind"]] = on_disk
-        elif is_tensor or not (found := GROUP_KEY.fullmatch(key)):
+        elif is_tensor or not (matched := GROUP_KEY.fullmatch(key)):
             unknown.append(on_disk)
-        elif found[3] == gathered_form.STATE:
-            gathered[int(found[1] or 0), int(found[2])] = on_disk
+        elif matched[3] == gathered_form.STATE:
+            gathered[int(matched[1] or 0), int(matched[2])] = on_disk
     _refuse_types(directory, common)
     if unknown:
         raise MappingError(
@@ -222,7 +222,7 @@ def _named_state(
 
 
 def _with_remainders(state: NamedState, common: Mapping[str, Any]) -> NamedState:
-    """The state, with master copies read as remainders where they were gathered as numbers.
+    """Return the state, with master copies read as remainders where they were gathered as numbers.
 
     Raises:
         UnreadableCheckpoint: they were, at places that may be shifted (see `_named_state`), which nothing would show.

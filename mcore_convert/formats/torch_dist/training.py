@@ -27,14 +27,14 @@ NOT_REST = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_s
 
 
 def sharding_types(common: Mapping[str, Any]) -> set[str]:
-    """What Megatron's distributed optimizers said that their form is; nothing for plain ones and before 0.8."""
-    said = [(common.get("content_metadata") or {}).get("distrib_optim_sharding_type")]
-    said += [each.get("param_state_sharding_type") for each in _optimizers(common)]
-    return {each for each in said if isinstance(each, str)}
+    """Return what Megatron's distributed optimizers said that their form is; nothing for plain ones and before 0.8."""
+    types = [(common.get("content_metadata") or {}).get("distrib_optim_sharding_type")]
+    types += [each.get("param_state_sharding_type") for each in _optimizers(common)]
+    return {each for each in types if isinstance(each, str)}
 
 
 def training_of(directory: dcp.Directory, prefix: str, keys: Collection[str], common: Mapping[str, Any]) -> Training:
-    """What a run needs to go on.
+    """Return what a run needs to go on.
 
     Args:
         prefix: what a wrapper around the model put before every key.
@@ -46,12 +46,12 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Collection[str], co
     """
     by_chain: dict[int, dict[str, Any]] = {}
     for on_disk in sorted(keys, key=_natural):
-        found = GROUP_KEY.fullmatch(on_disk.removeprefix(prefix))
-        if found is not None and found[3] in ("optimizer", "grad_scaler"):
+        matched = GROUP_KEY.fullmatch(on_disk.removeprefix(prefix))
+        if matched is not None and matched[3] in ("optimizer", "grad_scaler"):
             content = directory.object(on_disk)
             if isinstance(content, list) and len(content) == 1:  # a sharded object is saved as a list of one
                 (content,) = content
-            _add_rank(by_chain.setdefault(int(found[1] or 0), {}), found[3], content)
+            _add_rank(by_chain.setdefault(int(matched[1] or 0), {}), matched[3], content)
     groups: list[dict[str, Any]] = []
     chain: list[int] = []
     by_group = True
@@ -83,7 +83,7 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Collection[str], co
 
 
 def _optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What the common state holds of each optimizer: of one, or of several that are chained."""
+    """Return what the common state holds of each optimizer: of one, or of several that are chained."""
     stored = common.get("optimizer")
     if not isinstance(stored, dict):
         return []
@@ -108,14 +108,14 @@ def _natural(key: str) -> list[tuple[int, str]]:
 
 
 def _value(value: Any) -> Any:
-    """A number that may be stored as a tensor, as a number."""
+    """Return a number that may be stored as a tensor, as a number."""
     return scalar(value) if isinstance(value, View) else value
 
 
 def common_of(
     training: Training, args: Mapping[str, Any], items: Collection[Item], form: str, *, scale: Any = None
 ) -> dict[str, Any]:
-    """What Megatron Core stores in the common state beside an optimizer that can be resharded.
+    """Return what Megatron Core stores in the common state beside an optimizer that can be resharded.
 
     Args:
         form: of the distributed optimizer's state, FULLY_RESHARDABLE or MODEL_SPACE.
@@ -160,7 +160,7 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], training: Training, form: st
 
 
 def _chained(training: Training, args: Mapping[str, Any], has_expert_biases: bool) -> list[list[Mapping[str, Any]]]:
-    """The groups of each optimizer (Megatron Core, `optimizer/__init__.py`, `get_megatron_optimizer`)."""
+    """Return the groups of each optimizer (Megatron Core, `optimizer/__init__.py`, `get_megatron_optimizer`)."""
     apart = bool(args.get("num_experts")) and (args.get("expert_model_parallel_size") or 1) > 1
     by_kind = training.chained_by_kind(apart=apart)
     if by_kind:

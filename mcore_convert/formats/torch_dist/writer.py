@@ -12,8 +12,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_convert.errors import MappingError, fold
 from mcore_convert.formats.base import Training
@@ -38,7 +37,7 @@ from mcore_convert.formats.torch_dist.form import Form
 from mcore_convert.formats.torch_dist.keys import keyed_parts
 from mcore_convert.formats.torch_dist.training import common_of
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Item
+from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.names import drop, spell
 from mcore_convert.spec.shard import COLUMN, Box, Shape, Shard
 from mcore_convert.storage.views import Slot, TensorMeta, View
@@ -51,6 +50,18 @@ METADATA_JSON = {
 }
 
 
+class _Part(NamedTuple):
+    """What each layer and expert adds to a key whose name ends so: the chunks of what one of them has, and archives.
+
+    `shape` is that of the key's tensor, `cell` that of what one tensor-parallel rank has of one layer.
+    """
+
+    end: str
+    shape: Shape
+    cell: Shape
+    chunks: list[tuple[Box, TensorMeta, torch_file.Archive]]
+
+
 @dataclass
 class _Content:
     """The keys of the checkpoint as they are laid out."""
@@ -60,6 +71,7 @@ class _Content:
     slots: dict[str, list[Slot]] = field(default_factory=dict)
     cells: dict[str, Shape] = field(default_factory=dict)  # of what one tensor-parallel rank has of one layer
     objects: dict[str, dcp.Place] = field(default_factory=dict)
+    laid: dict[Any, tuple[tuple[str, ...], str, list[_Part]]] = field(default_factory=dict)  # by what is alike
 
 
 def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
@@ -123,7 +135,8 @@ def _metadata(content: _Content, args: Mapping[str, Any], form: Form) -> bytes:
 
 
 def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[TensorMeta, list[dcp.Chunk]]:
-    """A key and its chunks in the shape `(*grid, elements of a cell)` (Megatron Core 0.12, `strategies/resharding.py`).
+    """Return a key and its chunks in the shape `(*grid, elements of a cell)` (Megatron Core 0.12,
+    `strategies/resharding.py`).
 
     Each cell of the grid was flattened on its own, so that a chunk of some of its rows is a range of it. Cells are as
     small as those of Megatron: reading two parts of one cell on one rank fails there (`strategies/torch.py`,
@@ -143,7 +156,7 @@ def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[
 def _common_state(
     common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], form: Form, *, listed: bool
 ) -> torch_file.Archive:
-    """The archive of the common state, complete: as it stands, or `listed` as objects are saved."""
+    """Return the archive of the common state, complete: as it stands, or `listed` as objects are saved."""
     state = {**common, "args": argparse.Namespace(**common["args"])}
 
     def tree(refs: list[Any]) -> Any:
@@ -162,44 +175,56 @@ def _reserve_weight(
     item: Item, shard: Shard, form: Form, dtype: str, dims: Dims, tp: int, files: DcpFiles, content: _Content
 ) -> None:
     """Add the chunks of one state of one weight of one layer to its key."""
-    weight, at, _ = item
+    weight, at, state = item
     assert weight.mcore is not None
-    axes = axes_written(weight.mcore, dims)
-    lead = sizes_of(axes, dims)
-    place = tuple(getattr(at, axis) for axis in axes)
-    key = form.prefix(item) + spell(drop(weight.mcore, *axes), at)
-    whole, shard = dims.padded_shape(weight.shape, vocab=weight.vocab), dims.sized(shard)
-    for part, _, shape in keyed_parts(key, whole, shard):
-        content.tensors.setdefault(part, TensorMeta((*lead, *shape), dtype))
-        chunks = content.chunks.setdefault(part, [])
-        slots = content.slots.setdefault(part, [])
-        cells, boxes = _cells(COLUMN if shard.names else shard, shape, tp, dtype)
-        content.cells[part] = (*(1 for _ in axes), *cells[0].sizes)
-        for box in boxes:
-            chunk = Box((*place, *box.offsets), (*(1 for _ in axes), *box.sizes))
-            meta = TensorMeta(chunk.sizes, dtype)
-            stored = (*(1 for _ in meta.shape), meta.numel) if form.flattens(part) else meta.shape
-            archive = archive_of(TensorMeta(stored, dtype))
+    prefix, alike = form.prefix(item), (weight, state, shard, dtype, tp)
+    if alike not in content.laid:
+        content.laid[alike] = _laid(weight, dims.sized(shard), prefix, form, dtype, dims, tp)
+    axes, template, parts = content.laid[alike]
+    place, name = tuple(getattr(at, axis) for axis in axes), prefix + spell(template, at)
+    for part in parts:
+        key = name + part.end
+        if key not in content.tensors:
+            content.tensors[key], content.cells[key] = TensorMeta(part.shape, dtype), part.cell
+            content.chunks[key], content.slots[key] = [], []
+        chunks, slots = content.chunks[key], content.slots[key]
+        for box, meta, archive in part.chunks:
+            chunk = Box(place + box.offsets, meta.shape)
             where = files.place(archive)
             chunks.append(dcp.Chunk(chunk, where))
             slots.append(Slot(View.of(files.path, where.offset + archive.holes[0], meta), chunk))
 
 
-@lru_cache(maxsize=4096)
-def _cells(shard: Shard, shape: Shape, tp: int, dtype: str) -> tuple[list[Box], list[Box]]:
-    """What tensor-parallel ranks hold of a tensor, and the same in boxes that are small enough."""
-    cells = shard.grid(shape, tp)
-    return cells, [box for cell in cells for box in bounded(cell, dtype)]
+def _laid(
+    weight: Weight, shard: Shard, prefix: str, form: Form, dtype: str, dims: Dims, tp: int
+) -> tuple[tuple[str, ...], str, list[_Part]]:
+    """Return what the keys of a weight have in common in all layers and experts: leading axes, template and parts."""
+    assert weight.mcore is not None
+    axes = axes_written(weight.mcore, dims)
+    lead, ones = sizes_of(axes, dims), (1,) * len(axes)
+    template = drop(weight.mcore, *axes)
+    whole = dims.padded_shape(weight.shape, vocab=weight.vocab)
+    parts = []
+    for end, _, shape in keyed_parts("", whole, shard):
+        cells = (COLUMN if shard.names else shard).grid(shape, tp)
+        flat = form.flattens(f"{prefix}{template}{end}")
+        chunks = []
+        for box in (box for cell in cells for box in bounded(cell, dtype)):
+            meta = TensorMeta((*ones, *box.sizes), dtype)
+            stored = (*(1 for _ in meta.shape), meta.numel) if flat else meta.shape
+            chunks.append((box, meta, archive_of(TensorMeta(stored, dtype))))
+        parts.append(_Part(end, (*lead, *shape), (*ones, *cells[0].sizes), chunks))
+    return axes, template, parts
 
 
 def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
-    """A key has one dtype for all its layers and experts."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    """Refuse keys of several dtypes: a key has one for all its layers and experts."""
+    dtypes_of: dict[tuple[str, str], dict[str, Item]] = {}
     for item, dtype in dtype_of.items():
         if item.weight.mcore is not None:
             key = spell(drop(item.weight.mcore, *axes_written(item.weight.mcore, dims)), item.at)
-            found.setdefault((key, item.state), {}).setdefault(dtype, str(item))
-    mixed = [f"{name} is {dtype}" for dtypes in found.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
+            dtypes_of.setdefault((key, item.state), {}).setdefault(dtype, item)
+    mixed = [f"{name} is {dtype}" for dtypes in dtypes_of.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
     if mixed:
         raise MappingError(
             "a weight has another dtype in other layers, which `torch_dist` cannot hold", items=fold(mixed)

@@ -101,7 +101,7 @@ class ZarrDirectory(dcp.Directory):
 
 
 def detect(path: Path) -> bool:
-    """Whether the `metadata.json` of a directory names this storage."""
+    """Return whether the `metadata.json` of a directory names this storage."""
     return (path / BACKEND_FILE).is_file() and backend_of(path) == ZARR
 
 
@@ -162,7 +162,7 @@ def read(path: Path) -> ZarrDirectory:
 
 
 def _strangeness(array: Mapping[str, Any]) -> str | None:
-    """Why the chunks of an array cannot be taken as they are, or None where they can."""
+    """Return why the chunks of an array cannot be taken as they are, or None where they can."""
     for name, plain in PLAIN.items():
         if array.get(name) not in plain:
             return f"its `{name}` is {array.get(name)!r}"
@@ -179,7 +179,7 @@ def _strangeness(array: Mapping[str, Any]) -> str | None:
 
 
 def _grid(shape: Iterable[int], cell: Iterable[int]) -> list[int]:
-    """How many chunks there are along each dimension."""
+    """Return how many chunks there are along each dimension."""
     return [-(-size // step) for size, step in zip(shape, cell, strict=True)]
 
 

@@ -36,23 +36,23 @@ class Metrics:
 
 
 def find_metrics(checkpoint: Path) -> Path | None:
-    """The metrics of the run that a checkpoint belongs to: `RUN/metrics.jsonl` of `RUN/checkpoints/iter_*`."""
+    """Return the metrics of the run that a checkpoint belongs to: `RUN/metrics.jsonl` of `RUN/checkpoints/iter_*`."""
     folders = [checkpoint, *checkpoint.absolute().parents[:2]]
     return next((folder / METRICS for folder in folders if (folder / METRICS).is_file()), None)
 
 
 def read_metrics(file: Path) -> Metrics:
     """Read a file line by line."""
-    found = Metrics()
+    metrics = Metrics()
     for _, row in read_rows(file):
         iteration, loss = row["iteration"], _number(row.get("loss"))
         name = row.get("evaluation")
         if isinstance(name, str):
-            found.evaluations.setdefault(name, {})[iteration] = loss
+            metrics.evaluations.setdefault(name, {})[iteration] = loss
         elif "loss" in row:
-            found.iterations.append(iteration)
-            found.losses.append(loss)
-    return found
+            metrics.iterations.append(iteration)
+            metrics.losses.append(loss)
+    return metrics
 
 
 def _number(value: object) -> float:
@@ -60,7 +60,7 @@ def _number(value: object) -> float:
 
 
 def curve_data(metrics: Metrics, iteration: int | None) -> Data | None:
-    """What a page draws: points on a field of 0 to 1 in both directions, ticks, and the numbers to read off.
+    """Return what a page draws: points on a field of 0 to 1 in both directions, ticks, and the numbers to read off.
 
     Args:
         iteration: of the checkpoint, which is marked.
@@ -124,7 +124,7 @@ def _last_of_each(metrics: Metrics) -> tuple[Numbers, Numbers]:
 
 
 def _range(losses: Numbers, evaluations: Sequence[float]) -> tuple[float, float]:
-    """The losses between which a picture is drawn: spikes leave it."""
+    """Return the losses between which a picture is drawn: spikes leave it."""
     common = SPIKE * max(float(losses[0]), float(np.percentile(losses, 99)))
     low, high = float(losses.min()), float(losses.max())
     if low < common < high:
@@ -135,7 +135,7 @@ def _range(losses: Numbers, evaluations: Sequence[float]) -> tuple[float, float]
 
 
 def _thinned(at: Numbers, losses: Numbers) -> tuple[Numbers, Numbers]:
-    """The lowest and the highest of neighbours, in their order, where there are many."""
+    """Return the lowest and the highest of neighbours, in their order, where there are many."""
     if len(at) <= MOST_POINTS:
         return at, losses
     kept: list[int] = []
@@ -145,15 +145,15 @@ def _thinned(at: Numbers, losses: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _smoothed(losses: Numbers) -> Numbers:
-    """The mean of the neighbours of each step, those left out that are no number."""
+    """Return the mean of the neighbours of each step, those left out that are no number."""
     number = np.arange(len(losses))
     reach = np.minimum(max(2, len(losses) // SMOOTHED), np.minimum(number, number[::-1]))  # as many before as after
     good = np.isfinite(losses)
     sums = np.concatenate([[0.0], np.cumsum(np.where(good, losses, 0.0))])
     counts = np.concatenate([[0], np.cumsum(good)])
     start, stop = number - reach, number + reach + 1
-    found = np.maximum(counts[stop] - counts[start], 1)
-    smooth: Numbers = (sums[stop] - sums[start]) / found
+    lengths = np.maximum(counts[stop] - counts[start], 1)
+    smooth: Numbers = (sums[stop] - sums[start]) / lengths
     return smooth
 
 

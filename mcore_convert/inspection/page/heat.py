@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic
 
 from mcore_convert.comparison.change import Change, total_relative
 from mcore_convert.inspection.outliers import Outlier
 from mcore_convert.inspection.statistics import WeightStatistics, total_rms
 from mcore_convert.spec.names import PARAM
-from mcore_convert.text.grouping import Said, folded, in_layers
+from mcore_convert.text.grouping import Described, folded, in_layers
 from mcore_convert.text.scale import linear, logarithmic
 
 STEPS = 9  # of the colour scale; a page has a colour for each
@@ -25,7 +26,7 @@ Row = tuple[str, str]  # a weight and a state
 
 
 @dataclass(frozen=True)
-class Measure(Generic[Said]):
+class Measure(Generic[Described]):
     """Something to colour by: its `value` for the tensors of one weight in one layer, which are several with experts.
 
     `style` says how a value is written: `number`, `percent` or `count`; those are coloured on a linear scale, and
@@ -35,7 +36,7 @@ class Measure(Generic[Said]):
     key: str
     label: str
     style: str
-    value: Callable[[Sequence[Said]], float]
+    value: Callable[[Sequence[Described]], float]
     explained: str
     per_row: bool = False
 
@@ -63,10 +64,12 @@ CHANGES: tuple[Measure[Change], ...] = (
 )
 
 
-def heat_data(said: Sequence[Said], measures: Sequence[Measure[Said]], outliers: Sequence[Outlier] = ()) -> Data:
-    """The rows of a heat map, their values and steps, and what is said of single cells."""
-    rows = {(of[0].weight, of[0].state): of for of in folded(said)}
-    layers = list(in_layers(said))
+def heat_data(
+    members: Sequence[Described], measures: Sequence[Measure[Described]], outliers: Sequence[Outlier] = ()
+) -> Data:
+    """Return the rows of a heat map, their values and steps, and what is said of single cells."""
+    rows = {(of[0].weight, of[0].state): of for of in folded(members)}
+    layers = list(in_layers(members))
     layered = {row: of for row, of in rows.items() if of[0].layer is not None}
     alone = {row: of for row, of in rows.items() if of[0].layer is None}
     held = {row: in_layers(of) for row, of in layered.items()}
@@ -77,10 +80,7 @@ def heat_data(said: Sequence[Said], measures: Sequence[Measure[Said]], outliers:
     return {
         "steps": STEPS,
         "layers": layers,
-        "measures": [
-            {"key": m.key, "label": m.label, "style": m.style, "explained": m.explained, "perRow": m.per_row}
-            for m in measures
-        ],
+        "measures": _measures(measures),
         "rows": [
             {
                 "name": name,
@@ -107,38 +107,88 @@ def heat_data(said: Sequence[Said], measures: Sequence[Measure[Said]], outliers:
     }
 
 
-def _value(measure: Measure[Said], cell: Sequence[Said]) -> float | None:
+def expert_data(
+    said: Sequence[Described], measures: Sequence[Measure[Described]], outliers: Sequence[Outlier] = ()
+) -> Data | None:
+    """The heat maps of experts: for each weight that they have, a row for each layer and a column for each expert.
+
+    Each has a scale of its own, over all of its layers. None without experts.
+    """
+    matrices = []
+    for of in folded(each for each in said if each.expert is not None and each.layer is not None):
+        layers = in_layers(of)
+        count = 1 + max(each.expert or 0 for each in of)
+        cells = [{each.expert: each for each in row} for row in layers.values()]
+        values = {
+            m.key: [[_value(m, [row[e]] if e in row else []) for e in range(count)] for row in cells] for m in measures
+        }
+        matrices.append(
+            {
+                "name": of[0].weight,
+                "state": of[0].state,
+                "shape": of[0].shape,
+                "layers": list(layers),
+                "count": count,
+                "values": {key: [list(map(_short, row)) for row in rows] for key, rows in values.items()},
+                "steps": {m.key: _in_rows(_scaled(m, [*chain(*values[m.key])]), count) for m in measures},
+                "notes": _expert_notes(outliers, {each.name: each for each in of}, of[0].state),
+            }
+        )
+    return {"steps": STEPS, "measures": _measures(measures), "matrices": matrices} if matrices else None
+
+
+def _measures(measures: Sequence[Measure[Described]]) -> list[Data]:
+    return [
+        {"key": m.key, "label": m.label, "style": m.style, "explained": m.explained, "perRow": m.per_row}
+        for m in measures
+    ]
+
+
+def _in_rows(listed: Sequence[int | None], width: int) -> list[Sequence[int | None]]:
+    return [listed[start : start + width] for start in range(0, len(listed), width)]
+
+
+def _expert_notes(outliers: Sequence[Outlier], members: Mapping[str, Described], state: str) -> dict[str, list[str]]:
+    """What is said of single experts, by layer and expert."""
+    found: dict[str, list[str]] = {}
+    for outlier in outliers:
+        for each in (members[name] for name in outlier.names if outlier.state == state and name in members):
+            found.setdefault(f"{each.layer},{each.expert}", []).append(outlier.text)
+    return found
+
+
+def _value(measure: Measure[Described], cell: Sequence[Described]) -> float | None:
     return measure.value(cell) if cell else None
 
 
-def _steps(measure: Measure[Said], values: Mapping[Row, list[float | None]]) -> dict[Row, list[int | None]]:
-    """The steps of every row, on a scale for each row or on one for all."""
-
-    def scale(listed: Sequence[float | None]) -> list[int | None]:
-        return logarithmic(listed, STEPS) if measure.style == "number" else linear(listed, STEPS)
-
+def _steps(measure: Measure[Described], values: Mapping[Row, list[float | None]]) -> dict[Row, list[int | None]]:
+    """Return the steps of every row, on a scale for each row or on one for all."""
     if measure.per_row:
-        return {row: scale(of) for row, of in values.items()}
-    every = scale([value for of in values.values() for value in of])
-    found, start = {}, 0
+        return {row: _scaled(measure, of) for row, of in values.items()}
+    every = _scaled(measure, [value for of in values.values() for value in of])
+    rows_of, start = {}, 0
     for row, of in values.items():
-        found[row] = every[start : start + len(of)]
+        rows_of[row] = every[start : start + len(of)]
         start += len(of)
-    return found
+    return rows_of
+
+
+def _scaled(measure: Measure[Described], listed: Sequence[float | None]) -> list[int | None]:
+    return logarithmic(listed, STEPS) if measure.style == "number" else linear(listed, STEPS)
 
 
 def _notes(outliers: Sequence[Outlier], row: Row) -> dict[int, list[str]]:
-    """What is said of the layers of a weight."""
-    found: dict[int, list[str]] = {}
+    """Return what is said of the layers of a weight."""
+    notes: dict[int, list[str]] = {}
     for outlier in outliers:
         if (outlier.weight, outlier.state) == row:
             for layer in outlier.layers:
-                found.setdefault(layer, []).append(outlier.text)
-    return found
+                notes.setdefault(layer, []).append(outlier.text)
+    return notes
 
 
 def _short(value: float | None) -> float | str | None:
-    """A number of few digits; infinity, which JSON does not have, in a word."""
+    """Return a number of few digits; infinity, which JSON does not have, in a word."""
     if value is None or math.isnan(value):
         return None
     return "infinite" if math.isinf(value) else float(f"{value:.{DIGITS}g}")

@@ -1,7 +1,7 @@
 """The data of a page that draws layouts: cuts of each weight, layers of each stage, and what there is to choose.
 
-The three are independent: tensor parallelism decides the boxes of a weight, the pipeline the layers of a stage, and
-expert parallelism the experts. So the page has each of them once and combines them.
+They are independent: tensor parallelism decides the boxes of a weight, that of experts those of an expert's, the
+pipeline the layers of a stage, and expert parallelism the experts. So the page has each of them once and combines them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mcore_convert.inspection.describe import dims_at, dtype_of, saved_layout
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING
+from mcore_convert.spec.holding import is_of_expert
 from mcore_convert.spec.layout import Layout
 from mcore_convert.spec.names import OPTIMIZER_STATES, Index, placeholders_of
 from mcore_convert.storage.views import DTYPE_SIZES
@@ -27,6 +28,7 @@ PP_CHOICES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 VPP_CHOICES = (None, 2, 4)
 MOST_PIPELINES = 24
 MOST_BANDS = 600
+AS_TP = 0  # a size for experts that follows that of the rest
 
 Data = dict[str, Any]
 
@@ -34,7 +36,7 @@ Data = dict[str, Any]
 def layout_data(model: Model, planned: Layout | None) -> Data | None:
     """Everything about layouts of a model; None where its weights are not known.
 
-    None too where a run does not tell its layout, or cut its experts over other ranks than the rest (ETP): no grid.
+    None too where a run does not tell its layout, or cut experts over more ranks than the rest (ETP): no grid.
 
     Args:
         planned: a layout that was asked for; else one that differs from that of the checkpoint is proposed.
@@ -46,16 +48,18 @@ def layout_data(model: Model, planned: Layout | None) -> Data | None:
     saved = saved_layout(model)
     if saved is None and model.checkpoint.side is Side.MEGATRON:
         return None
-    start = saved or Layout()
-    if start.expert_tp != start.tp:
-        return None
+    start = (saved or Layout()).of_model(model.dims)
     try:
         start.check(model.dims)
-        saved_cuts = _cuts(weights, model.dims, start.tp)
+        saved_cut = _cut(weights, model.dims, start.tp)
     except LayoutError:
         return None
-    proposed = planned or _proposed(model.dims, start)
-    tps = sorted({proposed.tp, *(tp for tp in TP_CHOICES if _fits(model.dims, Layout(tp=tp)))})
+    proposed = (planned or _proposed(model.dims, start)).of_model(model.dims)
+    if start.tp % start.expert_tp or proposed.tp % proposed.expert_tp:
+        return None
+    fitting = (tp for tp in TP_CHOICES if _fits(model.dims, Layout(tp=tp).of_model(model.dims)))
+    tps = sorted({proposed.tp, *fitting})
+    etps = _expert_tps(model.dims, start, proposed)
     pipelines = _pipelines(model.dims, start, proposed)
     optimizer, is_known = _optimizer_bytes(model)
     return {
@@ -65,21 +69,30 @@ def layout_data(model: Model, planned: Layout | None) -> Data | None:
         "optimizerBytes": optimizer,
         "optimizerKnown": is_known,
         "weights": [_weight(weight, model) for weight in weights],
-        "cuts": [saved_cuts, *(_cuts(weights, dims_at(model, tp), tp) for tp in tps)],
+        "cuts": [saved_cut, *(_cut(weights, dims_at(model, tp), tp) for tp in tps)],
+        "expertCuts": _expert_cuts(weights, model.dims, {start.expert_tp, proposed.expert_tp, *tps, *etps} - {AS_TP}),
+        "expertTps": etps,
         "pipelines": [_pipeline(layout, model.dims.num_layers) for layout in pipelines],
         "experts": _expert_choices(model.dims, start, proposed),
-        "saved": {"cut": 0, "pipeline": pipelines.index(_pipe(start)), "ep": start.ep, "isStored": saved is None},
+        "saved": {
+            "cut": 0,
+            "pipeline": pipelines.index(_pipe(start)),
+            "ep": start.ep,
+            "etp": start.etp or AS_TP,
+            "isStored": saved is None,
+        },
         "planned": {
             "cut": 1 + tps.index(proposed.tp),
             "pipeline": pipelines.index(_pipe(proposed)),
             "ep": proposed.ep,
+            "etp": proposed.etp or AS_TP,
             "isAsked": planned is not None,
         },
     }
 
 
 def _weight(weight: Weight, model: Model) -> Data:
-    """A row of the family: where it is, how it is cut, and which Hugging Face tensors lie in it."""
+    """Return a row of the family: where it is, how it is cut, and which Hugging Face tensors lie in it."""
     name = weight.name
     held = placeholders_of(name)
     row = next((each for each in model.family.weights if each.mcore == name), weight)
@@ -88,7 +101,7 @@ def _weight(weight: Weight, model: Model) -> Data:
         "name": name,
         "place": "layer" if "layer" in held else end,
         "times": model.dims.mtp_num_layers if weight.predicts else 1,  # of layers at the end
-        "expert": "expert" in held,
+        "expert": is_of_expert(weight),
         "layers": model.dims.layers_with(weight.part) if "layer" in held else [],
         "dim": weight.shard.dim,
         "parts": len(weight.shard.parts),
@@ -102,7 +115,9 @@ def _weight(weight: Weight, model: Model) -> Data:
 
 
 def _bands(row: Weight, dims: Dims) -> list[tuple[int, int, int]]:
-    """Which rows of the global tensor come from which Hugging Face tensor: its number, the first row, how many."""
+    """Return which rows of the global tensor come from which Hugging Face tensor: its number, the first row,
+    how many.
+    """
     if len(row.hf) < 2:
         return []
     pieces = row.pack.pieces(dims.shape(row.shape), dims)
@@ -110,20 +125,26 @@ def _bands(row: Weight, dims: Dims) -> list[tuple[int, int, int]]:
     return [(tensor, first, count) for first, tensor, count in bands] if len(bands) <= MOST_BANDS else []
 
 
-def _cuts(weights: Iterable[Weight], dims: Dims, tp: int) -> Data:
-    """The boxes of every weight on each tensor-parallel rank: offsets and sizes."""
-    cuts = []
-    for weight in weights:
-        shape = dims.shape(weight.shape)
-        if weight.vocab:
-            shape = (dims.padded_vocab_size, *shape[1:])
-        shard = dims.sized(weight.shard)
-        cuts.append({"shape": shape, "boxes": [shard.boxes(shape, tp, rank) for rank in range(tp)]})
-    return {"tp": tp, "weights": cuts}
+def _cut(weights: Iterable[Weight], dims: Dims, tp: int) -> Data:
+    """Return the boxes of every weight on each tensor-parallel rank: offsets and sizes; none of what experts have."""
+    return {"tp": tp, "weights": [None if is_of_expert(weight) else _boxes(weight, dims, tp) for weight in weights]}
+
+
+def _expert_cuts(weights: Iterable[Weight], dims: Dims, etps: Iterable[int]) -> Data:
+    """The boxes of every weight of an expert, for each number of ranks that may share one."""
+    numbers = [(number, weight) for number, weight in enumerate(weights) if is_of_expert(weight)]
+    fitting = [etp for etp in sorted(etps) if not dims.num_experts or dims.size("moe_ffn") % etp == 0]
+    return {str(etp): {str(number): _boxes(weight, dims, etp) for number, weight in numbers} for etp in fitting}
+
+
+def _boxes(weight: Weight, dims: Dims, tp: int) -> Data:
+    shape = dims.padded_shape(weight.shape, vocab=weight.vocab)
+    shard = dims.sized(weight.shard)
+    return {"shape": shape, "boxes": [shard.boxes(shape, tp, rank) for rank in range(tp)]}
 
 
 def _pipe(layout: Layout) -> Layout:
-    """A layout's pipeline alone, in one spelling."""
+    """Return a layout's pipeline alone, in one spelling."""
     chunks = layout.num_virtual_stages
     return replace(layout, tp=1, ep=1, etp=None, vpp=chunks if chunks > 1 else None)
 
@@ -145,23 +166,30 @@ def _pipeline(layout: Layout, num_layers: int) -> Data:
 
 
 def _pipelines(dims: Dims, *wanted: Layout) -> list[Layout]:
-    """The pipelines to choose from, those that are wanted among them, from few ranks to many."""
+    """Return the pipelines to choose from, those that are wanted among them, from few ranks to many."""
     regular = (Layout(pp=pp, vpp=vpp) for pp in PP_CHOICES for vpp in VPP_CHOICES if pp > 1 or vpp is None)
     fitting = [layout for layout in regular if _fits(dims, layout)][:MOST_PIPELINES]
-    found = list(dict.fromkeys([*fitting, *map(_pipe, wanted)]))
-    return sorted(found, key=lambda layout: (layout.pp, layout.num_virtual_stages))
+    layouts = list(dict.fromkeys([*fitting, *map(_pipe, wanted)]))
+    return sorted(layouts, key=lambda layout: (layout.pp, layout.num_virtual_stages))
 
 
 def _expert_choices(dims: Dims, *wanted: Layout) -> Data:
-    """The experts of each rank, for every expert-parallel size; that of a model without experts is 1."""
+    """Return the experts of each rank, for every expert-parallel size; that of a model without experts is 1."""
     if not dims.num_experts:
         return {"1": [None]}
     sizes = {layout.ep for layout in wanted} | {ep for ep in TP_CHOICES if dims.num_experts % ep == 0}
-    found = {}
+    choices = {}
     for ep in sorted(sizes):
         ranges = [Layout(ep=ep).experts(dims.num_experts, rank) for rank in range(ep)]
-        found[str(ep)] = [[experts.start, experts.stop] for experts in ranges]
-    return found
+        choices[str(ep)] = [[experts.start, experts.stop] for experts in ranges]
+    return choices
+
+
+def _expert_tps(dims: Dims, *wanted: Layout) -> list[int]:
+    """Over how many ranks an expert may be cut: as the rest is, on one, and as was asked for."""
+    if not dims.num_experts:
+        return [AS_TP]
+    return [1] if dims.expert_bias else sorted({AS_TP, 1, *(layout.etp or AS_TP for layout in wanted)})
 
 
 def _fits(dims: Dims, layout: Layout) -> bool:
@@ -173,13 +201,13 @@ def _fits(dims: Dims, layout: Layout) -> bool:
 
 
 def _proposed(dims: Dims, start: Layout) -> Layout:
-    """Some other layout, to begin with."""
+    """Return some other layout, to begin with."""
     ranks = start.tp * start.pp
     tps = [tp for tp in (8, 4, 2, 1) if ranks % tp == 0]
     as_many = [Layout(tp=tp, pp=ranks // tp, ep=start.ep) for tp in tps]  # the widest TP within a node first
     for layout in [*as_many, Layout(tp=2, pp=2, ep=start.ep), Layout(tp=2, ep=start.ep), Layout(pp=2, ep=start.ep)]:
         is_other = (layout.tp, layout.pp) != (start.tp, start.pp)
-        if is_other and _fits(dims, layout):
+        if is_other and _fits(dims, layout.of_model(dims)):
             return layout
     return start
 
@@ -196,4 +224,4 @@ def _optimizer_bytes(model: Model) -> tuple[int, bool]:
     first = next(weight for weight in family_of(model).weights if weight.trained and weight.mcore is not None)
     at = Index(0 if first.per_layer else None)
     slots = [checkpoint.locate(Item(first, at, state), model.dims, Findings()) for state in states]
-    return sum(found[0].view.itemsize for found in slots if found), True
+    return sum(slots_of_state[0].view.itemsize for slots_of_state in slots if slots_of_state), True

@@ -13,7 +13,7 @@ from mcore_convert.comparison.distance import Compared, Comparison
 from mcore_convert.errors import fold
 from mcore_convert.inspection.describe import Inspection
 from mcore_convert.inspection.page.curve import curve_data, find_metrics, read_metrics
-from mcore_convert.inspection.page.heat import CHANGES, STATISTICS, heat_data
+from mcore_convert.inspection.page.heat import CHANGES, STATISTICS, expert_data, heat_data
 from mcore_convert.inspection.page.layouts import layout_data
 from mcore_convert.inspection.page.render import render
 from mcore_convert.spec.dims import Dims
@@ -27,29 +27,31 @@ MOST_CHANGED = 12
 Data = Mapping[str, Any]
 
 
-def inspection_page(found: Inspection, opened: Opened, planned: Layout | None) -> str:
-    """A page of everything that is known of a checkpoint, with the loss curve of its run where there is one."""
-    metrics = find_metrics(Path(found.path))
-    curve = curve_data(read_metrics(metrics), found.iteration) if metrics else None
+def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | None) -> str:
+    """Return a page of everything that is known of a checkpoint, with the loss curve of its run where there is one."""
+    metrics = find_metrics(Path(inspection.path))
+    curve = curve_data(read_metrics(metrics), inspection.iteration) if metrics else None
     layouts = layout_data(opened.model, planned) if opened.model is not None else None
-    heat = heat_data(found.statistics, STATISTICS, found.outliers) if found.statistics else None
-    path = Path(found.path)
+    heat = heat_data(inspection.statistics, STATISTICS, inspection.outliers) if inspection.statistics else None
+    experts = expert_data(inspection.statistics, STATISTICS, inspection.outliers) if inspection.statistics else None
+    path = Path(inspection.path)
     dims = opened.model.dims if opened.model is not None else None
     return render(
         "inspect.html.j2",
-        ["layout.js", "ranks.js", "tensor.js", "layouts.js", "heat.js", "curve.js"],
-        found=found,
+        ["layout.js", "ranks.js", "tensor.js", "layouts.js", "heat.js", "experts.js", "curve.js"],
+        inspection=inspection,
         name=_name(path),
-        kind=", ".join(filter(None, [found.family or "unknown family", _format(found)])),
-        cards=_cards(found, dims, layouts),
-        facts=[(name, value) for name, value in _facts(found, dims) if value not in (None, "")],
-        notes=[line.replace("`", "") for line in (*found.notes, *found.refusals)],
+        kind=", ".join(filter(None, [inspection.family or "unknown family", _format(inspection)])),
+        cards=_cards(inspection, dims, layouts),
+        facts=[(name, value) for name, value in _facts(inspection, dims) if value not in (None, "")],
+        notes=[line.replace("`", "") for line in (*inspection.notes, *inspection.refusals)],
         layouts=layouts,
         optimizer_words=_optimizer_words(layouts),
         heat=heat,
+        experts=experts,
         table=_table(heat) if heat else [],
-        outliers=found.outliers[:MOST_OUTLIERS],
-        more_outliers=max(0, len(found.outliers) - MOST_OUTLIERS),
+        outliers=inspection.outliers[:MOST_OUTLIERS],
+        more_outliers=max(0, len(inspection.outliers) - MOST_OUTLIERS),
         curve=curve,
         curve_words=_curve_words(curve),
         stored=[
@@ -60,42 +62,46 @@ def inspection_page(found: Inspection, opened: Opened, planned: Layout | None) -
                 "count": line.count,
                 "bytes": in_bytes(line.nbytes),
             }
-            for line in found.weights
+            for line in inspection.weights
         ],
     )
 
 
-def comparison_page(found: Comparison) -> str:
-    """A page of what changed."""
-    heat = heat_data(found.changes, CHANGES)
-    largest = max(found.changes, key=lambda change: change.largest, default=None)
+def comparison_page(comparison: Comparison) -> str:
+    """Return a page of what changed."""
+    heat = heat_data(comparison.changes, CHANGES)
+    largest = max(comparison.changes, key=lambda change: change.largest, default=None)
     cards = [
-        _card("Relative change", in_digits(found.relative), "norm of b - a over that of a"),
-        _card("Elements", in_percent(found.share), "changed"),
-        _card("Tensors", f"{found.num_changed:,}", f"of {len(found.changes):,} changed"),
+        _card("Relative change", in_digits(comparison.relative), "norm of b - a over that of a"),
+        _card("Elements", in_percent(comparison.share), "changed"),
+        _card("Tensors", f"{comparison.num_changed:,}", f"of {len(comparison.changes):,} changed"),
     ]
     if largest is not None and largest.largest:
         cards.insert(2, _card("Largest", in_digits(largest.largest), f"in {largest.name}"))
     return render(
         "diff.html.j2",
-        ["heat.js"],
-        names=[_name(Path(side.path)) for side in (found.a, found.b)],
-        sides=[_side(letter, side) for letter, side in (("a", found.a), ("b", found.b))],
+        ["heat.js", "experts.js"],
+        names=[_name(Path(side.path)) for side in (comparison.a, comparison.b)],
+        sides=[_side(letter, side) for letter, side in (("a", comparison.a), ("b", comparison.b))],
         cards=cards,
-        notes=found.notes,
+        notes=comparison.notes,
         lists=[
-            ("Only in a", fold(found.only_in_a)),
-            ("Only in b", fold(found.only_in_b)),
-            ("The configurations mean something else", [line.replace("`", "") for line in found.config_differences]),
+            ("Only in a", fold(comparison.only_in_a)),
+            ("Only in b", fold(comparison.only_in_b)),
+            (
+                "The configurations mean something else",
+                [line.replace("`", "") for line in comparison.config_differences],
+            ),
         ],
         heat=heat,
+        experts=expert_data(comparison.changes, CHANGES),
         table=_table(heat),
-        most=[{"name": change.name, **in_words(change)} for change in found.most_changed(MOST_CHANGED)],
+        most=[{"name": change.name, **in_words(change)} for change in comparison.most_changed(MOST_CHANGED)],
     )
 
 
 def _name(path: Path) -> str:
-    """What to call a checkpoint: its directory, or the run that the iteration belongs to."""
+    """Return what to call a checkpoint: its directory, or the run that the iteration belongs to."""
     parts = [part for part in path.absolute().parts if not re.fullmatch(r"iter_\d+|release|checkpoints", part)]
     return parts[-1] if parts else str(path)
 
@@ -104,47 +110,59 @@ def _card(name: str, value: str, more: str = "") -> Data:
     return {"name": name, "value": value, "more": more}
 
 
-def _cards(found: Inspection, dims: Dims | None, layouts: Data | None) -> list[Data]:
-    cards = [_card("Parameters", in_parameters(found.num_parameters), f"{found.num_parameters:,}")]
+def _cards(inspection: Inspection, dims: Dims | None, layouts: Data | None) -> list[Data]:
+    cards = [_card("Parameters", in_parameters(inspection.num_parameters), f"{inspection.num_parameters:,}")]
     if dims is not None:
         cards.append(_card("Layers", f"{dims.num_layers:,}", f"of {dims.hidden_size:,} hidden"))
-    if found.vocab_size is not None:
-        padded = found.padded_vocab_size
-        more = f"padded to {padded:,}" if padded and padded != found.vocab_size else "not padded"
-        cards.append(_card("Vocabulary", f"{found.vocab_size:,}", more))
-    files = f"{found.num_files} file{'s' * (found.num_files != 1)}"
-    cards.append(_card("Weights", in_bytes(found.nbytes), f"{', '.join(found.dtypes)} in {files}"))
-    if found.quantised is not None:
-        decoded = f"{found.quantised.dtype}, from {'; '.join(found.quantised.forms)}"
-        cards.append(_card("Decoded", in_bytes(found.quantised.decoded), decoded))
-    if found.optimizer:
-        kept = in_bytes(layouts["optimizerBytes"] * found.num_parameters) if layouts else "kept"
-        cards.append(_card("Optimizer", kept, found.optimizer))
+    if inspection.vocab_size is not None:
+        padded = inspection.padded_vocab_size
+        more = f"padded to {padded:,}" if padded and padded != inspection.vocab_size else "not padded"
+        cards.append(_card("Vocabulary", f"{inspection.vocab_size:,}", more))
+    files = f"{inspection.num_files} file{'s' * (inspection.num_files != 1)}"
+    cards.append(_card("Weights", in_bytes(inspection.nbytes), f"{', '.join(inspection.dtypes)} in {files}"))
+    if inspection.quantised is not None:
+        decoded = f"{inspection.quantised.dtype}, from {'; '.join(inspection.quantised.forms)}"
+        cards.append(_card("Decoded", in_bytes(inspection.quantised.decoded), decoded))
+    if inspection.optimizer:
+        kept = in_bytes(layouts["optimizerBytes"] * inspection.num_parameters) if layouts else "kept"
+        cards.append(_card("Optimizer", kept, inspection.optimizer))
     else:
         cards.append(_card("Optimizer", "none", "weights only"))
-    if found.iteration is not None:
-        cards.append(_card("Iteration", f"{found.iteration:,}", f"written by {found.written_by or 'Megatron-LM'}"))
+    if inspection.iteration is not None:
+        cards.append(
+            _card("Iteration", f"{inspection.iteration:,}", f"written by {inspection.written_by or 'Megatron-LM'}")
+        )
     else:
-        cards.append(_card("Family", found.family or "unknown", _format(found)))
+        cards.append(_card("Family", inspection.family or "unknown", _format(inspection)))
     return cards
 
 
-def _facts(found: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
-    """What is known beside the cards; the architecture in the words of `config.json`."""
-    layout = found.layout or {}
-    told = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size", "architectures", "model_type")
+def _facts(inspection: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
+    """Return what is known beside the cards; the architecture in the words of `config.json`."""
+    layout = inspection.layout or {}
+    # experts that are whole are worth a word where the rest is cut
+    sizes = [(name, n) for name, n in layout.items() if name != "world_size" and (n != 1 or name == "etp")]
+    shown_already = (
+        "num_hidden_layers",
+        "n_layer",
+        "hidden_size",
+        "n_embd",
+        "vocab_size",
+        "architectures",
+        "model_type",
+    )
     plain = {
         name: value
-        for name, value in found.architecture.items()
-        if name not in told and isinstance(value, int | float | str) and not isinstance(value, bool)
+        for name, value in inspection.architecture.items()
+        if name not in shown_already and isinstance(value, int | float | str) and not isinstance(value, bool)
     }
     if not plain and dims is not None:
         names = ("num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "num_experts")
         plain = {name: value for name in names if (value := getattr(dims, name)) is not None}
     return [
-        ("layout", ", ".join(f"{name} {size}" for name, size in layout.items() if size != 1 and name != "world_size")),
+        ("layout", ", ".join(f"{name} {size}" for name, size in sizes)),
         ("ranks", layout.get("world_size")),
-        ("embeddings", None if found.tied is None else "tied" if found.tied else "untied"),
+        ("embeddings", None if inspection.tied is None else "tied" if inspection.tied else "untied"),
         *(
             (name, value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:g}")
             for name, value in plain.items()
@@ -152,8 +170,8 @@ def _facts(found: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
     ]
 
 
-def _format(found: Inspection) -> str:
-    return found.format + (f" ({found.dialect} keys)" if found.dialect else "")
+def _format(inspection: Inspection) -> str:
+    return inspection.format + (f" ({inspection.dialect} keys)" if inspection.dialect else "")
 
 
 def _optimizer_words(layouts: Data | None) -> str:
@@ -178,14 +196,14 @@ def _curve_words(curve: Data | None) -> str:
 
 
 def _table(heat: Data) -> list[Data]:
-    """The numbers of a heat map: a line for each weight, its layers folded into a range."""
+    """Return the numbers of a heat map: a line for each weight, its layers folded into a range."""
     rows: list[Data] = []
     for row in [*heat["rows"], *heat["alone"]]:
         is_alone = not isinstance(next(iter(row["values"].values())), list)
         cells = []
         for measure in heat["measures"]:
-            found = row["values"][measure["key"]]
-            values = [value for value in (found if isinstance(found, list) else [found]) if value is not None]
+            cell = row["values"][measure["key"]]
+            values = [value for value in (cell if isinstance(cell, list) else [cell]) if value is not None]
             cells.append(_range(values, measure["style"]))
         name = row["name"] if row["state"] == PARAM else f"{row['name']} ({row['state']})"
         rows.append({"name": name, "shape": _shape(row["shape"]), "cells": cells, "alone": is_alone})

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def render(template: str, scripts: Sequence[str], **values: Any) -> str:
-    """A page as text: a template with the style, and the scripts that it needs, written into it.
+    """Return a page as text: a template with the style, and the scripts that it needs, written into it.
 
     What comes from a checkpoint is escaped wherever it stands.
     """
@@ -48,14 +48,14 @@ def render(template: str, scripts: Sequence[str], **values: Any) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """A long name, which may break behind a point, a line or a slash."""
+    """Return a long name, which may break behind a point, a line or a slash."""
     from markupsafe import Markup
 
     return Markup("<wbr>").join(re.split(r"(?<=[._/])", name))
 
 
 def check_place(path: Path) -> None:
-    """Whether a page can be written there; asked before anything is read for it.
+    """Check that a page can be written there, before anything is read for it.
 
     Raises:
         UnwritableTarget: it cannot.

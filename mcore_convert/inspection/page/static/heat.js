@@ -1,25 +1,37 @@
+// Buttons of which one is pressed.
+function choices(label, options, pressed, press) {
+  if (options.length < 2) return [];
+  const group = make("div", { class: "tabs", role: "group", "aria-label": label });
+  group.append(...options.map(([value, text]) => make("button", {
+    type: "button", "data-value": value, "aria-pressed": String(value === pressed), on: { click: () => {
+      for (const button of group.children) button.setAttribute("aria-pressed", String(button.dataset.value === value));
+      press(value);
+    } },
+  }, text)));
+  return [group];
+}
+
+// The colours of a measure, from `lowest` to `highest`.
+function rampOf(data, measure, isRelative, [lowest, highest]) {
+  const first = isRelative ? 1 : 0; // on a scale from nothing there is a colour for none
+  return [
+    lowest, make("span", { class: "ramp", "aria-hidden": "true" },
+      times(data.steps + 1 - first, (step) => make("i", { class: `s${step + first}` }))), highest,
+    make("span", {}, `(${measure.explained}${measure.style === "number" ? ", on a logarithmic scale" : ""})`),
+  ];
+}
+
+const writerOf = (data) => (key, value) =>
+  written[data.measures.find((measure) => measure.key === key).style](value);
+const shorten = (name) => name.replace("decoder.layers.{layer}.", "").replace("{expert}", "*");
+const remarks = (notes) =>
+  notes.map((note) => make("div", {}, make("span", { class: "tag nan" }, "stands out"), ` ${note}`));
+
 // A heat map: a row for each weight, a cell for each layer, coloured by the measure that is chosen.
 function showHeat(data) {
   const state = { measure: data.measures[0].key, state: data.states[0] };
   const measureOf = (key) => data.measures.find((measure) => measure.key === key);
-  const write = (key, value) => written[measureOf(key).style](value);
-  const shorten = (name) => name.replace("decoder.layers.{layer}.", "").replace("{expert}", "*");
-
-  // Buttons of which one is pressed.
-  function choices(label, options, key) {
-    if (options.length < 2) return [];
-    const group = make("div", { class: "tabs", role: "group", "aria-label": label });
-    const press = (value) => {
-      state[key] = value;
-      for (const button of group.children) button.setAttribute("aria-pressed", String(button.dataset.value === value));
-      show();
-    };
-    group.append(...options.map(([value, text]) => make("button", {
-      type: "button", "data-value": value, "aria-pressed": String(state[key] === value),
-      on: { click: () => press(value) },
-    }, text)));
-    return [group];
-  }
+  const write = writerOf(data);
 
   function cell(row, number) {
     const layer = data.layers[number];
@@ -43,18 +55,7 @@ function showHeat(data) {
     const values = data.measures.map(({ key, label }) => `${label} ${write(key, row.values[key][number])}`);
     byId("readout").replaceChildren(make("b", { class: "mono" }, named(name)),
       make("span", { class: "muted" }, ` ${what}`), make("br"), values.join(" · "),
-      ...notes.map((note) => make("div", {}, make("span", { class: "tag nan" }, "stands out"), ` ${note}`)));
-  }
-
-  function ramp(measure) {
-    const first = measure.perRow ? 1 : 0; // on a scale for all weights there is a colour for none
-    return [
-      measure.perRow ? "lowest layer of each weight" : "none",
-      make("span", { class: "ramp", "aria-hidden": "true" },
-        times(data.steps + 1 - first, (step) => make("i", { class: `s${step + first}` }))),
-      measure.perRow ? "highest" : "most",
-      make("span", {}, `(${measure.explained}${measure.style === "number" ? ", on a logarithmic scale" : ""})`),
-    ];
+      ...remarks(notes));
   }
 
   function show() {
@@ -69,7 +70,8 @@ function showHeat(data) {
         data.layers.map((layer, number) => make("span", {}, number % every ? "" : layer))));
     byId("heat").replaceChildren(make("div",
       { class: "heat", role: "grid", "aria-label": `${measure.label} by weight and layer` }, rows, scale));
-    byId("ramp").replaceChildren(...ramp(measure));
+    byId("ramp").replaceChildren(...rampOf(data, measure, measure.perRow,
+      measure.perRow ? ["lowest layer of each weight", "highest"] : ["none", "most"]));
     byId("heat").querySelector(".cell:not(.none)")?.setAttribute("tabindex", "0");
   }
 
@@ -80,9 +82,14 @@ function showHeat(data) {
     row?.querySelector(`[data-layer="${layer}"]`)?.focus();
   }
 
+  const choose = (key) => (value) => {
+    state[key] = value;
+    show();
+  };
   byId("measures").replaceChildren(
-    ...choices("Measure", data.measures.map(({ key, label }) => [key, label]), "measure"),
-    ...choices("State", data.states.map((each) => [each, each === "param" ? "weights" : each]), "state"));
+    ...choices("Measure", data.measures.map(({ key, label }) => [key, label]), state.measure, choose("measure")),
+    ...choices("State", data.states.map((each) => [each, each === "param" ? "weights" : each]), state.state,
+      choose("state")));
   for (const link of document.querySelectorAll("[data-cell]")) {
     link.addEventListener("click", () => goTo(JSON.parse(link.dataset.cell)));
   }

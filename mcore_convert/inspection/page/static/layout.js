@@ -1,9 +1,10 @@
 // What a layout gives each rank, in numbers and in words. Draws nothing.
 //
-// A layout is { cut, pipeline, ep }: which of the ways to cut weights over tensor-parallel ranks, which pipeline, and
-// the expert-parallel size. A rank is { tp, pp, ep }. A stage is [pp, chunk, first layer, one past the last].
+// A layout is { cut, pipeline, ep, etp }: which of the ways to cut weights over tensor-parallel ranks, which pipeline,
+// the expert-parallel size, and over how many ranks an expert is cut, where that is not as the rest (0).
+// A rank is { tp, pp, ep }. A stage is [pp, chunk, first layer, one past the last].
 function layoutNumbers(data) {
-  const { weights, cuts, pipelines, experts } = data;
+  const { weights, cuts, expertCuts, pipelines, experts } = data;
   const withExperts = weights.some((weight) => weight.expert);
 
   const cutOf = (layout) => cuts[layout.cut];
@@ -30,7 +31,27 @@ function layoutNumbers(data) {
     return Number(ends[weight.place] || (weight.copied && ends.output)) * weight.times * (stop - first);
   }
 
-  const boxesOn = (number, layout, tp) => cutOf(layout).weights[number].boxes[tp];
+  const expertTpOf = (layout) => layout.etp || cutOf(layout).tp;
+  const isApart = (layout) => withExperts && expertTpOf(layout) !== cutOf(layout).tp;
+
+  // How a weight is cut: its shape, and the boxes of each part. The ranks count through the parts.
+  const cutFor = (number, layout) =>
+    weights[number].expert ? expertCuts[expertTpOf(layout)][number] : cutOf(layout).weights[number];
+  const partOf = (number, layout, tp) => tp % cutFor(number, layout).boxes.length;
+  const partName = (number, layout) => (weights[number].expert && isApart(layout) ? "etp" : "tp");
+
+  // The ranks of a pipeline stage that hold a part of their own, in Megatron's order: they count through TP, and
+  // through the parts of an expert and the experts, at once.
+  function ranksOf(layout) {
+    const [{ tp }, etp] = [cutOf(layout), expertTpOf(layout)];
+    const common = (left, right) => (right ? common(right, left % right) : left);
+    const count = (tp * etp * layout.ep) / common(tp, etp * layout.ep);
+    const ranks = times(count, (number) => [number % tp, Math.floor(number / etp) % layout.ep].join());
+    return [...new Set(ranks)].map((rank) => rank.split(",").map(Number)).map(([rank, ep]) => ({ tp: rank, ep }))
+      .sort((left, right) => left.ep - right.ep || left.tp - right.tp);
+  }
+
+  const boxesOn = (number, layout, tp) => cutFor(number, layout).boxes[partOf(number, layout, tp)];
   const numelOn = (number, layout, tp) => sum(boxesOn(number, layout, tp).map(([, sizes]) => product(sizes)));
 
   // Parameters and bytes that a rank holds in some of its stages; in all of them unless told which.
@@ -62,8 +83,9 @@ function layoutNumbers(data) {
 
   function sizesInWords(layout) {
     const { pp, vpp } = pipelineOf(layout);
-    const sizes = [["TP", cutOf(layout).tp], ["PP", pp], ["VPP", vpp], ["EP", layout.ep]];
-    return sizes.filter(([name, size]) => size > 1 || name === "TP").map((size) => size.join(" ")).join(" × ");
+    const sizes = [["TP", cutOf(layout).tp], ["PP", pp], ["VPP", vpp], ["EP", layout.ep],
+      ["ETP", isApart(layout) ? expertTpOf(layout) : null]];
+    return sizes.filter(([name, size]) => size > 1 || name === "TP" || (name === "ETP" && size)).map((size) => size.join(" ")).join(" × ");
   }
 
   function contentOf(layout, stages) {
@@ -76,8 +98,8 @@ function layoutNumbers(data) {
 
   function sliceOf(number, layout, tp) {
     const { dim } = weights[number];
-    if (dim === null || cutOf(layout).tp === 1) return "whole";
-    const { shape } = cutOf(layout).weights[number];
+    const { shape, boxes: parts } = cutFor(number, layout);
+    if (dim === null || parts.length === 1) return "whole";
     const what = shape.length === 1 ? "elements" : dim === 0 ? "rows" : "columns";
     const spans = boxesOn(number, layout, tp).map(([at, sizes]) => span(at[dim], at[dim] + sizes[dim]));
     return `${what} ${spans.join(" and ")} of ${shape[dim].toLocaleString("en")}`;
@@ -101,7 +123,8 @@ function layoutNumbers(data) {
   const shortName = (weight) => weight.name.replace("decoder.layers.{layer}.", "").replace("{expert}", "*");
 
   return {
-    data, weights, withExperts, numExperts, cutOf, pipelineOf, expertsOf, stagesOf, endsOf, layersIn, countIn, boxesOn,
+    data, weights, withExperts, numExperts, cutOf, cutFor, partOf, partName,
+    expertTpOf, isApart, ranksOf, pipelineOf, expertsOf, stagesOf, endsOf, layersIn, countIn, boxesOn,
     numelOn,
     sizesOn, holdersOf, sizesInWords, contentOf, sliceOf, localShape, howCut, rankName, shortName,
   };

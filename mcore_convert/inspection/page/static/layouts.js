@@ -105,8 +105,8 @@ function showLayouts(data) {
       make("thead", {}, make("tr", {},
         [caption, "slice", "local shape"].map((head) => make("th", { scope: "col" }, head)),
         make("th", { scope: "col", class: "n" }, "bytes"))),
-      make("tbody", {}, times(numbers.cutOf(layout).tp, (tp) => make("tr", {},
-        make("td", {}, `tp ${tp}, ${holders(layout)}`), make("td", {}, numbers.sliceOf(state.weight, layout, tp)),
+      make("tbody", {}, times(numbers.cutFor(state.weight, layout).boxes.length, (tp) => make("tr", {},
+        make("td", {}, `${numbers.partName(state.weight, layout)} ${tp}, ${holders(layout)}`), make("td", {}, numbers.sliceOf(state.weight, layout, tp)),
         make("td", {}, shapeOf(numbers.localShape(state.weight, layout, tp))), make("td", { class: "n" }, size(tp))))));
   }
 
@@ -124,13 +124,18 @@ function showLayouts(data) {
 
   function turnTo(which) {
     state.which = which;
-    const most = { tp: numbers.cutOf(shown()).tp, pp: numbers.pipelineOf(shown()).pp, ep: shown().ep };
-    for (const axis of Object.keys(most)) state.rank[axis] = Math.min(state.rank[axis], most[axis] - 1);
+    if (which === "planned" && numbers.cutOf(shown()).tp % numbers.expertTpOf(shown())) shown().etp = 0;
+    const ranks = numbers.ranksOf(shown());
+    const isThere = ({ tp, ep }) => tp === state.rank.tp && ep === state.rank.ep;
+    const { tp, ep } = ranks.find(isThere) ?? ranks.find((each) => each.ep === state.rank.ep) ?? ranks.at(-1);
+    state.rank = { tp, pp: Math.min(state.rank.pp, numbers.pipelineOf(shown()).pp - 1), ep };
     settle();
     show();
   }
 
   function show() {
+    const etp = document.querySelector('[data-plan="ETP"]');
+    if (etp) etp.value = layouts.planned.etp;
     tabs.forEach((tab, number) => {
       const which = Object.keys(layouts)[number];
       tab.setAttribute("aria-selected", String(which === state.which));
@@ -151,7 +156,9 @@ function showLayouts(data) {
     make("span", { class: "small muted" }, "Plan with"),
     plan("TP", "cut", data.cuts.slice(1).map(({ tp }, number) => [number + 1, tp])),
     plan("Pipeline", "pipeline", data.pipelines.map(({ label }, number) => [number, label])),
-    numbers.withExperts ? plan("EP", "ep", Object.keys(data.experts).map((ep) => [Number(ep), ep])) : null));
+    numbers.withExperts ? plan("EP", "ep", Object.keys(data.experts).map((ep) => [Number(ep), ep])) : null,
+    numbers.withExperts && data.expertTps.length > 1
+      ? plan("ETP", "etp", data.expertTps.map((etp) => [etp, etp || "as TP"])) : null));
   moveWith(list, "button", () => 1);
   list.addEventListener("focusin", ({ target }) => {
     if (target.getAttribute("aria-selected") === "false") target.click();

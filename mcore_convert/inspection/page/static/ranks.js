@@ -2,11 +2,10 @@
 
 // A column for each stage in the order of the forward pass, a row for each rank that shares it.
 function mapOfRanks(numbers, layout, chosen, choose) {
-  const { cutOf, pipelineOf, contentOf, sizesOn, rankName, withExperts } = numbers;
+  const { ranksOf, pipelineOf, contentOf, sizesOn, rankName, withExperts } = numbers;
   const { stages, vpp } = pipelineOf(layout);
-  const { tp } = cutOf(layout);
-  const count = tp * layout.ep;
-  const side = withExperts ? 112 : 62;
+  const ranks = ranksOf(layout);
+  const side = !withExperts ? 62 : numbers.isApart(layout) ? 140 : 112;
   const columns = stages.map(([, , first, stop]) => `minmax(84px, ${Math.max(1, stop - first)}fr)`).join(" ");
 
   const heads = stages.map((stage) => make("div", { class: "head", role: "columnheader" },
@@ -21,13 +20,14 @@ function mapOfRanks(numbers, layout, chosen, choose) {
       on: { click: () => choose(rank, stage[1]) },
     }, size));
   };
-  const rows = times(layout.ep, (ep) => times(tp, (rank) => make("div", { role: "row" },
-    make("div", { class: "head side", role: "rowheader" }, make("span", { class: `chip c${rank % 8}` }),
-      make("b", {}, `tp ${rank}`),
-      withExperts ? [` · ep ${ep}`, make("br"), `experts ${span(...numbers.expertsOf(layout, ep))}`] : null),
-    stages.map((stage) => tile({ tp: rank, pp: stage[0], ep }, stage)))));
+  const rows = ranks.map(({ tp, ep }) => make("div", { role: "row" },
+    make("div", { class: "head side", role: "rowheader" }, make("span", { class: `chip c${tp % 8}` }),
+      make("b", {}, `tp ${tp}`), withExperts ? [
+        ` · ep ${ep}`, numbers.isApart(layout) ? ` · etp ${tp % numbers.expertTpOf(layout)}` : null, make("br"),
+        `experts ${span(...numbers.expertsOf(layout, ep))}`] : null),
+    stages.map((stage) => tile({ tp, pp: stage[0], ep }, stage))));
   return make("div", {
-    class: `map ${count <= 2 ? "few" : count > 12 ? "many" : ""}`, role: "table",
+    class: `map ${ranks.length <= 2 ? "few" : ranks.length > 12 ? "many" : ""}`, role: "table",
     style: `--columns:${side}px ${columns}; min-width:${side + 88 * stages.length}px`,
     "aria-label": `Ranks of ${numbers.sizesInWords(layout)}: stages from left to right, their ranks below one another`,
   }, make("div", { role: "row" }, make("div", { role: "cell" }), heads), rows);
@@ -63,7 +63,7 @@ function contentOfRank(numbers, layout, rank, chosenWeight, choose) {
 
 // A bar for each pipeline rank, on a scale for each layout: weights, and optimizer state behind them.
 function stacksOf(numbers, layouts) {
-  const { data, pipelineOf, stagesOf, sizesOn, contentOf, sizesInWords, cutOf } = numbers;
+  const { data, pipelineOf, stagesOf, sizesOn, contentOf, sizesInWords } = numbers;
   const listed = layouts.map(({ title, layout }) => ({
     title, layout, rows: times(pipelineOf(layout).pp, (pp) => ({ pp, ...sizesOn(layout, { tp: 0, pp, ep: 0 }) })),
   }));
@@ -72,7 +72,7 @@ function stacksOf(numbers, layouts) {
     const most = Math.max(...rows.map(totalOf));
     const part = (kind, size) => make("span", { class: kind, style: `width:${(100 * size) / most}%` });
     const mean = sum(rows.map(totalOf)) / rows.length;
-    const count = cutOf(layout).tp * layout.ep;
+    const count = numbers.ranksOf(layout).length;
     const bar = (row) => {
       const isUneven = totalOf(row) === most && most > 1.02 * mean;
       return make("li", { class: "stack", "data-pp": row.pp },

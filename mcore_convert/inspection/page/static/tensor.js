@@ -18,7 +18,7 @@ function placed([offsets, sizes], shape, { left, top, width, height }) {
 }
 
 function thumbOf(numbers, number, layout, tp) {
-  const { shape } = numbers.cutOf(layout).weights[number];
+  const { shape } = numbers.cutFor(number, layout);
   const [width, height] = shape.length === 1 ? [30, 8] : fitted(shape, 30, 30);
   const frame = { left: 1, top: 1, width, height };
   return draw("svg", { class: `thumb c${tp % 8}`, width: width + 2, height: height + 2, "aria-hidden": "true" },
@@ -29,8 +29,9 @@ function thumbOf(numbers, number, layout, tp) {
 // The whole tensor with the box of each rank. `chosen` is a tensor-parallel rank that is marked, or null.
 function pictureOf(numbers, number, layout, chosen, title) {
   const weight = numbers.weights[number];
-  const { shape } = numbers.cutOf(layout).weights[number];
-  const { tp } = numbers.cutOf(layout);
+  const { shape, boxes: parts } = numbers.cutFor(number, layout);
+  const tp = parts.length;
+  const axis = numbers.partName(number, layout);
   const isFlat = shape.length === 1;
   const left = weight.bands.length && !isFlat ? PICTURE.gutter : 0;
   const [width, height] = isFlat ? [PICTURE.width, PICTURE.bar] : fitted(shape, PICTURE.width - left, PICTURE.height);
@@ -41,9 +42,9 @@ function pictureOf(numbers, number, layout, chosen, title) {
 
   const boxOf = (rank, box) => {
     const at = placed(box, shape, frame);
-    const label = isWhole && tp > 1 ? "every tp rank" : `tp ${rank}`;
+    const label = isWhole && tp > 1 ? `every ${axis} rank` : `${axis} ${rank}`;
     const fits = at.height >= 13 && at.width >= 6.4 * label.length;
-    const kind = isWhole ? "whole" : rank === chosen ? "box mine" : "box";
+    const kind = isWhole ? "whole" : chosen !== null && rank === numbers.partOf(number, layout, chosen) ? "box mine" : "box";
     return draw("g", {
       class: isWhole && tp > 1 ? "" : `c${rank % 8}`,
       "data-tp": rank, "data-offsets": box[0].join(), "data-sizes": box[1].join(),
@@ -63,14 +64,14 @@ function pictureOf(numbers, number, layout, chosen, title) {
       : { x: 0, y: at.y, width: PICTURE.strip, height: at.height };
     return draw("rect", { class: `band${tensor % 4}`, ...where });
   });
-  const axis = (y, text) => draw("text", { class: "axis", x: left, y }, text);
+  const line = (y, text) => draw("text", { class: "axis", x: left, y }, text);
   const ofPadding = padded ? `, ${padded.toLocaleString("en")} of them padding` : "";
   const rows = `${shape[0].toLocaleString("en")} rows${ofPadding}`;
-  const axes = isFlat ? [axis(11, `${shape[0].toLocaleString("en")} elements`)]
-    : [axis(11, `${shape[1].toLocaleString("en")} columns`), axis(bottom + 14, rows)];
+  const axes = isFlat ? [line(11, `${shape[0].toLocaleString("en")} elements`)]
+    : [line(11, `${shape[1].toLocaleString("en")} columns`), line(bottom + 14, rows)];
   return draw("svg", {
     class: "tensor", viewBox: `0 0 ${PICTURE.width} ${bottom + 20}`, role: "img",
-    "aria-label": `${title}: ${times(tp, (rank) => `tp ${rank} ${numbers.sliceOf(number, layout, rank)}`).join("; ")}`,
+    "aria-label": `${title}: ${times(tp, (rank) => `${axis} ${rank} ${numbers.sliceOf(number, layout, rank)}`).join("; ")}`,
   }, draw("defs", {}, draw("pattern", {
     id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)",
   }, draw("rect", { width: 1.2, height: 5, fill: "var(--hatch)" }))), boxes, padding, bands, axes);

@@ -21,7 +21,12 @@ def test_neighbours_are_written_at_once_and_nothing_else_is(tmp_path: Path, monk
         wanted[at : at + len(content)] = content
     written: list[int] = []
     pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, content, at: written.append(at) or pwrite(fd, content, at))
+
+    def noted(fd: int, content: memoryview, at: int) -> int:
+        written.append(at)
+        return pwrite(fd, content, at)
+
+    monkeypatch.setattr(os, "pwrite", noted)
     reserve(tmp_path / "file", 1000, literals)
     assert (tmp_path / "file").read_bytes() == wanted
     assert written == [0, 500, 200, 200, 990]

@@ -83,12 +83,14 @@ def reserve(path: Path, size: int, literals: Iterable[tuple[int, bytes]]) -> Non
 def _joined(literals: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
     """The same with those in one that lie near to each other, in a file that has zeros between them.
 
-    Between the end of one chunk's archive and the beginning of the next there is next to nothing.
+    Between the end of one chunk's archive and the beginning of the next there is next to nothing. They are put in the
+    order of the file first: no zero may take the place of what was written before.
     """
-    first, joined = 0, bytearray()
-    for at, content in literals:
-        gap = at - first - len(joined)
-        if 0 <= gap <= NEAR and len(joined) < STEP:
+    first, joined, end = 0, bytearray(), 0
+    for at, content in sorted(literals, key=lambda literal: literal[0]):
+        gap = at - end
+        is_last, end = first + len(joined) == end, max(end, at + len(content))
+        if is_last and 0 <= gap <= NEAR and len(joined) < STEP:
             joined += bytes(gap) + content
         else:
             yield first, bytes(joined)

@@ -14,22 +14,23 @@ from mcore_convert.storage.views import Slot, TensorMeta, View
 
 
 def test_neighbours_are_written_at_once_and_nothing_else_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those far apart, out of order, or one over the other stay writes of their own."""
-    literals = [(3, b"ab"), (5, b"c"), (40, b"d"), (500, b"e"), (200, b"f"), (200, b"g"), (990, b"h")]
+    """In whatever order they come; those far apart, or one over the other, stay writes of their own."""
+    literals = [(3, b"ab"), (5, b"c"), (40, b"d"), (990, b"h"), (200, b"f"), (200, b"g"), (500, b"e" * 60), (510, b"i")]
+    literals += [(570, b"j"), (950, b"k"), (20, b"l")]
     wanted = bytearray(1000)
     for at, content in literals:
         wanted[at : at + len(content)] = content
     written: list[int] = []
     pwrite = os.pwrite
 
-    def counted(descriptor: int, content: bytes, at: int) -> int:
+    def noted(fd: int, content: memoryview, at: int) -> int:
         written.append(at)
-        return pwrite(descriptor, content, at)
+        return pwrite(fd, content, at)
 
-    monkeypatch.setattr(os, "pwrite", counted)
+    monkeypatch.setattr(os, "pwrite", noted)
     reserve(tmp_path / "file", 1000, literals)
     assert (tmp_path / "file").read_bytes() == wanted
-    assert written == [0, 500, 200, 200, 990]
+    assert written == [0, 200, 200, 500, 510, 570, 950]
     reserve(tmp_path / "empty", 7, [])
     assert (tmp_path / "empty").read_bytes() == bytes(7)
 

@@ -3,11 +3,14 @@
 Nothing tells positions but the mixers.
 """
 
+from dataclasses import replace
+
 from mcore_convert.spec import (
     QKV,
     ConfigMapping,
     Family,
     Spelling,
+    Weight,
     buffer,
     column,
     replicated,
@@ -38,6 +41,7 @@ from mcore_convert.spec.config.hybrid import (
 )
 from mcore_convert.spec.experts import expert_groups, expert_size, num_experts, scaled_weights, sigmoid_router
 from mcore_convert.spec.gpt import MIXER_CONVOLUTION, MIXER_IN_PROJ
+from mcore_convert.spec.hybrid import EPSILON
 from mcore_convert.spec.layers import ATTENTION, EXPERTS, MAMBA, MLP
 
 CONFIG = ConfigMapping(
@@ -76,7 +80,9 @@ CONFIG = ConfigMapping(
         ),
         no_predicted_tokens(),
         inert(output_router_logits=False, moe_shared_expert_overlap=True, hidden_dropout=0.0),
-        inert(rms_norm_eps=1e-5, norm_eps=1e-5, rope_theta=10000.0, partial_rotary_factor=1.0),  # which no class reads
+        only("rms_norm_eps", EPSILON, write=False),  # other names of the epsilon
+        only("norm_eps", EPSILON, write=False),
+        inert(rope_theta=10000.0, partial_rotary_factor=1.0),  # no class rotates
         written(hidden_dropout=0.0),
         unused("bias_gelu_fusion", "openai_gelu", "use_te_activation_func", "rotary_percent", "rotary_interleaved"),
         blank("bos_token_id", "eos_token_id"),
@@ -128,11 +134,33 @@ SPARSE = (
     column(M + "mlp.shared_experts.linear_fc1.weight", "shared_ffn hidden", B + "shared_experts.up_proj.weight"),
     row(M + "mlp.shared_experts.linear_fc2.weight", "hidden shared_ffn", B + "shared_experts.down_proj.weight"),
 )
+
+
+def under_both_names(*rows: Weight) -> tuple[Weight, ...]:
+    """Return the rows as published files have them, and as transformers 5 holds a model,
+    which a process may save as it is.
+    """
+    return tuple(
+        replace(
+            row,
+            also=(
+                *row.also,
+                *(
+                    Spelling(tuple(name.replace("backbone.", "model.") for name in each.hf), each.pack)
+                    for each in row.spellings
+                    if each.hf[0].startswith("backbone.")
+                ),
+            ),
+        )
+        for row in rows
+    )
+
+
 FAMILY = Family(
     "nemotron_h",
     ("NemotronHForCausalLM",),
     CONFIG,
-    (
+    under_both_names(
         vocab("embedding.word_embeddings.weight", "vocab hidden", "backbone.embeddings.weight"),
         *vary.of_part(MAMBA, MIXER),
         *vary.of_part(ATTENTION, HEADS),

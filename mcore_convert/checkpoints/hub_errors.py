@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections.abc import Iterator
 
 from mcore_convert.checkpoints.download import first_line
@@ -48,7 +49,20 @@ def hub_errors(what: str) -> Iterator[None]:
             first, *rest = str(error).strip().splitlines() or [type(error).__name__]
             below = [] if answer is not None else [first_line(each) for each in chain[1:]]
             raise HubError(f"{what}: {first}", items=[line for line in (*rest, *below) if line.strip()]) from error
+        if _is_of_client(error):
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise HubError(
+                f"{what}: the Hub's answer is not one that its client reads: {reason}", hint=AGAIN
+            ) from error
         raise
+
+
+def _is_of_client(error: Exception) -> bool:
+    """Return whether it was the client that failed on what it was answered,
+    and not a function of ours that it has called.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).split(".")[0] == "huggingface_hub"
 
 
 def is_connection(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from mcore_convert.spec import hybrid
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.layers import EXPERTS
 from mcore_convert.spec.layout import Layout
-from mcore_convert.spec.releases import EXPERTS_IN_HYBRIDS, PATTERN_WITH_STAGES, Release, spelled
+from mcore_convert.spec.releases import EXPERTS_IN_HYBRIDS, MIXER_HEADS, PATTERN_WITH_STAGES, Release, spelled
 
 
 def implementation_of(args: Mapping[str, Any]) -> str:
@@ -111,6 +111,11 @@ def pattern_arguments(layout: Layout, dims: Dims, release: Release) -> dict[str,
         return {}
     if dims.layers_with(EXPERTS) and release < EXPERTS_IN_HYBRIDS:
         raise LayoutError(f"experts in a hybrid need Megatron-LM {spelled(EXPERTS_IN_HYBRIDS)} or later")
+    inner, usual = dims.size("mamba_inner"), hybrid.EXPANSION * dims.hidden_size
+    if inner not in (0, usual) and release < MIXER_HEADS:
+        raise LayoutError(
+            f"Mamba layers that are {inner} wide, and not {usual}, need Megatron-LM {spelled(MIXER_HEADS)} or later"
+        )
     since = spelled(PATTERN_WITH_STAGES)
     fixed = {"is_hybrid_model": True, **dict.fromkeys(hybrid.RATIOS, 0.0)}  # beside a pattern 0.17 refuses the latter
     only_ends = layout.pipeline_layout is None and not (layout.account_for_embedding or layout.account_for_loss)

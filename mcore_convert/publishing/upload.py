@@ -8,7 +8,6 @@ what an interrupted call has sent.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -21,10 +20,10 @@ from mcore_convert.checkpoints.hub_errors import LOGIN, hub_errors, is_passing
 from mcore_convert.checkpoints.manifest import MANIFEST
 from mcore_convert.errors import HubError, UnreadableCheckpoint
 from mcore_convert.formats.files.model_folder import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES
+from mcore_convert.publishing.arrival import check_arrived, files_at, is_same
 from mcore_convert.storage.paths import files_in
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Progress
-from mcore_convert.storage.sources import open_file
 from mcore_convert.version import VERSION
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def has_model(repo: str, branch: str) -> bool:
     """
     with hub_errors(f"`{repo}` cannot be read"):
         head = (_refs(_api(), repo) or {}).get(("branch", branch))
-        files = {} if head is None else _tree(_api(), repo, head)
+        files = {} if head is None else files_at(_api(), repo, head)
         return "config.json" in files and any(map(WEIGHTS.fullmatch, files))
 
 
@@ -210,8 +209,8 @@ def _compared(
 ) -> Upload:
     """Compare a directory with a commit on the Hub."""
     local = files_of(folder)
-    remote = _tree(api, repo, head) if head is not None else {}
-    kept = {name for name, path in local.items() if name in remote and _is_same(path, remote[name])}
+    remote = files_at(api, repo, head) if head is not None else {}
+    kept = {name for name, path in local.items() if name in remote and is_same(path, remote[name])}
     sizes = {name: path.stat().st_size for name, path in local.items()}
     has_tokenizer = any(_matches(name, TOKENIZER_FILES) for name in local)
     stale = (*(TOKENIZER_FILES if has_tokenizer else ()), GENERATION_CONFIG, MANIFEST)
@@ -245,23 +244,6 @@ def files_of(folder: Path) -> dict[str, Path]:
     return own
 
 
-def _tree(api: HfApi, repo: str, revision: str) -> dict[str, Any]:
-    """Return the files of a commit by their names."""
-    entries = api.list_repo_tree(repo, recursive=True, revision=revision)
-    return {entry.path: entry for entry in entries if hasattr(entry, "blob_id")}
-
-
-def _is_same(path: Path, there: Any) -> bool:
-    """Return whether a file is what the Hub has: by the SHA-256 of a large one, by the git object id of a small one."""
-    size = path.stat().st_size
-    if size != there.size:
-        return False
-    with open_file(path) as file:
-        if there.lfs is not None:
-            return hashlib.file_digest(file, "sha256").hexdigest() == str(there.lfs.sha256)
-        return hashlib.sha1(b"blob %d\0" % size + file.read()).hexdigest() == str(there.blob_id)
-
-
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
@@ -283,6 +265,7 @@ def _commit(api: HfApi, folder: Path, destination: Destination, planned: Upload,
             revision=planned.branch,
             parent_commit=head,
         ).oid
+        check_arrived(api, planned.repo, commit, additions, planned.kept, planned.removed)
     if destination.tag is not None:
         api.create_tag(planned.repo, tag=destination.tag, revision=commit or head, exist_ok=True)
     return replace(planned, commit=commit, dry_run=False)

@@ -27,6 +27,7 @@ LION: Release = (0, 19)  # its distributed state is gathered; before, that of Ad
 MTP_MODEL_LAYER: Release = (0, 17)  # the name of the module; `transformer_layer` before, and in `torch_dist`
 OWN_CONVOLUTIONS: Release = (0, 19)  # a Mamba mixer's weights of convolution are its own, and no module's
 PATTERN_WITH_STAGES: Release = (0, 17)  # --hybrid-layer-pattern, with borders of stages; before, a hybrid has even ones
+MIXER_HEADS: Release = (0, 13)  # --mamba-num-heads; before, a mixer is twice as wide as the model
 EXPERTS_IN_HYBRIDS: Release = (0, 16)  # layers of experts in a hybrid
 SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; before, as parameters come
 

@@ -26,10 +26,12 @@ from tests.fuzz.checkpoints import BLOCKED, COMMANDS, GOOD, Subject, alarm
 from tests.fuzz.hostile import hostile
 from tests.fuzz.interruptions import Interruptions
 from tests.fuzz.mutations import mutated
+from tests.fuzz.pushes import Pushes
 from tests.fuzz.targets import TARGETS, attempt, scratch, seeds_of
 
 MEMORY = 2**30  # bytes, beyond which a fuzzer has found something
-NAMES = [*TARGETS, *COMMANDS, *Interruptions.names]
+NAMES = [*TARGETS, *COMMANDS, *Interruptions.names, *Pushes.names]
+Cases = Subject | Interruptions | Pushes
 TURN = 2  # seconds of processor time in one process, before the next fuzzer has its turn
 
 
@@ -48,9 +50,7 @@ def main() -> int:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     chosen.finds.mkdir(parents=True, exist_ok=True)
     names = chosen.only or NAMES
-    subjects: dict[str, Subject | Interruptions] = {
-        name: Subject(name) if name in COMMANDS else Interruptions(name) for name in names if name not in TARGETS
-    }
+    subjects: dict[str, Cases] = {name: cases_of(name) for name in names if name not in TARGETS}
     counts: dict[str, Counter[str]] = collections.defaultdict(Counter)
     end = time.monotonic() + 60 * chosen.minutes
     try:
@@ -68,6 +68,13 @@ def main() -> int:
     return min(bad, 1)
 
 
+def cases_of(name: str) -> Cases:
+    """Return what damages and judges under a name."""
+    if name in COMMANDS:
+        return Subject(name)
+    return Pushes(name) if name in Pushes.names else Interruptions(name)
+
+
 def table(counts: Mapping[str, Counter[str]], seed: int) -> str:
     """Return what each fuzzer did, in a line."""
     lines = [f"from seed {seed}"]
@@ -77,7 +84,7 @@ def table(counts: Mapping[str, Counter[str]], seed: int) -> str:
     return "\n".join([*lines, ""])
 
 
-def in_process(name: str, subject: Subject | Interruptions | None, seed: int, finds: Path) -> Counter[str]:
+def in_process(name: str, subject: Cases | None, seed: int, finds: Path) -> Counter[str]:
     """Return what became of the cases from a seed on, as many as come in a turn, in a process that may crash."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -103,7 +110,7 @@ def in_process(name: str, subject: Subject | Interruptions | None, seed: int, fi
     return kinds
 
 
-def one(name: str, subject: Subject | Interruptions | None, seed: int, finds: Path) -> str:
+def one(name: str, subject: Cases | None, seed: int, finds: Path) -> str:
     """Return the class of one case; what is no good one is written down."""
     if subject is not None:
         case = subject.case(seed)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_convert import convert, reshard, verify
 from mcore_convert.checkpoints.identify import identify
+from mcore_convert.conversion.target_arguments import pattern_arguments
 from mcore_convert.errors import ConfigError, ConvertError, LayoutError, MappingError
 from mcore_convert.formats.megatron.modules import in_module_order
 from mcore_convert.megatron.config import config_of
@@ -162,6 +163,17 @@ def test_the_recurrence_is_that_of_one_position_after_the_other() -> None:
     assert torch.equal(rearrange(x, "b l h (g p) -> b g l h p", g=2)[:, 1], x[..., 1:])
 
 
+def test_a_model_as_transformers_holds_it_is_read(tiny: Path, tmp_path: Path) -> None:
+    """Under `model`, with the experts of a layer in one tensor."""
+    held = shutil.copytree(tiny, tmp_path / "held")
+    state = {name.replace("backbone.", "model."): each for name, each in load_file(tiny / "model.safetensors").items()}
+    for matrix in ("up_proj", "down_proj"):
+        names = [f"model.layers.5.mixer.experts.{expert}.{matrix}.weight" for expert in range(8)]
+        state[f"model.layers.5.mixer.experts.{matrix}"] = torch.stack([state.pop(name) for name in names])
+    save_file(state, held / "model.safetensors", metadata={"format": "pt"})
+    assert verify(tiny, held).equal
+
+
 def test_stages_that_are_not_even_stand_in_the_pattern(tiny: Path, tmp_path: Path) -> None:
     convert(tiny, tmp_path / "even", to="torch", pp=2)
     args = identify(tmp_path / "even").checkpoint.common.args or {}
@@ -185,6 +197,14 @@ def test_stages_that_are_not_even_stand_in_the_pattern(tiny: Path, tmp_path: Pat
         convert(tiny, tmp_path / "old", to="torch", pp=2, vpp=2, for_megatron="0.16")
     with pytest.raises(LayoutError, match=r"experts in a hybrid need Megatron-LM 0.16"):
         convert(tiny, tmp_path / "old", to="torch", for_megatron="0.15")
+
+
+def test_mixers_of_another_width_are_for_releases_that_have_a_flag_for_it() -> None:
+    args = normalise({**HYBRID, "hybrid_override_pattern": "M*M--M", "num_experts": None})
+    dims = Dims.of(args, vocab_size=31, padded_vocab_size=32)
+    with pytest.raises(LayoutError, match=r"Mamba layers that are 40 wide, and not 32, need Megatron-LM 0.13"):
+        pattern_arguments(Layout(), dims, (0, 12))
+    assert pattern_arguments(Layout(), dims, (0, 13))["hybrid_override_pattern"] == "M*M--M"
 
 
 def test_the_convolution_is_called_as_the_release_calls_it(tiny: Path, tmp_path: Path) -> None:

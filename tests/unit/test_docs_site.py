@@ -21,6 +21,7 @@ DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
 # Files of Megatron-LM and Megatron Core that pages name, and groups of entry points, which are no modules.
 MEGATRONS = {"distrib_optimizer.py", "moe/router.py", "preprocess_data.py", "pretrain_gpt.py", "schedules.py"}
+MEGATRONS |= {"pretrain_mamba.py", "pretrain_hybrid.py"}
 ENTRY_POINTS = {"mcore_convert.families"}
 
 

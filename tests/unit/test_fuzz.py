@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.publishing.tokenizer import read_tokenizer
-from tests.fuzz.__main__ import case_of
+from tests.fuzz.__main__ import case_of, cases_of
 from tests.fuzz.checkpoints import COMMANDS, GOOD, Hung, Subject, alarm
 from tests.fuzz.hostile import MARK, Executed, watched
 from tests.fuzz.interruptions import Interruptions
+from tests.fuzz.pushes import Pushes
 from tests.fuzz.targets import TARGETS, attempt, scratch, seeds_of
 
 CASES, CHECKPOINT_CASES = 30, 3
@@ -40,10 +41,10 @@ def test_a_damaged_checkpoint_is_refused_or_unchanged(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", Interruptions.names)
+@pytest.mark.parametrize("name", [*Interruptions.names, *Pushes.names])
 def test_what_ends_early_is_whole_or_absent(name: str) -> None:
-    interruptions = Interruptions(name)
-    cases = [interruptions.case(seed) for seed in range(2 * CHECKPOINT_CASES)]
+    subject = cases_of(name)
+    cases = [subject.case(seed) for seed in range(2 * CHECKPOINT_CASES)]
     assert [case for case in cases if case.kind not in GOOD] == []
 
 

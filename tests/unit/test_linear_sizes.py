@@ -1,4 +1,4 @@
-"""The sizes of models with linear attention, and which of their layers have it."""
+"""The sizes of models with linear attention or Mamba mixers, and which of their layers have these."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from converters import qwen3_5, qwen3_next
+from converters import nemotron_h, qwen3_5, qwen3_next
 from mcore_convert.spec import Dims, Family
 from mcore_convert.spec.config.arguments import normalise
 from mcore_convert.spec.config.linear import pattern_of
@@ -56,3 +56,22 @@ def test_a_pattern_goes_there_and_back(kinds: list[str], frequency: Any) -> None
     without = {**written, "layer_types": None}
     if isinstance(frequency, int):
         assert pattern_of(without) == [kind == OTHER for kind in kinds]
+
+
+NANO_2 = {"hidden_size": 5120, "num_attention_heads": 40, "intermediate_size": 20480, "mamba_head_dim": 80}
+NANO_3 = {"hidden_size": 2688, "num_key_value_heads": 2, "mamba_num_heads": 64, "n_routed_experts": 128}
+NANO_3 |= {"num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+
+
+@pytest.mark.parametrize(
+    ("config", "pattern", "billions"),
+    [
+        ({}, "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 8.1),  # Nemotron-H 8B
+        (NANO_2, "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-", 12.31),
+        (NANO_3, "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 31.58),
+    ],
+)
+def test_hybrids_have_the_published_sizes(config: dict[str, Any], pattern: str, billions: float) -> None:
+    family, dims = nemotron_h.FAMILY, dims_of(nemotron_h.FAMILY, hybrid_override_pattern=pattern, **config)
+    sizes = (Box.whole(family.shape(row, dims)).numel for row, _ in family.instances(dims))
+    assert round(sum(sizes) / 1e9, 1 if billions == 8.1 else 2) == billions

@@ -13,7 +13,7 @@ import yaml
 from mcore_convert.errors import ConfigError, UnreadableCheckpoint
 from mcore_convert.formats.files.yaml_file import MAX_VALUES, read_yaml, yaml_text
 from mcore_convert.formats.megatron.recorded import beside
-from mcore_convert.spec.config import recorded
+from mcore_convert.spec.config import bridge, recorded
 from mcore_convert.spec.config.arguments import DTYPES, normalise
 from mcore_convert.spec.config.symbols import KNOWN, OPAQUE, plain_value
 
@@ -271,3 +271,19 @@ def test_yaml_keeps_what_it_says(tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "x.yaml") == wanted
     with pytest.raises(UnreadableCheckpoint):
         read_yaml(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba.mamba_provider.MambaModelProvider", "hybrid.hybrid_provider.HybridModelProvider"]
+)
+def test_hybrids_of_megatron_bridge_are_read(name: str) -> None:
+    """The pattern of the layers says their number; without one all are Mamba mixers."""
+    model = {"_target_": f"megatron.bridge.models.{name}", "position_embedding_type": "none", "mtp_num_layers": 0}
+    field = "hybrid_layer_pattern" if "hybrid_provider" in name else "hybrid_override_pattern"
+    tree = bridged(**model, num_layers=None, **{field: "M-|M*"})
+    args = normalise(recorded.of_bridge(tree, "run_config.yaml").args)
+    assert (args["num_layers"], args["hybrid_layer_pattern"], args["is_hybrid_model"]) == (4, "M-M*", True)
+    moved = {**args, "hybrid_layer_pattern": "M|-M*"}
+    assert bridge.rewritten(tree, moved, optimizer=False, random=False)["model"][field] == "M|-M*"
+    plain = normalise(recorded.of_bridge(bridged(**model, num_layers=3), "run_config.yaml").args)
+    assert plain["hybrid_layer_pattern"] == "MMM"

@@ -81,6 +81,7 @@ class _Writer:
     def __init__(self) -> None:
         self.content = bytearray(pickle.PROTO + b"\x02")
         self._memo: dict[str | Global, bytes] = {}
+        self._kinds: dict[str, bytes] = {}  # how tensors of a dtype begin
         self._values: Iterator[Any] = iter(())  # for the holes of what is written
         self._parts: list[bytes] | None = None  # of what has holes, where these are what is asked for
 
@@ -229,17 +230,24 @@ class _Writer:
 
     def _tensor(self, item: TensorRef) -> None:
         """As `torch.save` writes one: its storage is a persistent id, and a function puts it together."""
-        storage = item.storage
-        self._global(REBUILD)
-        self.content += pickle.MARK + pickle.MARK
-        self._string("storage")
-        self._global(STORAGES[storage.dtype])
+        storage, memo = item.storage, self._memo
+        known = self._kinds.get(storage.dtype)
+        if known is None:
+            self._global(REBUILD)
+            self.content += pickle.MARK + pickle.MARK
+            self._string("storage")
+            self._global(STORAGES[storage.dtype])
+        else:
+            self.content += known
         self._string(storage.key)
         self._string("cpu")
         self.content += _integer(storage.numel) + pickle.TUPLE + pickle.BINPERSID
         self.content += _integer(item.offset) + _integers(item.shape) + _integers(item.strides) + pickle.NEWFALSE
         self._call(NO_HOOKS)
         self.content += pickle.TUPLE + pickle.REDUCE
+        if known is None:  # now all names have their numbers
+            begin = memo[REBUILD] + pickle.MARK + pickle.MARK + memo["storage"]
+            self._kinds[storage.dtype] = begin + memo[STORAGES[storage.dtype]]
 
     def _other(self, item: Any) -> None:
         """Write a value of a class of Python's own, such as a set or bytes, as Python writes it."""

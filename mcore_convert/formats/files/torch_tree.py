@@ -52,7 +52,12 @@ def replaced(tree: Any, by: Callable[[Hole], Any]) -> Any:
     if isinstance(tree, str):
         return sys.intern(tree)
     if isinstance(tree, dict):
-        return {replaced(key, by): replaced(value, by) for key, value in tree.items()}
+        return {  # a state dict has names and holes, by the ten thousand: these without a call
+            sys.intern(key) if type(key) is str else replaced(key, by): by(value)
+            if type(value) is Hole
+            else replaced(value, by)
+            for key, value in tree.items()
+        }
     if isinstance(tree, argparse.Namespace):
         return argparse.Namespace(**replaced(vars(tree), by))
     if type(tree) in (list, tuple):

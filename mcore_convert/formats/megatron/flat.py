@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from mcore_convert.spec.shard import Box, Shape, Shard
 from mcore_convert.storage.views import DTYPE_SIZES, Slot, View, contiguous_strides
@@ -26,6 +26,26 @@ class Local:
     @property
     def numel(self) -> int:
         return Box.whole(self.shape).numel
+
+    def parts_of(self, box: Box) -> list[tuple[Box, Box]]:
+        """Return the parts of a box of the local tensor, counted from its corner,
+        and which boxes of the global one they are.
+
+        Computed once: experts and layers are alike.
+        """
+        if box not in self._parts:
+            self._parts[box] = []
+            for inside, outside in self.boxes:
+                common = inside.intersect(box)
+                if common is not None:
+                    moved = common.relative_to(inside.offsets)
+                    there = Box(tuple(a + b for a, b in zip(moved.offsets, outside.offsets, strict=True)), moved.sizes)
+                    self._parts[box].append((common.relative_to(box.offsets), there))
+        return self._parts[box]
+
+    @cached_property
+    def _parts(self) -> dict[Box, list[tuple[Box, Box]]]:
+        return {}
 
 
 @lru_cache(maxsize=4096)
@@ -49,15 +69,8 @@ def local_of(shard: Shard, shape: Shape, tp: int, rank: int) -> Local:
 def slots_in_global(slots: Iterable[Slot], local: Local) -> Iterator[Slot]:
     """Yield slots of a local tensor as slots of the global tensor that it is a part of."""
     for view, box in slots:
-        for inside, outside in local.boxes:
-            if inside == box:
-                yield Slot(view, outside)
-                continue
-            common = inside.intersect(box)
-            if common is not None:
-                moved = common.relative_to(inside.offsets)
-                there = Box(tuple(a + b for a, b in zip(moved.offsets, outside.offsets, strict=True)), moved.sizes)
-                yield Slot(view.narrow(common.relative_to(box.offsets)), there)
+        for part, outside in local.parts_of(box):
+            yield Slot(view if part.sizes == box.sizes else view.narrow(part), outside)
 
 
 def slots_of_flat(pieces: Sequence[tuple[int, View]], start: int, local: Local) -> list[Slot]:

@@ -48,6 +48,7 @@ from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import MASTER, MOMENTS, Index, spell
 from mcore_convert.spec.releases import Release
+from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.views import TensorMeta, View
 
 State = dict[str, Hole | None]  # the state dict of a model chunk, its tensors not filled
@@ -75,15 +76,17 @@ class _Model:
         state: State = {}
         stage = Stage(vpp, rank.pp)
         entries = list(self._entries(stage, rank.ep))
+        shapes: dict[Weight, Shape] = {}  # the same in all layers and experts
         for number, (name, weight, at) in enumerate(entries):
             module, _, _ = name.rpartition(".")
             if module.endswith("self_attention.linear_proj") and extra is not None and name.endswith("weight"):
                 state[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = extra
-            cut = self.layout.cut_at(rank, is_expert=at.expert is not None)
-            whole = self.dims.padded_shape(weight.shape, vocab=weight.vocab)
-            shard = self.dims.sized(shard_of(weight, self.implementation, self.release))
-            shape = local_of(shard, whole, *cut).shape
-            state[name] = Hole(TensorMeta(shape, self.dtype_of[Item(weight, at)]))
+            if weight not in shapes:
+                cut = self.layout.cut_at(rank, is_expert=at.expert is not None)
+                whole = self.dims.padded_shape(weight.shape, vocab=weight.vocab)
+                shard = self.dims.sized(shard_of(weight, self.implementation, self.release))
+                shapes[weight] = local_of(shard, whole, *cut).shape
+            state[name] = Hole(TensorMeta(shapes[weight], self.dtype_of[Item(weight, at)]))
             is_last = number + 1 == len(entries) or entries[number + 1][0].rpartition(".")[0] != module
             if is_last and self._has_extra_state(module):
                 state[f"{module}._extra_state"] = shared if module in FINAL_NORMS else extra

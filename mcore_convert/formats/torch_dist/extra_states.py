@@ -8,6 +8,7 @@ from mcore_convert.formats.megatron.modules import has_extra_state
 from mcore_convert.formats.torch_dist.keys import axes_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
+from mcore_convert.spec.gpt import HYBRID_FINAL_NORM, OUTPUT
 from mcore_convert.spec.names import PARAM, drop, spell
 from mcore_convert.spec.shard import Shape
 
@@ -26,7 +27,8 @@ def sizes_of(axes: tuple[str, ...], dims: Dims) -> Shape:
 def extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
     """Return the `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
 
-    Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14.
+    Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14. A hybrid
+    asks for that of the output layer, too, which a `GPTModel` leaves out (`gpt_model.py`, `sharded_state_dict`).
     """
     keys: dict[str, None] = {}
     for weight, at, state in items:
@@ -35,6 +37,8 @@ def extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
         module = weight.mcore.rpartition(".")[0]
         last = module.rpartition(".")[2]
         modules = [module] if has_extra_state(last, norms=True) else []
+        if weight.mcore == HYBRID_FINAL_NORM:
+            modules.append(OUTPUT.removesuffix(".weight"))
         if last == "linear_proj":
             modules.append(f"{module.rpartition('.')[0]}.core_attention")
         for each in modules:

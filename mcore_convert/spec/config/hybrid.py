@@ -25,7 +25,8 @@ BLOCKS = {
     "moe": hybrid.EXPERTS,
 }
 LISTS = ("layers_block_type", "layer_types")  # in transformers two names of one thing
-STEP = "time_step_min"
+DEFAULT = "ME*-"  # what the class in transformers has
+STEP, LEAST_STEP = "time_step_min", 0.001
 
 
 def remarks(args: Values) -> list[str]:
@@ -42,7 +43,7 @@ def letters_of(config: Values) -> str:
     """Return a letter for each layer, from the pattern, the list of names, or both.
 
     Raises:
-        Refused: there is none, or two differ, or one makes no sense.
+        Refused: two differ, or one makes no sense.
     """
     stated = {}
     pattern = config["hybrid_override_pattern"]
@@ -58,7 +59,7 @@ def letters_of(config: Values) -> str:
             raise Refused(f"`{key}` = {shown(names)} does not name the layers of a hybrid")
         stated[key] = "".join(BLOCKS[name] for name in names)
     if not stated:
-        raise Refused("`hybrid_override_pattern` is missing")
+        stated["hybrid_override_pattern"] = DEFAULT
     if len(set(stated.values())) > 1:
         raise Refused(" and ".join(f"`{key}` = {shown(config[key])}" for key in stated) + " differ")
     letters = next(iter(stated.values()))
@@ -113,7 +114,8 @@ def mixer() -> tuple[Field, ...]:
         only("mamba_hidden_act", "silu"),
         only("residual_in_fp32", False),
         _step_limit(),
-        inert(time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4, time_step_rank=None),  # of new weights
+        _least_step(),
+        inert(time_step_max=0.1, time_step_floor=1e-4, time_step_rank=None),  # of new weights
         inert(expand=2, rescale_prenorm_residual=True),  # without effect beside the number of heads, and of new weights
         inert(chunk_size=128, mamba_ssm_cache_dtype="float32", use_mamba_kernels=True, num_logits_to_keep=1),
     )
@@ -149,6 +151,18 @@ def _step_limit() -> Field:
         return {}
 
     return Field({"time_step_limit": [0.0, math.inf]}, (), to_megatron, lambda _: {})
+
+
+def _least_step() -> Field:
+    """Return the field of the least time step, which transformers 5 and new weights have: no more than usual."""
+
+    def to_megatron(config: Values) -> dict[str, Any]:
+        if not 0 <= config[STEP] <= LEAST_STEP:
+            stated = f"`{STEP}` = {shown(config[STEP])}"
+            raise Refused(f"{stated}, only up to {LEAST_STEP}: Megatron Core raises no time step")
+        return {}
+
+    return Field({STEP: LEAST_STEP}, (), to_megatron, lambda _: {})
 
 
 def where_experts_are(*fields: Field) -> tuple[Field, ...]:

@@ -1,4 +1,4 @@
-"""Models sent to a Hub that fails: on it is the model of before or the new one, and what is messages of it is so."""
+"""Models sent to a Hub that fails: on it is the model of before or the new one, and what is said of it is so."""
 
 from __future__ import annotations
 

@@ -107,7 +107,9 @@ SHARED: tuple[Weight, ...] = (
 
 
 def with_experts(attention: tuple[Weight, ...], *bias: Weight) -> tuple[Weight, ...]:
-    """The rows of a decoder with this attention, in whose layers an MLP or experts follow, some of them shared."""
+    """Return the rows of a decoder with this attention, in whose layers an MLP or experts follow,
+    some of them shared.
+    """
     first, *last = (weight for weight in llama.WITHOUT_BIAS if not weight.per_layer)
     dense = [weight for weight in llama.WITHOUT_BIAS if weight.per_layer and "mlp." in weight.name]
     norm, router, *routed = ROUTED

@@ -47,7 +47,9 @@ def heads() -> Field:
 
 
 def inner() -> Field:
-    """The size between the two matrices of the MLP; `null` is four times the hidden size, and is written so."""
+    """Return the field of the size between the two matrices of the MLP; `null` is four times the hidden size,
+    and is written so.
+    """
     size = same("n_inner", "ffn_hidden_size", default=None, null=lambda config: 4 * config["n_embd"])
 
     def to_hf(args: Values) -> dict[str, Any]:

@@ -92,13 +92,13 @@ INTERNLM3 = ConfigMapping(
 
 
 def attention_multiplier() -> Field:
-    """What Granite multiplies scores of attention by, in place of the usual 1 / sqrt(head_dim)."""
+    """Return the field of Granite's factor of scores of attention, in place of the usual 1 / sqrt(head_dim)."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         usual = (config["head_dim"] or shared_head_dim(config)) ** -0.5
         if config["attention_multiplier"] != usual:
-            said = shown(config["attention_multiplier"])
-            raise Refused(f"`attention_multiplier` = {said}, only 1 / sqrt(head_dim) = {usual} can be represented")
+            stated = shown(config["attention_multiplier"])
+            raise Refused(f"`attention_multiplier` = {stated}, only 1 / sqrt(head_dim) = {usual} can be represented")
         return {}
 
     return Field({"attention_multiplier": 1.0}, (), to_megatron, lambda _: {})

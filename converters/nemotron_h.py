@@ -137,7 +137,9 @@ SPARSE = (
 
 
 def under_both_names(*rows: Weight) -> tuple[Weight, ...]:
-    """The rows as published files have them, and as transformers 5 holds a model, which a process may save as it is."""
+    """Return the rows as published files have them, and as transformers 5 holds a model,
+    which a process may save as it is.
+    """
     return tuple(
         replace(
             row,

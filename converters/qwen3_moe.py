@@ -49,7 +49,7 @@ ROUTED: tuple[Weight, ...] = (
 
 
 def with_experts(base: tuple[Weight, ...], *own: Weight) -> tuple[Weight, ...]:
-    """The rows of a dense family, with those of experts for the layers that have some."""
+    """Return the rows of a dense family, with those of experts for the layers that have some."""
     dense = [weight for weight in base if weight.mcore is not None and M in weight.mcore]
     return vary.weights(
         base, *vary.of_part(MLP, dense), *vary.of_part(EXPERTS, (*ROUTED, *own)), after=M + "linear_fc2.weight"

@@ -57,7 +57,7 @@ DENSE = [weight for weight in qwen3.WEIGHTS if "mlp." in weight.name]
 
 
 def linear_attention(pack: Segments, *projections: str) -> tuple[Weight, ...]:
-    """The rows of the gated delta rule, whose first matrix Hugging Face has in several `projections`."""
+    """Return the rows of the gated delta rule, whose first matrix Hugging Face has in several `projections`."""
     return (
         column(A + "dt_bias", "linear_heads", B + "dt_bias"),
         column(A + "A_log", "linear_heads", B + "A_log"),
@@ -76,7 +76,7 @@ def linear_attention(pack: Segments, *projections: str) -> tuple[Weight, ...]:
 
 
 def rows(linear: tuple[Weight, ...], *mlp: Weight) -> tuple[Weight, ...]:
-    """The rows of a model: plain or linear attention, then one MLP or experts."""
+    """Return the rows of a model: plain or linear attention, then one MLP or experts."""
     first, *last = (weight for weight in qwen3.WEIGHTS if not weight.per_layer)
     layer = (*vary.of_part(ATTENTION, PLAIN), *vary.of_part(LINEAR, linear), *mlp)
     return vary.with_predicted_token((first, *layer, *last), H)

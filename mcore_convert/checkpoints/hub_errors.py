@@ -58,7 +58,9 @@ def hub_errors(what: str) -> Iterator[None]:
 
 
 def _is_of_client(error: Exception) -> bool:
-    """Whether it was the client that failed on what it was answered, and not a function of ours that it has called."""
+    """Return whether it was the client that failed on what it was answered,
+    and not a function of ours that it has called.
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).split(".")[0] == "huggingface_hub"
 

@@ -176,7 +176,7 @@ def _damaged(path: Path) -> UnreadableCheckpoint:
 
 
 def _entries(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, str, Any]]:
-    """The entries of a manifest: section (none for facts), name and value.
+    """Yield the entries of a manifest: section (none for facts), name and value.
 
     They are read line by line, as they were written: what all are together, and what Python makes of them before it is
     kept, is never in memory at once.
@@ -203,7 +203,7 @@ def _entries(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, str, Any
 
 
 def _parsed(path: Path, file: BufferedReader) -> Manifest:
-    """What a manifest says.
+    """Return what a manifest says.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError, RecursionError: it is damaged.

@@ -64,7 +64,9 @@ def group(
 
 @functools.cache
 def _commands() -> Any:
-    """Every command with its parameters, made once in a process: typer would make them anew for each command line."""
+    """Return every command with its parameters, made once in a process:
+    typer would make them anew for each command line.
+    """
     return typer.main.get_command(app)
 
 

@@ -48,4 +48,4 @@ def sharing(words: Sequence[str]) -> Iterator[AbstractContextManager[object]]:
         try:
             yield together()
         finally:
-            ranks.told()
+            ranks.release()

@@ -21,7 +21,7 @@ from mcore_convert.storage.views import Coded, Slot, View
 
 
 def together(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """The copies in groups that `copy_together` takes."""
+    """Return the copies in groups that `copy_together` takes."""
     groups: dict[object, list[Copy]] = {}
     encoded: dict[Coded, list[Copy]] = {}
     for number, copy in enumerate(copies):
@@ -31,19 +31,19 @@ def together(copies: Sequence[Copy]) -> list[list[Copy]]:
             continue
         key = (source.path, source.shape, source.strides, source.dtype) if _in_short_runs(source) else number
         groups.setdefault(key, []).append(copy)
-    found: list[list[Copy]] = [*encoded.values()]
+    result: list[list[Copy]] = [*encoded.values()]
     for group in groups.values():
         if len(group) == 1:
-            found.append(group)
+            result.append(group)
             continue
         first = min(copy.source.offset for copy in group)
         span = max(copy.source.block((slice(0, 1),)).end for copy in group) - first
         row = sum(copy.source.nbytes for copy in group) // group[0].source.shape[0]
         if row <= span <= group[0].source.strides[0] and 2 * row >= span:
-            found.append(sorted(group, key=lambda copy: copy.source.offset))
+            result.append(sorted(group, key=lambda copy: copy.source.offset))
         else:
-            found += [[copy] for copy in group]
-    return found
+            result += [[copy] for copy in group]
+    return result
 
 
 def _in_short_runs(view: View) -> bool:

@@ -51,7 +51,7 @@ class Disk:
             self._waiting.append(self._pool.submit(sync_data, self._files.writing(path)))
 
     def complete(self, path: Path) -> None:
-        """All of a file was written."""
+        """Note that all of a file was written."""
         self._waiting.append(self._pool.submit(self._journal.add, path, self._recording.facts_of(path)))
 
     def close(self, *, wait: bool) -> None:

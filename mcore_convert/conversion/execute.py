@@ -143,7 +143,7 @@ class _Run:
         """
         root, sizes = self._plan.reservation.path, self._plan.reservation.sizes
         kept = self._journal.kept()
-        found = clear_except(self._partial, kept)
+        removed = clear_except(self._partial, kept)
         _reserve(self._plan, self._partial, {*kept})
         self._ranks.send("kept", sorted(str(path.relative_to(self._partial)) for path in kept))
         recording = self._copy({moved(path, self._partial, root) for path in kept}, sent)
@@ -153,7 +153,7 @@ class _Run:
             if path not in recording.filled:
                 recording.adopt(path, each.regions)
         if not kept:
-            return recording, [OTHER_WORK] if found else []
+            return recording, [OTHER_WORK] if removed else []
         return recording, [f"{len(kept)} of {len(sizes)} files were complete already"]
 
     def help(self) -> None:
@@ -179,7 +179,7 @@ class _Run:
 
 
 def _not_finite(recording: Recording, *, strict: bool) -> list[str]:
-    """A note of the tensors that hold NaN or infinities, all in one.
+    """Return a note of the tensors that hold NaN or infinities, all in one.
 
     Raises:
         ConvertError: with `strict`, in the place of the note.
@@ -232,7 +232,7 @@ def _refuse_overlap(final: Path, source: Path, files: Set[Path]) -> None:
 
 
 def _reserve(plan: Plan, partial: Path, kept: Set[Path]) -> None:
-    """Every file that is not kept at its final size, with the bytes that are known before any tensor."""
+    """Make every file that is not kept at its final size, with the bytes that are known before any tensor."""
     reservation = plan.reservation
     literals: dict[Path, list[tuple[int, bytes]]] = {path: [] for path in reservation.sizes}
     for path, at, content in reservation.literals:
@@ -264,7 +264,7 @@ def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes], recording:
 
 
 def _room(plan: Plan) -> int:
-    """The bytes that must be free on this machine."""
+    """Return the bytes that must be free on this machine."""
     reservation = plan.reservation
     if not isinstance(reservation.path, RemotePath):
         return reservation.nbytes

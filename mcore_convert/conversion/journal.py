@@ -48,7 +48,7 @@ class Journal:
         self._lock = threading.Lock()
 
     def work(self, plan: Plan, mine: Set[Path], stop: threading.Event) -> Iterator[tuple[Item, Sequence[Copy]]]:
-        """The copies of each weight into the files `mine`, in the order of the plan."""
+        """Yield the copies of each weight into the files `mine`, in the order of the plan."""
         for move in plan.moves:
             yield move.item, [copy for copy in move.copies if copy.target.path in mine]
 
@@ -68,7 +68,7 @@ class Journal:
             append(self._file, line)
 
     def kept(self) -> dict[Path, Kept]:
-        """The files that this and other processes have completed for the plan, as they still are."""
+        """Return the files that this and other processes have completed for the plan, as they still are."""
         kept: dict[Path, Kept] = {}
         for journal in journals(self._partial):
             for entry in _entries(journal):
@@ -99,7 +99,9 @@ def clear_except(partial: Path, kept: Mapping[Path, Kept]) -> bool:
 
 
 def fingerprint(plan: Plan, *, checksums: bool) -> str:
-    """What tells two plans apart: the version, the options, the source as it is, and the layout of the target."""
+    """Return what tells two plans apart: the version, the options, the source as it is,
+    and the layout of the target.
+    """
     root = plan.reservation.path
     digest = xxhash.xxh3_128()
     stamps = {path: plan.stamps[path][:2] for path in sorted(plan.source_files) if path in plan.stamps}
@@ -118,7 +120,7 @@ def fingerprint(plan: Plan, *, checksums: bool) -> str:
 
 
 def _entries(journal: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a journal; the last line of a killed run may be torn."""
+    """Yield the entries of a journal; the last line of a killed run may be torn."""
     with open_file(journal) as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):

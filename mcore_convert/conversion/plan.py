@@ -102,7 +102,7 @@ def _parts(sources: tuple[Box, ...], places: tuple[Box, ...], shape: Shape) -> _
 
 
 def _copied(slots: Sequence[Slot], places: Sequence[Slot], shape: Shape) -> tuple[list[Copy], bool]:
-    """What fills slots of the target from those of the source, and whether that is all of the tensor.
+    """Return what fills slots of the target from those of the source, and whether that is all of the tensor.
 
     The boxes of experts and layers are alike, and are compared once.
     """
@@ -114,7 +114,7 @@ def _copied(slots: Sequence[Slot], places: Sequence[Slot], shape: Shape) -> tupl
 
 
 def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoint) -> tuple[Move, ...]:
-    """The copies that fill every slot of the target, each element once.
+    """Return the copies that fill every slot of the target, each element once.
 
     Raises:
         MappingError: an element of a weight would be filled by nothing. This is a defect of the converter, not of the

@@ -58,7 +58,9 @@ class Ranks:
         return self.rank == 0
 
     def part(self, sizes: Mapping[Path, int]) -> set[Path]:
-        """The files of this process: the largest first, each to whoever has the fewest bytes; every rank agrees."""
+        """Return the files of this process: the largest first, each to whoever has the fewest bytes;
+        every rank agrees.
+        """
         loads = [(0, rank) for rank in range(self.size)]  # a heap
         mine = set()
         for path, size in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):
@@ -119,14 +121,14 @@ class Ranks:
             # torchrun ends all when one has ended, and whoever was asked to end has no time
             if not self.is_first and isinstance(error, Exception):
                 until = time.monotonic() + LAST_WORD
-                while time.monotonic() < until and not self._store.check(["told"]):
+                while time.monotonic() < until and not self._store.check(["reported"]):
                     time.sleep(LOOK_EVERY)
 
-    def told(self) -> None:
+    def release(self) -> None:
         """Let the others end: the first process has said what there is to say."""
         if self._store is not None:
             with contextlib.suppress(Exception):
-                self._store.set("told", "")
+                self._store.set("reported", "")
 
     def _watch(self, meter: Meter, end: threading.Event) -> None:
         store = self._store
@@ -140,7 +142,7 @@ class Ranks:
                 if self.is_first:
                     meter.show(kept + total)
                 self._check()
-            except Exception:  # told by `counting`, which looks again
+            except Exception:  # reported by `counting`, which looks again
                 meter.stop.set()
                 return
 
@@ -174,7 +176,7 @@ class Ranks:
         )
 
     def _silent(self, store: Store, now: float) -> dict[str, Any] | None:
-        """The error of a process that has said nothing for long; only the first one looks for it."""
+        """Return the error of a process that has said nothing for long; only the first one looks for it."""
         for rank in range(1, self.size) if self.is_first else ():
             beats = store.add(f"beat/{rank}", 0)
             if beats != self._beats.get(rank, (0, 0.0))[0] or rank not in self._beats:
@@ -189,12 +191,12 @@ ALONE = Ranks()
 
 
 def is_shared(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is one of several that torchrun, or what sets the same variables, has started."""
+    """Return whether this process is one of several that torchrun, or what sets the same variables, has started."""
     return all(name in environment for name in VARIABLES) and int(environment["WORLD_SIZE"]) > 1
 
 
 def connected(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """This process among those that torchrun has started.
+    """Return this process among those that torchrun has started.
 
     Raises:
         ConvertError: the first of them cannot be reached.
@@ -229,7 +231,7 @@ _current: ContextVar[Ranks] = ContextVar("ranks", default=ALONE)
 
 
 def current() -> Ranks:
-    """The processes that this conversion is shared with; this one alone unless they have `joined`."""
+    """Return the processes that this conversion is shared with; this one alone unless they have `joined`."""
     return _current.get()
 
 

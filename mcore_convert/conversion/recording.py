@@ -40,7 +40,7 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(plan: Plan) -> Iterator[Stored]:
-    """Every tensor that a plan writes, by its own name where it lies in one piece, else by its weight's."""
+    """Yield every tensor that a plan writes, by its own name where it lies in one piece, else by its weight's."""
     if plan.target.whole_views:
         for name, view in plan.target.whole_views.items():
             yield Stored(name, view.dtype, view.shape, Box.whole(view.shape), view)
@@ -53,7 +53,7 @@ def stored_tensors(plan: Plan) -> Iterator[Stored]:
 
 
 def _made_of(plan: Plan) -> dict[str, set[str]]:
-    """The tensors of the source that each tensor is copied from, by the names of `stored_tensors`."""
+    """Return the tensors of the source that each tensor is copied from, by the names of `stored_tensors`."""
     here, there = _Places(plan.target.whole_views), _Places(plan.source.whole_views)
     made_of: dict[str, set[str]] = defaultdict(set)
     for move in plan.moves:
@@ -79,7 +79,9 @@ class _Places:
             names.sort()
 
     def names_of(self, view: View) -> set[str]:
-        """The tensor that a view is of; of those at one place the last by name. Of a coded one all that is stored."""
+        """Return the tensor that a view is of; of those at one place the last by name.
+        Of a coded one all that is stored.
+        """
         if view.coded is not None:
             return {*view.coded.names}
         names = self._names[view.path]
@@ -130,11 +132,11 @@ class Recording:
         self._starts = {path: [region.start for region in regions] for path, regions in self._regions.items()}
 
     def here(self, path: Path) -> Path:
-        """Where a file of the destination is while it is written."""
+        """Return where a file of the destination is while it is written."""
         return moved(path, self._plan.reservation.path, self._partial)
 
     def _at(self, path: Path, offset: int) -> Region | None:
-        """The region that has a byte of a file."""
+        """Return the region that has a byte of a file."""
         starts = self._starts.get(path, [])
         number = bisect.bisect_right(starts, offset) - 1
         region = self._regions[path][number] if number >= 0 else None
@@ -147,7 +149,8 @@ class Recording:
             region.add(at, part)
 
     def in_order(self, copies: Sequence[Copy]) -> list[list[list[Copy]]]:
-        """The copies of a weight in groups for `copy_together`, those that fill one region in one list, in its order.
+        """Return the copies of a weight in groups for `copy_together`, those that fill one region in one list,
+        in its order.
 
         One thread that runs them all writes the region from its start to its end.
         """
@@ -205,7 +208,9 @@ class Recording:
         return self._left.keys()
 
     def untouched(self, files: Files) -> list[Path]:
-        """The files of this process that no copy fills, as those of padding alone; their regions are finished."""
+        """Return the files of this process that no copy fills, as those of padding alone;
+        their regions are finished.
+        """
         for path in self._untouched:
             self._finish(path, files)
         return self._untouched
@@ -216,7 +221,7 @@ class Recording:
             region.finish(files.writing(path))
 
     def facts_of(self, path: Path) -> list[list[Any]]:
-        """What is known of the regions of a file that is complete, for `adopt`."""
+        """Return what is known of the regions of a file that is complete, for `adopt`."""
         return [[each.start, each.end, each.nan, each.infinite, each.sums] for each in self._regions.get(path, ())]
 
     def adopt(self, path: Path, facts: Sequence[Sequence[Any]]) -> None:
@@ -228,7 +233,7 @@ class Recording:
             region.adopt(nan, infinite, sums)
 
     def not_finite(self) -> list[str]:
-        """The tensors that have NaN or infinities, a line each with their counts."""
+        """Return the tensors that have NaN or infinities, a line each with their counts."""
         counts: dict[str, list[int]] = {}
         if any(region.nan or region.infinite for region in chain.from_iterable(self._regions.values())):
             seen: set[Region] = set()
@@ -274,7 +279,7 @@ class Recording:
         self._noted[path] = self._file(path)
 
     def _file(self, path: Path) -> dict[str, Any]:
-        """The size of a file, and the checksum of what is in none of its regions."""
+        """Return the size of a file, and the checksum of what is in none of its regions."""
         size = path.stat().st_size
         if not self.checksums:
             return {"size": size}
@@ -283,7 +288,7 @@ class Recording:
             return {"size": size, "rest": checksum_of_runs(handle_of(file), path, gaps)}
 
     def _tensors(self, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The entry of each tensor; parts of one name follow one another."""
+        """Yield the entry of each tensor; parts of one name follow one another."""
         entry: dict[str, Any] = {}
         name = None
         made_of = _made_of(self._plan)

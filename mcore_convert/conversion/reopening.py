@@ -44,9 +44,9 @@ def check_reopened(plan: Plan, partial: Path) -> None:
 
 
 def _differences(plan: Plan, partial: Path, written: Checkpoint) -> Iterator[str]:
-    """The keys and the weights that are not where they should be."""
-    wanted, found = plan.target.tensors, written.tensors
-    yield from (key for key in {**wanted, **found} if wanted.get(key) != found.get(key))
+    """Yield the keys and the weights that are not where they should be."""
+    wanted, actual = plan.target.tensors, written.tensors
+    yield from (key for key in {**wanted, **actual} if wanted.get(key) != actual.get(key))
     final = plan.reservation.path
 
     def there(path: Path) -> Path:

@@ -33,7 +33,7 @@ class SentFiles:
         self._failed = threading.Event()
 
     def work(self, plan: Plan, mine: Set[Path], stop: threading.Event) -> Iterator[tuple[Item, Sequence[Copy]]]:
-        """The copies of each weight into each file, file by file; the next begins when there is room for it."""
+        """Yield the copies of each weight into each file, file by file; the next begins when there is room for it."""
         by_file: dict[Path, list[tuple[Item, list[Copy]]]] = {
             path: [] for path in plan.reservation.sizes if path in mine
         }

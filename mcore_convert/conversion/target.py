@@ -89,7 +89,7 @@ class Target:
 
 
 def reading_of(options: SourceOptions) -> dict[str, Any]:
-    """What a user has said of a source, in plain values without the path of a machine; None for what was not said."""
+    """Return the options given for a source, in plain values without the path of a machine; None for others."""
     hf_config = options.get("hf_config")
     return {
         "family": options.get("family"),
@@ -101,7 +101,7 @@ def reading_of(options: SourceOptions) -> dict[str, Any]:
 
 
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
-    """A Hugging Face directory: its configuration is synthesised, or the original one corrected."""
+    """Lay out a Hugging Face directory: its configuration is synthesised, or the original one corrected."""
     dtype_of = sources.dtype_of
     trained = {dtype for item, dtype in dtype_of.items() if item.weight.trained}  # buffers stay as they are
     cast = target.dtype is not None and trained != {target.dtype}
@@ -147,7 +147,7 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
 def lay_out_megatron(
     model: Model, family: Family, dims: Dims, target: Target, sources: Sources, notes: list[str]
 ) -> tuple[Checkpoint, Reservation]:
-    """A Megatron directory in either format, with its arguments, its command line, and the original's other files."""
+    """Lay out a Megatron directory: its format, arguments, command line, and the original's other files."""
     layout = target.layout.of_model(dims)
     layout.check(dims)
     target = replace(target, layout=layout)
@@ -222,7 +222,7 @@ def _refuse_young(model: Model, dims: Dims, target: Target) -> None:
 
 
 def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:
-    """The dtypes with every state of an optimizer in fp32, as Megatron Core stores it, whatever precision it has."""
+    """Return the dtypes with every state of an optimizer in fp32, as Megatron Core stores any precision."""
     return {item: dtype if item.state == PARAM else "float32" for item, dtype in dtype_of.items()}
 
 
@@ -239,7 +239,7 @@ def _reserve(target: Target, request: Request) -> tuple[Checkpoint, Reservation]
 def _stored_arguments(
     model: Model, dims: Dims, target: Target, dtype_of: Mapping[Item, str], hf_folder: Path, carried: list[str]
 ) -> dict[str, Any]:
-    """The run's own arguments where there are some, changed in what the layout changes; else a full new set."""
+    """Return the run's own arguments where there are some, changed in what the layout changes; else a full new set."""
     layout = target.layout
     source = model.checkpoint
     stored = source.common.args
@@ -264,7 +264,7 @@ def _stored_arguments(
 
 
 def _rounded_to(source: Checkpoint) -> str | None:
-    """The dtype in which the run of a source computes with its fp32 weights; None where weights are held in their own.
+    """Return the dtype in which the run of a source computes with its fp32 weights; None for that of the weights.
 
     Those that are held as master copies are rounded in use.
     """
@@ -275,7 +275,7 @@ def _rounded_to(source: Checkpoint) -> str | None:
 
 
 def _dtypes_of_run(source: Checkpoint, dtype_of: Mapping[Item, str]) -> dict[Item, str]:
-    """The dtypes of the tensors, with weights that are held as master copies in that of the run."""
+    """Return the dtypes of the tensors, with weights that are held as master copies in that of the run."""
     run = _rounded_to(source)
     if run is None:
         return dict(dtype_of)
@@ -292,7 +292,7 @@ def _note(
     notes: list[str],
     random: RandomStates | None,
 ) -> None:
-    """What a user should know of a Megatron target."""
+    """Note what a user should know of a Megatron target."""
     layout, vocab = target.layout, model.dims.vocab_size
     if model.checkpoint.side is Side.HUGGING_FACE and dims.padded_vocab_size != vocab:
         notes.append(f"the vocabulary of {vocab} is padded to {dims.padded_vocab_size} rows for tp = {layout.tp}")

@@ -17,18 +17,18 @@ from mcore_convert.spec.releases import EXPERTS_IN_HYBRIDS, MIXER_HEADS, PATTERN
 
 
 def implementation_of(args: Mapping[str, Any]) -> str:
-    """The layer spec that a run with these arguments builds; Transformer Engine's unless they say otherwise."""
+    """Return the layer spec that a run with these arguments builds; Transformer Engine's unless they say otherwise."""
     return modules.LOCAL if args.get("transformer_impl") == modules.LOCAL else modules.TRANSFORMER_ENGINE
 
 
 def experts_of(args: Mapping[str, Any]) -> str:
-    """How such a run keeps its experts."""
+    """Return how such a run keeps its experts."""
     grouped = args.get("moe_grouped_gemm") and implementation_of(args) == modules.TRANSFORMER_ENGINE
     return modules.GROUPED if grouped else modules.SEQUENTIAL
 
 
 def modules_of(source: LayerSpec | None, args: Mapping[str, Any], implementation: str | None) -> dict[str, Any]:
-    """The arguments that choose the modules: those whose names the files have.
+    """Return the arguments that choose the modules: those whose names the files have.
 
     Megatron's own spec keeps experts one by one: `--moe-grouped-gemm` without Transformer Engine was another module up
     to 0.16, `GroupedMLP`, in whose form nothing is written.
@@ -43,23 +43,23 @@ def modules_of(source: LayerSpec | None, args: Mapping[str, Any], implementation
 
 
 def optimizer_arguments(training: Training) -> dict[str, Any]:
-    """The arguments by which Megatron-LM finds the optimizer's state, as the state itself has them.
+    """Return the arguments by which Megatron-LM finds the optimizer's state, as the state itself has them.
 
     A checkpoint whose arguments say that no optimizer was saved is loaded without one (`load_checkpoint`).
     """
-    found: dict[str, Any] = {"use_distributed_optimizer": training.distributed, "no_save_optim": None}
+    fields: dict[str, Any] = {"use_distributed_optimizer": training.distributed, "no_save_optim": None}
     scheduler = training.scheduler or {}
     for group in training.groups:
         prefix = "decoupled_" if group.get("is_decoupled_lr") else ""
         for name, stored in ((f"{prefix}lr", "max_lr"), (f"{prefix}min_lr", "min_lr")):
             value = group.get(stored, None if prefix else scheduler.get(stored))
-            if value is not None and name not in found:
-                found[name] = value
-    return found
+            if value is not None and name not in fields:
+                fields[name] = value
+    return fields
 
 
 def layout_arguments(layout: Layout, dims: Dims) -> dict[str, Any]:
-    """The Megatron arguments that a layout decides.
+    """Return the Megatron arguments that a layout decides.
 
     Layers of a virtual stage say how many there are where all stages have as many; else Megatron-LM is told the number
     of virtual stages. A pipeline layout says it by itself.
@@ -98,7 +98,8 @@ NO_STAGES: dict[str, Any] = {
 
 
 def pattern_arguments(layout: Layout, dims: Dims, release: Release) -> dict[str, Any]:
-    """The arguments that say the layers of a hybrid, and the stages that are not of equal size; none for other models.
+    """Return the arguments that say the layers of a hybrid, and the stages that are not of equal size;
+    none for other models.
 
     Both names of the pattern are stored where any release may load it, each of which reads its own
     (`load_args_from_checkpoint`).

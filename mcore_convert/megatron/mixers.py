@@ -114,7 +114,8 @@ def _stand_ins() -> Iterator[None]:
 
 
 def scan(x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tensor, _chunk: int, **options: Any) -> Tensor:
-    """The recurrence of a mixer, one position after the other, with the arguments of `mamba_chunk_scan_combined`.
+    """Return the recurrence of a mixer, one position after the other,
+    with the arguments of `mamba_chunk_scan_combined`.
 
     Shapes: x and the result `[batch, length, heads, size]`, dt `[batch, length, heads]`, what is written to and read
     from the state (B and C) `[batch, length, groups, states]`, and `[heads]` the decay (A), `D` and `dt_bias`.
@@ -148,7 +149,9 @@ class GatedNorm(torch.nn.Module):
 
 
 def rearrange(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """A tensor with its axes named, split and moved, as `b l (h p) -> l b h p`; `1` is an axis that is left out."""
+    """Return a tensor with its axes named, split and moved, as `b l (h p) -> l b h p`;
+    `1` is an axis that is left out.
+    """
     source, target = ([(group or name).split() for group, name in _AXES.findall(side)] for side in pattern.split("->"))
     for axes, length in zip(source, tensor.shape, strict=True):
         known = math.prod(sizes[axis] for axis in axes if axis in sizes)

@@ -85,7 +85,9 @@ def build_model(
 
 
 def _build_hybrid(args: Mapping[str, Any], config: TransformerConfig, positions: str, **stage: bool) -> Any:
-    """A `MambaModel` in the place of a `GPTModel`: 0.16.1 has no virtual stages of it, and no pattern with borders."""
+    """Return a `MambaModel` in the place of a `GPTModel`: 0.16.1 has no virtual stages of it,
+    and no pattern with borders.
+    """
     from mcore_convert.megatron.mixers import hybrid_stack, import_hybrids
 
     import_hybrids()

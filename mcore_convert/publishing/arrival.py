@@ -1,4 +1,4 @@
-"""What the Hub has: the files of a commit, compared with those of a directory, before it is made and afterwards."""
+"""Contents of the Hub: the files of a commit, compared with those of a directory, before it is made and afterwards."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def files_at(api: HfApi, repo: str, revision: str) -> dict[str, Any]:
-    """The files of a commit by their names."""
+    """Return the files of a commit by their names."""
     entries = api.list_repo_tree(repo, recursive=True, revision=revision)
     return {entry.path: entry for entry in entries if hasattr(entry, "blob_id")}
 
 
 def is_same(path: Path, there: Any) -> bool:
-    """Whether a file is what the Hub has: by the SHA-256 of a large one, by the git object id of a small one."""
+    """Return whether a file is what the Hub has: by the SHA-256 of a large one, by the git object id of a small one."""
     size = path.stat().st_size
     if size != there.size:
         return False
@@ -63,7 +63,9 @@ def check_arrived(
 
 
 def _has_arrived(addition: CommitOperationAdd, there: Any) -> bool:
-    """Whether the Hub has what was sent; the client took the checksum of a large file, which is not read again."""
+    """Return whether the Hub has what was sent; the client took the checksum of a large file,
+    which is not read again.
+    """
     if there.lfs is not None and there.size == addition.upload_info.size:
         return bool(addition.upload_info.sha256.hex() == there.lfs.sha256)
     return is_same(Path(str(addition.path_or_fileobj)), there)

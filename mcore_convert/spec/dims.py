@@ -144,15 +144,15 @@ class Dims:
         return range(self.num_layers, self.num_layers + self.mtp_num_layers)
 
     def parts_of(self, layer: int) -> frozenset[str]:
-        """The parts of a layer. One that predicts is like the last of the decoder (`get_gpt_mtp_block_spec`)."""
+        """Return the parts of a layer. One that predicts is like the last of the decoder (`get_gpt_mtp_block_spec`)."""
         return self.parts[min(layer, self.num_layers - 1)]
 
     def layers_with(self, part: str | None) -> list[int]:
-        """The layers that have a part, or all."""
+        """Return the layers that have a part, or all."""
         return [layer for layer, parts in enumerate(self.parts) if part is None or part in parts]
 
     def size(self, word: str) -> int:
-        """The size that a word of a shape stands for; `vocab` is the true vocabulary."""
+        """Return the size that a word of a shape stands for; `vocab` is the true vocabulary."""
         return self._sizes[word]
 
     @cached_property
@@ -206,7 +206,7 @@ class Dims:
         }
 
     def sized(self, shard: Shard) -> Shard:
-        """The shard with numbers for the words that tell how large its parts are."""
+        """Return the shard with numbers for the words that tell how large its parts are."""
         if not shard.names:
             return shard
         if shard not in self._sized:
@@ -219,12 +219,12 @@ class Dims:
         return {}
 
     def padded_shape(self, words: tuple[str, ...], *, vocab: bool) -> Shape:
-        """The shape as Megatron holds it: a `vocab` row with its padding."""
+        """Return the shape as Megatron holds it: a `vocab` row with its padding."""
         shape = self.shape(words)
         return (self.padded_vocab_size, *shape[1:]) if vocab else shape
 
     def shape(self, words: tuple[str, ...]) -> Shape:
-        """The shape that the words of a row describe."""
+        """Return the shape that the words of a row describe."""
         if words not in self._shapes:
             self._shapes[words] = tuple(self.size(word) for word in words)
         return self._shapes[words]
@@ -240,7 +240,8 @@ class Dims:
 
 
 def has_expert_bias(args: Mapping[str, Any]) -> bool:
-    """Whether experts and their router have biases as they do since Megatron Core 0.15, which came with `softmax_type`.
+    """Return whether experts and their router have biases as they do since Megatron Core 0.15,
+    which came with `softmax_type`.
 
     Since then no expert is cut over ranks where they do (`moe/router.py`, `Router`; `TransformerConfig`,
     `__post_init__`). In earlier versions the router has none.
@@ -249,37 +250,37 @@ def has_expert_bias(args: Mapping[str, Any]) -> bool:
 
 
 def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of latent attention (Megatron Core, `MLATransformerConfig`)."""
+    """Return the sizes of latent attention (Megatron Core, `MLATransformerConfig`)."""
     names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    found = {name: args.get(name) for name in (*names, "q_lora_rank")}
-    _refuse_no_sizes(found, names if found["q_lora_rank"] is None else tuple(found), "latent attention")
-    return found
+    sizes = {name: args.get(name) for name in (*names, "q_lora_rank")}
+    _refuse_no_sizes(sizes, names if sizes["q_lora_rank"] is None else tuple(sizes), "latent attention")
+    return sizes
 
 
 def _linear(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of linear attention (Megatron Core 0.16, `TransformerConfig`)."""
+    """Return the sizes of linear attention (Megatron Core 0.16, `TransformerConfig`)."""
     names = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
-    found: dict[str, Any] = {f"linear_{name}": args.get(f"linear_{name}") for name in names}
-    _refuse_no_sizes(found, tuple(found), "linear attention")
-    keys, values = found["linear_num_key_heads"], found["linear_num_value_heads"]
+    sizes: dict[str, Any] = {f"linear_{name}": args.get(f"linear_{name}") for name in names}
+    _refuse_no_sizes(sizes, tuple(sizes), "linear attention")
+    keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     if values % keys:
         raise ConfigError(f"`linear_num_value_heads` = {values} cannot be shared by `linear_num_key_heads` = {keys}")
-    return found
+    return sizes
 
 
 def _mamba(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of Mamba mixers (Megatron Core 0.12 to 0.19, `MambaMixer`)."""
-    found = {**{name: args.get(name) for name in hybrid.SIZES}, "mamba_num_heads": hybrid.num_heads(args)}
-    _refuse_no_sizes(found, tuple(found), "a Mamba mixer")
-    heads, groups = found["mamba_num_heads"], found["mamba_num_groups"]
+    """Return the sizes of Mamba mixers (Megatron Core 0.12 to 0.19, `MambaMixer`)."""
+    sizes = {**{name: args.get(name) for name in hybrid.SIZES}, "mamba_num_heads": hybrid.num_heads(args)}
+    _refuse_no_sizes(sizes, tuple(sizes), "a Mamba mixer")
+    heads, groups = sizes["mamba_num_heads"], sizes["mamba_num_groups"]
     if heads % groups:
         raise ConfigError(f"`mamba_num_heads` = {heads} cannot be shared by `mamba_num_groups` = {groups}")
-    return found
+    return sizes
 
 
-def _refuse_no_sizes(found: Mapping[str, Any], names: tuple[str, ...], what: str) -> None:
-    bad = [name for name in names if type(found[name]) is not int or found[name] < 1]
+def _refuse_no_sizes(sizes: Mapping[str, Any], names: tuple[str, ...], what: str) -> None:
+    bad = [name for name in names if type(sizes[name]) is not int or sizes[name] < 1]
     if bad:
         raise ConfigError(
-            f"the Megatron arguments do not describe {what}", items=[f"{name} = {found[name]!r}" for name in bad]
+            f"the Megatron arguments do not describe {what}", items=[f"{name} = {sizes[name]!r}" for name in bad]
         )

@@ -11,13 +11,15 @@ from mcore_convert.spec.layers import expert_layers
 
 
 def num_experts(key: str, *, other: str, default: int) -> Field:
-    """How many experts a layer has. Versions of transformers differ in the name; the first one is written."""
+    """Return the field of the number of experts. Versions of transformers differ in the name;
+    the first one is written.
+    """
 
     def to_megatron(config: Values) -> dict[str, Any]:
-        said = {name: config[name] for name in (key, other) if config[name] is not None}
-        if len(set(map(repr, said.values()))) > 1:
-            raise Refused(" and ".join(f"`{name}` = {shown(value)}" for name, value in said.items()) + " differ")
-        name, count = next(iter(said.items()), (key, default))
+        stated = {name: config[name] for name in (key, other) if config[name] is not None}
+        if len(set(map(repr, stated.values()))) > 1:
+            raise Refused(" and ".join(f"`{name}` = {shown(value)}" for name, value in stated.items()) + " differ")
+        name, count = next(iter(stated.items()), (key, default))
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise Refused(f"`{name}` = {shown(count)} is not a number of experts")
         return {"num_experts": count}
@@ -29,7 +31,7 @@ def num_experts(key: str, *, other: str, default: int) -> Field:
 
 
 def sparse_layers() -> Field:
-    """Which layers have experts: every `decoder_sparse_step`th, but for `mlp_only_layers`."""
+    """Return the field of the layers with experts: every `decoder_sparse_step`th, but for `mlp_only_layers`."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         step, without, count = (
@@ -43,8 +45,8 @@ def sparse_layers() -> Field:
             raise Refused(f"`mlp_only_layers` = {shown(without)} is not a list of layers")
         pattern = [int((layer + 1) % step == 0 and layer not in without) for layer in range(count)]
         if not any(pattern):
-            said = f"`decoder_sparse_step` = {step} and `mlp_only_layers` = {shown(without)}"
-            raise Refused(f"{said} leave no layer with experts")
+            stated = f"`decoder_sparse_step` = {step} and `mlp_only_layers` = {shown(without)}"
+            raise Refused(f"{stated} leave no layer with experts")
         return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
     def to_hf(args: Values) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def sparse_layers() -> Field:
 
 
 def every_layer() -> Field:
-    """All layers have experts."""
+    """Return the field of a model that has experts in all layers."""
 
     def to_hf(args: Values) -> dict[str, Any]:
         if not all(expert_layers(args.get("moe_layer_freq"), stated(args, "num_layers"))):
@@ -66,7 +68,8 @@ def every_layer() -> Field:
 
 
 def router(*, default: int | None, normed: bool | None = None) -> Field:
-    """How many experts see a token, and whether their weights are made to sum to one (`norm_topk_prob`).
+    """Return the field of the number of experts that see a token,
+    and whether their weights sum to one (`norm_topk_prob`).
 
     A softmax over all experts, then normed over the chosen ones, is the softmax over the chosen ones alone: Megatron's
     `moe_router_pre_softmax` is its opposite. Megatron Core refuses the latter for one expert a token, whose weight
@@ -109,7 +112,7 @@ def router(*, default: int | None, normed: bool | None = None) -> Field:
 
 
 def expert_size(key: str, *, default: int, of_mlp: bool = False) -> Field:
-    """The size between the two matrices of an expert.
+    """Return the field of the size between the two matrices of an expert.
 
     Args:
         of_mlp: the class has no other MLP; Megatron's own size of one then is the same.
@@ -146,7 +149,7 @@ def first_dense_layers(*, default: int) -> Field:
 
 
 def shared_experts(*, default: int) -> Field:
-    """How many experts see every token. They are one MLP, as many times the size of an expert."""
+    """Return the field of the number of experts that see every token: one MLP, as many times the size of an expert."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         count, size = config["n_shared_experts"], config["moe_intermediate_size"]
@@ -167,7 +170,7 @@ def shared_experts(*, default: int) -> Field:
 
 
 def scaled_weights(*, default: float) -> Field:
-    """What the weights of chosen experts are multiplied by; Megatron takes 0 and None for 1."""
+    """Return the field of the factor of the weights of chosen experts; Megatron takes 0 and None for 1."""
     factor = same("routed_scaling_factor", "moe_router_topk_scaling_factor", kind=float, default=default)
 
     def to_hf(args: Values) -> dict[str, Any]:
@@ -197,13 +200,13 @@ def expert_groups(*, best: int, default: tuple[int | None, int | None], method: 
             raise Refused(f"`topk_method` = {shown(config['topk_method'])}")
         if count in (None, 1) or config["topk_method"] != method[1] or count == chosen:
             return dict.fromkeys(names)
-        said = f"`n_group` = {shown(count)} and `topk_group` = {shown(chosen)}"
+        stated = f"`n_group` = {shown(count)} and `topk_group` = {shown(chosen)}"
         if any(type(each) is not int or each < 1 for each in (count, chosen, topk)) or chosen > count:
-            raise Refused(f"{said} are no groups of experts")
+            raise Refused(f"{stated} are no groups of experts")
         if topk // chosen != best:
             raise Refused(
-                f"{said} with `num_experts_per_tok` = {topk}: Megatron Core rates a group by its best {topk // chosen} "
-                f"experts, and this class by its best {best}"
+                f"{stated} with `num_experts_per_tok` = {topk}: Megatron Core rates a group by its best "
+                f"{topk // chosen} experts, and this class by its best {best}"
             )
         return dict(zip(names, (count, chosen), strict=True))
 
@@ -233,8 +236,10 @@ def sigmoid_router(*, default: int) -> Field:
     def to_megatron(config: Values) -> dict[str, Any]:
         args = count.to_megatron(config)
         if config["norm_topk_prob"] is not (args["moe_router_topk"] > 1):
-            said = f"`norm_topk_prob` = {shown(config['norm_topk_prob'])}"
-            raise Refused(f"{said} with `num_experts_per_tok` = {args['moe_router_topk']}, which Megatron Core has not")
+            stated = f"`norm_topk_prob` = {shown(config['norm_topk_prob'])}"
+            raise Refused(
+                f"{stated} with `num_experts_per_tok` = {args['moe_router_topk']}, which Megatron Core has not"
+            )
         return {**args, **fixed, "moe_router_pre_softmax": False}
 
     def to_hf(args: Values) -> dict[str, Any]:
@@ -249,7 +254,7 @@ def sigmoid_router(*, default: int) -> Field:
 
 
 def shared_expert(*, default: int) -> Field:
-    """The expert that sees every token, behind a gate of its own."""
+    """Return the field of the expert that sees every token, behind a gate of its own."""
     size = same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=default)
 
     def to_megatron(config: Values) -> dict[str, Any]:

@@ -17,7 +17,7 @@ Condition = Callable[[Dims], bool]
 
 
 def always(dims: Dims) -> bool:
-    """The condition of a weight that every model of the family has."""
+    """Return the condition of a weight that every model of the family has."""
     return True
 
 
@@ -77,7 +77,7 @@ class Weight:
         return self.mcore or self.hf[0]
 
     def is_joined(self, template: str) -> bool:
-        """Whether a Hugging Face tensor of this name holds the weight of all experts of a layer."""
+        """Return whether a Hugging Face tensor of this name holds the weight of all experts of a layer."""
         return "expert" in placeholders_of(self.name) and "expert" not in placeholders_of(template)
 
     @property
@@ -91,21 +91,21 @@ class Weight:
         return self.predicts or "layer" in placeholders_of(self.name)
 
     def layers(self, dims: Dims) -> range:
-        """The layers of which each may have one: those of the decoder, or those after them that predict."""
+        """Return the layers of which each may have one: those of the decoder, or those after them that predict."""
         return dims.predicting if self.predicts else range(dims.num_layers)
 
     def exists(self, dims: Dims) -> bool:
-        """Whether a model of these sizes has the weight in any layer."""
+        """Return whether a model of these sizes has the weight in any layer."""
         if self.predicts and not dims.mtp_num_layers:
             return False
         return self.when(dims) and (self.part is None or any(self.in_layer(at, dims) for at in self.layers(dims)))
 
     def in_layer(self, layer: int, dims: Dims) -> bool:
-        """Whether a layer has the weight."""
+        """Return whether a layer has the weight."""
         return self.part is None or self.part in dims.parts_of(layer)
 
     def at(self, layer: int | None, dims: Dims) -> list[Index]:
-        """Where a layer has the weight: once, once for each expert, or not at all."""
+        """Return where a layer has the weight: once, once for each expert, or not at all."""
         if layer is not None and not self.in_layer(layer, dims):
             return []
         mtp = layer - dims.num_layers if self.predicts and layer is not None else None
@@ -158,7 +158,7 @@ def segmented(
     pack: Pack = Same(),
     part: str | None = None,
 ) -> Weight:
-    """A weight of named segments, one below the other, of which each is cut on its own.
+    """Return a weight of named segments, one below the other, of which each is cut on its own.
 
     Args:
         segments: the size of each, in the words of `Dims.size`, by the name that it has in `torch_dist`.
@@ -168,17 +168,19 @@ def segmented(
 
 
 def buffer(mcore: str, shape: str, *hf: str, part: str | None = None) -> Weight:
-    """A tensor of the model that no optimizer trains, whole on every rank."""
+    """Return a tensor of the model that no optimizer trains, whole on every rank."""
     return Weight(mcore, tuple(shape.split()), hf, part=part, trained=False)
 
 
 def copy_of(weight: Weight, hf: str) -> Weight:
-    """A tensor of Hugging Face's that repeats a weight in each layer that predicts further tokens."""
+    """Return a tensor of Hugging Face's that repeats a weight in each layer that predicts further tokens."""
     return Weight(None, weight.shape, (hf,), when=weight.when, vocab=weight.vocab, copy_of=weight.mcore)
 
 
 def must_be_zero(hf: str, shape: str, *, when: Condition = always) -> Weight:
-    """A tensor that Hugging Face has and Megatron cannot hold: proven zero on the way in, written as zeros back."""
+    """Return a tensor that Hugging Face has and Megatron cannot hold: proven zero on the way in,
+    written as zeros back.
+    """
     return Weight(None, tuple(shape.split()), (hf,), when=when)
 
 
@@ -201,7 +203,7 @@ class Family:
     prevalence: int = 0
 
     def instances(self, dims: Dims) -> Iterator[tuple[Weight, Index]]:
-        """Every weight that a model of these sizes has, layer by layer, in the order of the forward pass."""
+        """Yield every weight that a model of these sizes has, layer by layer, in the order of the forward pass."""
         rows = (weight for weight in self.weights if weight.exists(dims))
         for (per_layer, _), block in groupby(rows, key=lambda weight: (weight.per_layer, weight.predicts)):
             weights = list(block)
@@ -210,12 +212,12 @@ class Family:
                     yield from ((weight, at) for at in weight.at(layer, dims))
 
     def original_of(self, item: Item) -> Item:
-        """The weight that a tensor of Hugging Face's is a copy of; the item itself where it is none."""
+        """Return the weight that a tensor of Hugging Face's is a copy of; the item itself where it is none."""
         copied = item.weight.copy_of
         if copied is None:
             return item
         return Item(next(weight for weight in self.weights if weight.mcore == copied), Index(), item.state)
 
     def shape(self, weight: Weight, dims: Dims) -> Shape:
-        """The shape of the global tensor, without vocabulary padding."""
+        """Return the shape of the global tensor, without vocabulary padding."""
         return dims.shape(weight.shape)

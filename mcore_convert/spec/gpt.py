@@ -59,7 +59,7 @@ WEIGHT_SHARDS = {
 
 
 def refusals(args: Mapping[str, Any]) -> list[str]:
-    """Why the weights of a model with these arguments are not known, a line each."""
+    """Return why the weights of a model with these arguments are not known, a line each."""
     tp = args.get("tensor_model_parallel_size") or 1
     again = [
         f"`{name}` = {args[name]!r}, with `{size}` = {args.get(size) or tp}"
@@ -76,13 +76,13 @@ def refusals(args: Mapping[str, Any]) -> list[str]:
 
 
 def _refusals_of_linear_attention(args: Mapping[str, Any]) -> list[str]:
-    """What no release builds beside it, or what releases build in different ways."""
-    said = f"`experimental_attention_variant` = '{GATED_DELTA_NET}'"
+    """Return what no release builds beside it, or what releases build in different ways."""
+    stated = f"`experimental_attention_variant` = '{GATED_DELTA_NET}'"
     if args.get("multi_latent_attention"):
-        return [f"{said}, with `multi_latent_attention` = True"]
+        return [f"{stated}, with `multi_latent_attention` = True"]
     if args.get("mtp_num_layers") and linear_layers(args, args["num_layers"])[-1]:
         # 0.16 gives the layers that predict plain attention, and 0.19 that of the last layer (`gpt_builders.py`)
-        return [f"{said} in the last layer, with `mtp_num_layers` = {args['mtp_num_layers']!r}"]
+        return [f"{stated} in the last layer, with `mtp_num_layers` = {args['mtp_num_layers']!r}"]
     return []
 
 
@@ -96,22 +96,22 @@ NOT_OF_HYBRIDS: dict[str, tuple[Any, ...]] = {
 
 
 def _refusals_of_hybrids(args: Mapping[str, Any]) -> list[str]:
-    """What no layer of a hybrid has, and layers that are not described here."""
+    """Return what no layer of a hybrid has, and layers that are not described here."""
     pattern = str(hybrid.stated_pattern(args))
-    said = f"`{hybrid.PATTERN}` = {pattern!r}"
+    stated = f"`{hybrid.PATTERN}` = {pattern!r}"
     lines = [
-        f"{said}, with `{name}` = {args[name]!r}"
+        f"{stated}, with `{name}` = {args[name]!r}"
         for name, plain in NOT_OF_HYBRIDS.items()
         if args.get(name) not in plain
     ]
     if hybrid.PREDICTING in pattern:
-        lines.append(f"{said} has layers that predict further tokens")
+        lines.append(f"{stated} has layers that predict further tokens")
     strange = sorted(set(pattern) - {*hybrid.LETTERS, hybrid.STAGE, hybrid.PREDICTING})
-    return lines + ([f"{said} has the layers {', '.join(strange)}"] if strange else [])
+    return lines + ([f"{stated} has the layers {', '.join(strange)}"] if strange else [])
 
 
 def family(args: Mapping[str, Any]) -> Family:
-    """The rows as a family that no Hugging Face model belongs to.
+    """Return the rows as a family that no Hugging Face model belongs to.
 
     Raises:
         ConfigError: the arguments ask for weights that are not described here.
@@ -123,7 +123,7 @@ def family(args: Mapping[str, Any]) -> Family:
 
 
 def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
-    """The rows of a model with these normalised Megatron arguments."""
+    """Return the rows of a model with these normalised Megatron arguments."""
     bias, gated = bool(args.get("add_bias_linear")), bool(args.get("swiglu") or args.get("quick_geglu"))
     qkv_bias = bias or bool(args.get("add_qkv_bias"))
     norm_bias = args.get("normalization") == "LayerNorm"
@@ -159,7 +159,9 @@ def weights(args: Mapping[str, Any]) -> tuple[Weight, ...]:
 
 
 def predicting(weight: Weight) -> Weight:
-    """The row of a layer that predicts further tokens, from that of a decoder layer (`MultiTokenPredictionLayer`)."""
+    """Return the row of a layer that predicts further tokens, from that of a decoder layer
+    (`MultiTokenPredictionLayer`).
+    """
     assert weight.mcore is not None
     return replace(weight, mcore=weight.mcore.replace(LAYER, MTP + "transformer_layer."))
 
@@ -192,7 +194,7 @@ def _gated_delta_net(norm_bias: bool) -> list[Weight]:
 
 
 def _mixer(norm_bias: bool) -> list[Weight]:
-    """A Mamba mixer, whose linear layers never have biases (`mamba_mixer.py`)."""
+    """Return a Mamba mixer, whose linear layers never have biases (`mamba_mixer.py`)."""
     prefix = LAYER + "mixer."
     return [
         *(_row(prefix + name, "mamba_heads", COLUMN) for name in ("dt_bias", "A_log", "D")),
@@ -251,7 +253,7 @@ def _norm(prefix: str, bias: bool, shape: str = "hidden") -> list[Weight]:
 
 
 def _linear(prefix: str, rows: str, columns: str, shard: Shard, bias: bool) -> list[Weight]:
-    """A linear layer; the bias is cut as the rows are, so that of a row-parallel layer is not."""
+    """Return a linear layer; the bias is cut as the rows are, so that of a row-parallel layer is not."""
     weight = _row(prefix + "weight", f"{rows} {columns}", shard)
     if not bias:
         return [weight]

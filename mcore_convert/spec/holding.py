@@ -59,11 +59,11 @@ class Holding:
         return max(self.stages)
 
     def mtp(self, dims: Dims) -> Stage:
-        """The stage with the layers that predict further tokens."""
+        """Return the stage with the layers that predict further tokens."""
         return self.layout.mtp_stage(dims.num_layers)
 
     def copies_of_embedding(self, dims: Dims) -> dict[str, Stage]:
-        """The further stages that have the embedding, by the name of the tensor there.
+        """Return the further stages that have the embedding, by the name of the tensor there.
 
         From Megatron Core 0.16, `gpt_model.py`: `tie_word_embeddings_state_dict`, `setup_embeddings_and_output_layer`.
         """
@@ -140,5 +140,5 @@ class Holding:
 
 
 def is_of_expert(weight: Weight) -> bool:
-    """Whether a row stands for each expert."""
+    """Return whether a row stands for each expert."""
     return "expert" in placeholders_of(weight.mcore or "")

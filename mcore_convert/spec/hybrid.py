@@ -34,7 +34,7 @@ EPSILON = 1e-5  # of the norm within a mixer, which no argument changes
 
 
 def is_hybrid(args: Mapping[str, Any]) -> bool:
-    """Whether a run with these arguments builds a hybrid."""
+    """Return whether a run with these arguments builds a hybrid."""
     spec = args.get("spec")
     return (
         any(args.get(name) is not None for name in (PATTERN, OLD_PATTERN))
@@ -44,7 +44,7 @@ def is_hybrid(args: Mapping[str, Any]) -> bool:
 
 
 def stated_pattern(args: Mapping[str, Any]) -> Any:
-    """The pattern as it is stored, or as the ratios make it; None where the model is no hybrid.
+    """Return the pattern as it is stored, or as the ratios make it; None where the model is no hybrid.
 
     Raises:
         ConfigError: the ratios are none.
@@ -56,7 +56,7 @@ def stated_pattern(args: Mapping[str, Any]) -> Any:
 
 
 def letters_of(args: Mapping[str, Any], num_layers: int) -> str | None:
-    """A letter for each layer of a hybrid; None where the model is none.
+    """Return a letter for each layer of a hybrid; None where the model is none.
 
     Raises:
         ConfigError: the pattern has other letters, or is one of another number of layers.
@@ -75,7 +75,9 @@ def letters_of(args: Mapping[str, Any], num_layers: int) -> str | None:
 
 
 def normalised(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that make a model a hybrid, in one spelling: the pattern, apart from the stages of a layout."""
+    """Return the arguments that make a model a hybrid, in one spelling: the pattern,
+    apart from the stages of a layout.
+    """
     pattern, layout = stated_pattern(args), pipeline_layout_of(args)
     sizes = {name: value for name, value in SIZES.items() if args.get(name) is None}
     return {
@@ -90,24 +92,24 @@ def normalised(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What the configuration of another program, whose class is one of hybrids, says beside its fields."""
-    said: dict[str, Any] = {"is_hybrid_model": True}
+    """Return what the configuration of another program, whose class is one of hybrids, says beside its fields."""
+    stated: dict[str, Any] = {"is_hybrid_model": True}
     pattern = next((fields[name] for name in (PATTERN, OLD_PATTERN) if isinstance(fields.get(name), str)), None)
     if fields.get("num_layers") is None and pattern is not None:
-        said["num_layers"] = len(pattern.partition(PREDICTING)[0].replace(STAGE, ""))
-    return said
+        stated["num_layers"] = len(pattern.partition(PREDICTING)[0].replace(STAGE, ""))
+    return stated
 
 
 def num_heads(args: Mapping[str, Any]) -> Any:
-    """The heads of a mixer, from arguments that may leave them to follow from the other sizes."""
-    said, hidden, head = (args.get(name) for name in ("mamba_num_heads", "hidden_size", "mamba_head_dim"))
-    if said is None and isinstance(hidden, int) and isinstance(head, int) and head > 0:
+    """Return the heads of a mixer, from arguments that may leave them to follow from the other sizes."""
+    stated, hidden, head = (args.get(name) for name in ("mamba_num_heads", "hidden_size", "mamba_head_dim"))
+    if stated is None and isinstance(hidden, int) and isinstance(head, int) and head > 0:
         return EXPANSION * hidden // head
-    return said
+    return stated
 
 
 def pipeline_layout_of(args: Mapping[str, Any]) -> str | None:
-    """The stages that the pattern has, as a pipeline layout of Megatron's; None where it does not tell them."""
+    """Return the stages that the pattern has, as a pipeline layout of Megatron's; None where it does not tell them."""
     pattern = args.get(PATTERN)
     if not isinstance(pattern, str) or STAGE not in pattern:
         return None
@@ -116,7 +118,7 @@ def pipeline_layout_of(args: Mapping[str, Any]) -> str | None:
 
 
 def with_stages(letters: str, counts: Iterable[int]) -> str:
-    """The pattern with the borders of stages of so many layers each."""
+    """Return the pattern with the borders of stages of so many layers each."""
     parts, start = [], 0
     for count in counts:
         parts.append(letters[start : start + count])
@@ -125,7 +127,7 @@ def with_stages(letters: str, counts: Iterable[int]) -> str:
 
 
 def _by_ratios(args: Mapping[str, Any]) -> str:
-    """The pattern of the shares of layers that are attention and MLPs (`_allocate_auto`)."""
+    """Return the pattern of the shares of layers that are attention and MLPs (`_allocate_auto`)."""
     count = args.get("num_layers")
     shares = [args.get(name) or 0.0 for name in RATIOS]
     if type(count) is not int or not all(isinstance(each, int | float) and 0 <= each <= 1 for each in shares):
@@ -142,7 +144,7 @@ def _by_ratios(args: Mapping[str, Any]) -> str:
 
 
 def _spread(places: Iterable[int], distance: float) -> list[int]:
-    """The places that follow each other at about a distance, counted from before the first."""
+    """Return the places that follow each other at about a distance, counted from before the first."""
     chosen, left = [], distance
     for place in places:
         if left < 0.5:

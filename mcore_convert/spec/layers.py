@@ -25,7 +25,7 @@ MAX_PATTERN = 10_000  # entries: a damaged expression must not keep us busy
 
 
 def parts_of(args: Mapping[str, Any], num_layers: int) -> Parts:
-    """The parts of each layer, from normalised arguments.
+    """Return the parts of each layer, from normalised arguments.
 
     Raises:
         ConfigError: what says which layers are alike is no pattern of so many layers.
@@ -41,7 +41,7 @@ def parts_of(args: Mapping[str, Any], num_layers: int) -> Parts:
 
 
 def are_stacked(args: Mapping[str, Any]) -> bool:
-    """Whether one key of `torch_dist` holds a weight of all layers, as where Megatron Core takes them for alike.
+    """Return whether one key of `torch_dist` holds a weight of all layers, as where Megatron Core takes them for alike.
 
     A list says that they are not, even one of ones only (Megatron Core 0.10 to 0.19, `transformer_block.py`,
     `sharded_state_dict`).
@@ -53,7 +53,7 @@ def are_stacked(args: Mapping[str, Any]) -> bool:
 
 
 def expert_layers(frequency: Any, num_layers: int) -> list[bool]:
-    """Which layers have experts: every so many, from the first on, or those where a list has a one.
+    """Return which layers have experts: every so many, from the first on, or those where a list has a one.
 
     The list may be an expression, as `([0]*1+[1]*3)*2` on the command line (`arguments.py`, `moe_freq_type`;
     `gpt_layer_specs.py`, `get_gpt_decoder_layer_specs`).
@@ -70,7 +70,7 @@ def expert_layers(frequency: Any, num_layers: int) -> list[bool]:
 
 
 def linear_layers(args: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers have linear attention: all but every so many, or those where a list has a one.
+    """Return which layers have linear attention: all but every so many, or those where a list has a one.
 
     From Megatron Core 0.16.1, `experimental_attention_variant_module_specs.py`, `get_linear_attention_pattern`.
 
@@ -101,15 +101,15 @@ def _evaluated(frequency: Any, name: str) -> int | list[Any] | None:
         raise ConfigError(f"`{name}` = {frequency!r} is not a number of layers")
     if isinstance(frequency, str):
         try:
-            found: int | list[Any] = _value(ast.parse(frequency.strip(), mode="eval").body)
-            return found
+            value: int | list[Any] = _value(ast.parse(frequency.strip(), mode="eval").body)
+            return value
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ConfigError(f"`{name}` = {frequency!r} is neither a number nor a list of 0 and 1") from error
     return list(frequency) if isinstance(frequency, list | tuple) else frequency
 
 
 def _value(node: ast.expr) -> Any:
-    """The value of an expression of integers, lists, `+` and `*`."""
+    """Return the value of an expression of integers, lists, `+` and `*`."""
     match node:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
             return number

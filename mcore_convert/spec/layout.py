@@ -75,7 +75,7 @@ class Layout:
 
     @classmethod
     def of(cls, args: Mapping[str, Any]) -> Layout:
-        """The layout that the arguments of a run describe.
+        """Return the layout that the arguments of a run describe.
 
         The text of a pipeline layout may have been parsed into an object, which is known by its state alone.
 
@@ -126,7 +126,8 @@ class Layout:
         return math.lcm(self.tp, self.expert_tp * self.ep)
 
     def ranks(self) -> Iterator[Rank]:
-        """Every rank that holds its own part: TP x PP x EP of them, fewer where experts are cut less than the rest.
+        """Yield every rank that holds its own part: TP x PP x EP of them,
+        fewer where experts are cut less than the rest.
 
         Ranks count through TP, and through ETP and EP, at once (Megatron Core, `parallel_state.py`, `RankGenerator`).
         """
@@ -142,7 +143,7 @@ class Layout:
         return parts, rank.tp % parts
 
     def stages(self, num_layers: int) -> dict[Stage, range]:
-        """The global indices of the decoder layers on each stage, in the order of the forward pass.
+        """Return the global indices of the decoder layers on each stage, in the order of the forward pass.
 
         Raises:
             LayoutError: the layers cannot be dealt out so.
@@ -160,7 +161,8 @@ class Layout:
         return layers
 
     def mtp_stage(self, num_layers: int) -> Stage:
-        """The stage with the layers that predict further tokens: the last, unless the pipeline layout has it elsewhere.
+        """Return the stage with the layers that predict further tokens: the last,
+        unless the pipeline layout has it elsewhere.
 
         `num_layers` are those of the decoder. From Megatron Core 0.16, `get_mtp_num_layers_to_build`.
         """
@@ -171,7 +173,7 @@ class Layout:
         return stages[-1]
 
     def experts(self, num_experts: int, ep: int) -> range:
-        """The global indices of the experts on expert-parallel rank `ep`.
+        """Return the global indices of the experts on expert-parallel rank `ep`.
 
         Raises:
             LayoutError: the experts cannot be dealt out evenly.
@@ -182,11 +184,11 @@ class Layout:
         return range(ep * local, (ep + 1) * local)
 
     def of_model(self, dims: Dims) -> Layout:
-        """The layout with experts whole where Megatron Core cuts none, unless `etp` says otherwise."""
+        """Return the layout with experts whole where Megatron Core cuts none, unless `etp` says otherwise."""
         return replace(self, etp=1) if dims.expert_bias and self.etp is None and self.tp > 1 else self
 
     def check(self, dims: Dims) -> None:
-        """Whether Megatron Core can build a model of these sizes on this layout.
+        """Check whether Megatron Core can build a model of these sizes on this layout.
 
         Raises:
             LayoutError: with every reason why it cannot.
@@ -213,7 +215,9 @@ class Layout:
             raise LayoutError("the model does not fit this layout", items=problems, hint=self._divisors(dims))
 
     def _mtp_problems(self, num_layers: int) -> list[str]:
-        """Why the layers that predict further tokens have no place: all are on one stage, which is not the first."""
+        """Return why the layers that predict further tokens have no place: all are on one stage,
+        which is not the first.
+        """
         if self.pipeline_layout is None:
             return []
         counts = [text.count("m") for text in _stages_of(self.pipeline_layout)]
@@ -228,7 +232,9 @@ class Layout:
 
     @staticmethod
     def _tensor_problems(dims: Dims, tp: int) -> list[str]:
-        """Why the weights cannot be split over `tp` ranks; groups may also be shared by ranks (Megatron Core 0.16)."""
+        """Return why the weights cannot be split over `tp` ranks;
+        groups may also be shared by ranks (Megatron Core 0.16).
+        """
         sizes = {"num_attention_heads": dims.num_attention_heads}
         if dims.layers_with(MLP):
             sizes["ffn_hidden_size"] = dims.ffn_hidden_size
@@ -283,10 +289,10 @@ class Layout:
 
 
 def _stages_of(pipeline_layout: str) -> list[str]:
-    """The stages of a layout string, repetitions written out: `Et*2|(t|)*2L` is `Ett`, `t`, `t`, `L`."""
+    """Return the stages of a layout string, repetitions written out: `Et*2|(t|)*2L` is `Ett`, `t`, `t`, `L`."""
     text = pipeline_layout.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+        text = re.sub(pattern, lambda matched: matched[1] * int(matched[2]), text)
     unknown = sorted(set(text) - set("EtmL|"))
     if unknown:
         raise LayoutError(f"the pipeline layout `{pipeline_layout}` has unknown letters: {' '.join(unknown)}")

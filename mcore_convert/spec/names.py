@@ -36,30 +36,30 @@ class Index(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def placeholders_of(template: str) -> tuple[str, ...]:
-    """The placeholders that stand in a template, in the order of PLACEHOLDERS."""
+    """Return the placeholders that stand in a template, in the order of PLACEHOLDERS."""
     return tuple(name for name in PLACEHOLDERS if f"{{{name}}}" in template)
 
 
 def spell(template: str, at: Index) -> str:
-    """The key of one index: `spell("h.{layer}.ln", Index(3))` is `h.3.ln`."""
+    """Return the key of one index: `spell("h.{layer}.ln", Index(3))` is `h.3.ln`."""
     name = template.replace("{layer}", str(at.layer)).replace("{expert}", str(at.expert))
     return name if at.mtp is None else name.replace("{mtp}", str(at.mtp))
 
 
 @lru_cache(maxsize=4096)
 def drop(template: str, *names: str) -> str:
-    """The template without the given placeholders, as where they are axes: `h.{layer}.ln` becomes `h.ln`."""
+    """Return the template without the given placeholders, as where they are axes: `h.{layer}.ln` becomes `h.ln`."""
     for name in names:
         template = template.replace(f".{{{name}}}", "")
     return template
 
 
 def match(template: str, key: str) -> Index | None:
-    """The index at which a template spells `key`, or None where it never does."""
-    found = _compiled(template).fullmatch(key)
-    if found is None:
+    """Return the index at which a template spells `key`, or None where it never does."""
+    matched = _compiled(template).fullmatch(key)
+    if matched is None:
         return None
-    return Index(**{name: int(value) for name, value in found.groupdict().items()})
+    return Index(**{name: int(value) for name, value in matched.groupdict().items()})
 
 
 @lru_cache(maxsize=4096)

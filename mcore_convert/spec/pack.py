@@ -23,16 +23,16 @@ class Every(NamedTuple):
     step: int
 
     def box(self, box: Box) -> Box:
-        """The part of a box that these indices have, in a tensor of them alone; it may be empty."""
+        """Return the part of a box that these indices have, in a tensor of them alone; it may be empty."""
         low, high = (self._number(at) for at in (box.offsets[self.axis], box.offsets[self.axis] + box.sizes[self.axis]))
         return Box(_with(box.offsets, self.axis, low), _with(box.sizes, self.axis, high - low))
 
     def index_of(self, number: int) -> int:
-        """The index in the dimension, from that among these indices."""
+        """Return the index in the dimension, from that among these indices."""
         return self.first + number * self.step
 
     def _number(self, index: int) -> int:
-        """How many of these indices stand before one."""
+        """Return how many of these indices stand before one."""
         return max(0, -(-(index - self.first) // self.step))
 
 
@@ -58,16 +58,16 @@ class Pack(Protocol):
         """Shapes of the Hugging Face tensors, from that of the global tensor."""
 
     def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
-        """The pieces; the `mcore` boxes tile the global tensor, the `hf` boxes tile each Hugging Face tensor."""
+        """Return the pieces; the `mcore` boxes tile the global tensor, the `hf` boxes tile each Hugging Face tensor."""
 
 
 def packed(pack: Pack, shape: Shape, dims: Dims) -> tuple[list[Shape], list[Piece]]:
-    """The shapes and the pieces of a pack, computed once for all layers and experts of a model."""
+    """Return the shapes and the pieces of a pack, computed once for all layers and experts of a model."""
     key = (pack, shape)
     if key not in dims.packed:
         dims.packed[key] = (pack.shapes(shape, dims), pack.pieces(shape, dims))
-    found: tuple[list[Shape], list[Piece]] = dims.packed[key]
-    return found
+    pieces: tuple[list[Shape], list[Piece]] = dims.packed[key]
+    return pieces
 
 
 @dataclass(frozen=True)

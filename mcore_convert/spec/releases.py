@@ -45,15 +45,15 @@ SIGNS: tuple[tuple[Release, str], ...] = (
 
 
 def parse(text: str) -> Release:
-    """The release of a version: `0.12`, `0.16.1` or `core_v0.19.0`.
+    """Return the release of a version: `0.12`, `0.16.1` or `core_v0.19.0`.
 
     Raises:
         ConvertError: it is none, or one that is too old to be written for.
     """
-    found = re.fullmatch(r"(?:core_)?v?(\d+)\.(\d+)(?:[.a-z]\w*)*", text.strip())
-    if found is None:
+    matched = re.fullmatch(r"(?:core_)?v?(\d+)\.(\d+)(?:[.a-z]\w*)*", text.strip())
+    if matched is None:
         raise ConvertError(f"`{text}` is no version of Megatron-LM", hint="write 0.12, 0.16.1 or 0.19")
-    release = int(found[1]), int(found[2])
+    release = int(matched[1]), int(matched[2])
     if release < OLDEST:
         raise ConvertError(f"nothing is written for Megatron-LM {text}", hint=f"{spelled(OLDEST)} is the oldest")
     return release
@@ -65,5 +65,5 @@ def spelled(release: Release) -> str:
 
 
 def of_run(stored: Mapping[str, Any]) -> Release | None:
-    """The release that stored these arguments, as far as they tell: the oldest that has them all."""
+    """Return the release that stored these arguments, as far as they tell: the oldest that has them all."""
     return next((release for release, name in SIGNS if name in stored), None)

@@ -19,7 +19,7 @@ class Box(NamedTuple):
 
     @staticmethod
     def whole(shape: Shape) -> Box:
-        """The box that is all of a tensor."""
+        """Return the box that is all of a tensor."""
         return Box((0,) * len(shape), shape)
 
     @property
@@ -28,7 +28,7 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part of two boxes of one tensor, or None where they share no element."""
+        """Return the common part of two boxes of one tensor, or None where they share no element."""
         offsets = []
         sizes = []
         for mine, size, theirs, other_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -41,7 +41,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def relative_to(self, origin: Shape) -> Box:
-        """The same box counted from another corner."""
+        """Return the same box counted from another corner."""
         return Box(tuple(mine - zero for mine, zero in zip(self.offsets, origin, strict=True)), self.sizes)
 
     @property
@@ -70,7 +70,7 @@ class Shard:
         return self.parts == (1, 1)
 
     def lengths(self, length: int) -> list[int]:
-        """How much of a dimension each part takes.
+        """Return how much of a dimension each part takes.
 
         Raises:
             LayoutError: it cannot be shared so.
@@ -83,7 +83,7 @@ class Shard:
         return [length // whole * number for number in numbers]
 
     def boxes(self, shape: Shape, tp: int, rank: int) -> list[Box]:
-        """The boxes of the global tensor which, concatenated along `dim`, are the local tensor of `rank`.
+        """Return the boxes of the global tensor which, concatenated along `dim`, are the local tensor of `rank`.
 
         Raises:
             LayoutError: where `dim` cannot be cut evenly.
@@ -102,7 +102,7 @@ class Shard:
         return boxes
 
     def grid(self, shape: Shape, tp: int) -> list[Box]:
-        """The boxes of all ranks, each once: they tile the global tensor."""
+        """Return the boxes of all ranks, each once: they tile the global tensor."""
         if self.dim is None:
             return [Box.whole(shape)]
         return [box for rank in range(tp) for box in self.boxes(shape, tp, rank)]

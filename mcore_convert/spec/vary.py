@@ -14,7 +14,7 @@ from mcore_convert.spec.shard import COLUMN, REPLICATED
 
 
 def fields(base: Iterable[Field], *own: Field, **defaults: Any) -> tuple[Field, ...]:
-    """The fields of another family with some of one's own.
+    """Return the fields of another family with some of one's own.
 
     A field that answers for a key or an argument of an own one is left out. `defaults` are what the class in
     transformers has for keys of fields that are kept.
@@ -32,7 +32,7 @@ def fields(base: Iterable[Field], *own: Field, **defaults: Any) -> tuple[Field, 
 
 
 def weights(base: Iterable[Weight], *own: Weight, without: Iterable[str] = (), after: str = "") -> tuple[Weight, ...]:
-    """The rows of another family with some of one's own.
+    """Return the rows of another family with some of one's own.
 
     An own row takes the place of that of the same name; those that the base does not have follow the row `after`.
     Rows `without` are left out.
@@ -58,7 +58,7 @@ def weights(base: Iterable[Weight], *own: Weight, without: Iterable[str] = (), a
 
 
 def with_biases(base: Iterable[Weight], *parts: str) -> tuple[Weight, ...]:
-    """The rows with that of a bias behind each whose name has one of these `parts`.
+    """Return the rows with that of a bias behind each whose name has one of these `parts`.
 
     A bias is called as its weight is on both sides, is packed and cut as the rows of the weight are, and is whole on
     every rank where these are.
@@ -74,12 +74,12 @@ def with_biases(base: Iterable[Weight], *parts: str) -> tuple[Weight, ...]:
 
 
 def of_part(part: str, rows: Iterable[Weight]) -> tuple[Weight, ...]:
-    """The rows as those of one part of a layer, in the words of `spec.layers`."""
+    """Return the rows as those of one part of a layer, in the words of `spec.layers`."""
     return tuple(replace(row, part=part) for row in rows)
 
 
 def with_predicting(base: Iterable[Weight], layer: str) -> tuple[Weight, ...]:
-    """The rows with those of layers that predict further tokens, before that of the output layer.
+    """Return the rows with those of layers that predict further tokens, before that of the output layer.
 
     Such a layer has all that one of the decoder has, and Hugging Face numbers it after them: it holds two more norms, a
     projection, and copies of the embedding and of the output layer.
@@ -103,7 +103,7 @@ def with_predicting(base: Iterable[Weight], layer: str) -> tuple[Weight, ...]:
 
 
 def with_predicted_token(base: Iterable[Weight], layer: str) -> tuple[Weight, ...]:
-    """The rows with those of one layer that predicts a token further, before that of the output layer.
+    """Return the rows with those of one layer that predicts a token further, before that of the output layer.
 
     Hugging Face calls it `mtp`: it has all that a layer of plain attention has, two more norms, a projection and a last
     norm.
@@ -129,7 +129,7 @@ def with_predicted_token(base: Iterable[Weight], layer: str) -> tuple[Weight, ..
 
 
 def _renamed(row: Weight, old: str, new: str) -> Weight:
-    """The row with other names in Hugging Face's files."""
+    """Return the row with other names in Hugging Face's files."""
     also = tuple(replace(each, hf=tuple(name.replace(old, new) for name in each.hf)) for each in row.also)
     return replace(row, hf=tuple(name.replace(old, new) for name in row.hf), also=also)
 

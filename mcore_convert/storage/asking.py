@@ -34,7 +34,7 @@ class StoreError(OSError):
 
 
 def asked(path: Path, question: Callable[[], Result]) -> Result:
-    """The answer of a store; a question that meets a lost connection is put again.
+    """Return the answer of a store; a question that meets a lost connection is put again.
 
     Raises:
         OSError: what the store refuses, with its words, the path, and what to do.
@@ -51,7 +51,7 @@ def asked(path: Path, question: Callable[[], Result]) -> Result:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether the next attempt would end as this one did."""
+    """Return whether the next attempt would end as this one did."""
     status = _status_of(error)
     if status is not None:
         return 400 <= status < 500 and status not in (408, 425, 429)
@@ -59,7 +59,7 @@ def is_final(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
+    """Return what an error says, in a line."""
     text = str(getattr(error, "strerror", None) or error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -79,13 +79,13 @@ def _refusal_of(path: Path, error: Exception) -> OSError:
 
 
 def credentials_of(path: Path) -> str:
-    """What to do where a store does not know who asks."""
+    """Return what to do where a store does not know who asks."""
     protocol = path.parts[0].removesuffix(":")
     return f"set the credentials for {protocol} as fsspec takes them (FSSPEC_{protocol.upper()}_*), or its package does"
 
 
 def _status_of(error: BaseException | None) -> int | None:
-    """The HTTP status that an error comes from, where its package says."""
+    """Return the HTTP status that an error comes from, where its package says."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):

@@ -96,7 +96,7 @@ class Scratch:
         self._held: dict[str, NDArray[np.uint8]] = {}
 
     def array(self, name: str, dtype: Any, count: int) -> NDArray[Any]:
-        """The first elements of a buffer, with whatever they were left at."""
+        """Return the first elements of a buffer, with whatever they were left at."""
         kind = np.dtype(dtype)
         nbytes = kind.itemsize * count
         if name not in self._held or self._held[name].nbytes < nbytes:
@@ -105,7 +105,7 @@ class Scratch:
 
 
 def read(files: Files, view: View, block: Block, scratch: Scratch, name: str) -> Bits:
-    """The elements of a block.
+    """Return the elements of a block.
 
     Raises:
         UnreadableCheckpoint: the file ends before them.
@@ -123,7 +123,7 @@ def read(files: Files, view: View, block: Block, scratch: Scratch, name: str) ->
 
 
 def magnitudes(bits: Bits, scratch: Scratch) -> Bytes:
-    """The bits without the sign, which are ordered as the magnitudes of floats are."""
+    """Return the bits without the sign, which are ordered as the magnitudes of floats are."""
     exact = bits.exact
     mask = exact.dtype.type((1 << (8 * exact.itemsize - 1)) - 1)
     sizes: Bytes = np.bitwise_and(exact, mask, out=scratch.array("magnitudes", exact.dtype, bits.numel))
@@ -131,13 +131,13 @@ def magnitudes(bits: Bits, scratch: Scratch) -> Bytes:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a dtype becomes lanes; others are few, and go the slow way through fp64."""
+    """Return whether a dtype becomes lanes; others are few, and go the slow way through fp64."""
     return dtype in FINITE
 
 
 @lru_cache(maxsize=1024)
 def number(bits: int, dtype: str) -> float:
-    """The value of one element."""
+    """Return the value of one element."""
     size = np.dtype("uint8").itemsize if dtype.startswith("float8") else 2 if dtype.endswith("16") else 4
     return float(as_float(np.array([bits], f"u{size}"), dtype)[0])
 
@@ -159,12 +159,12 @@ class Lane(NamedTuple):
 
 
 def is_true_in_lanes(bits: Bits, scratch: Scratch) -> bool:
-    """Whether lanes say what a block holds: those of narrow floats make numbers of infinity and NaN."""
+    """Return whether lanes say what a block holds: those of narrow floats make numbers of infinity and NaN."""
     return bits.dtype not in SMALL or int(magnitudes(bits, scratch).max()) <= FINITE[bits.dtype]
 
 
 def lanes(bits: Bits, scratch: Scratch, name: str, *, in_order: bool = False) -> Iterator[Lane]:
-    """The elements as fp32, one lane after the other in the same buffer: use each before the next is drawn.
+    """Yield the elements as fp32, one lane after the other in the same buffer: use each before the next is drawn.
 
     `in_order`: in one lane, so that those of two dtypes can be paired.
     """
@@ -191,7 +191,7 @@ def lanes(bits: Bits, scratch: Scratch, name: str, *, in_order: bool = False) ->
 
 
 def sum_of_squares(lane: Lane) -> float:
-    """The squares added up, of values however large or small; not finite where one of them is not.
+    """Return the squares added up, of values however large or small; not finite where one of them is not.
 
     Values whose squares fp32 cannot add up are scaled, in a copy.
     """
@@ -213,12 +213,12 @@ ONES = np.ones((ROW, 1), np.float32)
 
 
 def sum_of(lane: Lane) -> float:
-    """The values added up."""
+    """Return the values added up."""
     return float(np.matmul(lane.rows[:, None, :], ONES).sum(dtype=np.float64))
 
 
 def each(jobs: Iterable[Job], work: Callable[[Job, Scratch], Result]) -> Iterator[Result]:
-    """The results of a function for each job, in order, computed by a few threads that each have their buffers.
+    """Yield the results of a function for each job, in order, computed by a few threads that each have their buffers.
 
     An error, or the end of the caller's interest, ends what has not begun.
     """

@@ -45,7 +45,7 @@ class Code(NamedTuple):
 
 
 def _code(bits: int, values: Any, *, offset: int = 0, most: float | None = None) -> Code:
-    """A code by its numbers, in order. `most`: the largest magnitude that is rounded to the last of them."""
+    """Return a code by its numbers, in order. `most`: the largest magnitude that is rounded to the last of them."""
     exact = np.asarray(values, np.float32)
     known = np.unique(exact[np.isfinite(exact)] + 0.0)  # one zero for both signs
     middles = (known[1:] + known[:-1]) / 2
@@ -103,7 +103,7 @@ class Blocks(Coded):
         return self._computed(files, view, CODES[self.code].values, dtype)
 
     def may_hold(self, files: Access, view: View, exact: Floats) -> NDArray[np.bool_]:
-        """Whether each element of a view may be what a number was rounded to.
+        """Return whether each element of a view may be what a number was rounded to.
 
         A number may lie beyond the middle between two neighbours of the code by the rounding of fp32, in which whoever
         encoded it has divided by the scale.
@@ -117,7 +117,7 @@ class Blocks(Coded):
         return inside
 
     def _computed(self, files: Access, view: View, values: Floats, dtype: str) -> Bytes:
-        """The elements of a view, with these numbers for the codes."""
+        """Return the elements of a view, with these numbers for the codes."""
         first = view.offset // view.itemsize
         if view.is_contiguous:
             run: Bytes = np.empty(math.prod(view.shape), _unsigned(dtype))
@@ -202,7 +202,7 @@ class Blocks(Coded):
                     raise OverflowError(f"a number beyond the largest of {dtype}")
 
     def _of_one_table(self, row: int, count: int, at_once: int) -> Iterator[range]:
-        """The rows that are looked up in one set of tables, counted from `row` on."""
+        """Yield the rows that are looked up in one set of tables, counted from `row` on."""
         high = self.block[0]
         start = 0
         while start < count:
@@ -211,7 +211,7 @@ class Blocks(Coded):
             start = stop
 
     def _codes(self, files: Access, matrix: Shape, box: Box, step: int) -> NDArray[np.uint8]:
-        """The codes of every so many rows of a box, a byte each."""
+        """Return the codes of every so many rows of a box, a byte each."""
         (row, column), (count, width) = box
         view = _matrix(self.parts[0], matrix)
         if self.bits == 8:
@@ -225,7 +225,7 @@ class Blocks(Coded):
         return apart.view(np.uint8)[:, start : start + width]
 
     def _scales(self, files: Access, matrix: Shape, box: Box) -> tuple[Floats, Floats | None]:
-        """The scales of a box of blocks, and their zero points."""
+        """Return the scales of a box of blocks, and their zero points."""
         scales, *zeros = (_matrix(part, matrix) for part in self.parts[1:])
         exact = as_float(files.read(scales.narrow(box)), _float_of(scales.dtype)).astype(np.float32)
         if not zeros:
@@ -244,14 +244,14 @@ class Blocks(Coded):
 
 
 def _matrix(view: View, at: Shape) -> View:
-    """The view of one of a stack of matrices."""
+    """Return the view of one of a stack of matrices."""
     for index in at:
         view = view.select(index)
     return view
 
 
 def _float_of(dtype: str) -> str:
-    """The dtype of scales: bytes are exponents."""
+    """Return the dtype of scales: bytes are exponents."""
     return "float8_e8m0fnu" if dtype == "uint8" else dtype
 
 
@@ -261,7 +261,7 @@ def _unsigned(dtype: str) -> str:
 
 
 def _tables(values: Floats, scales: Floats, zeros: Floats | None, dtype: str) -> Tables:
-    """What each code stands for in each of some blocks. The longer of codes and blocks varies fastest."""
+    """Return what each code stands for in each of some blocks. The longer of codes and blocks varies fastest."""
     by_code, by_block = (scales.size, 1) if scales.size > len(values) else (1, len(values))
     codes, blocks = (values[:, None], scales.reshape(-1)) if by_block == 1 else (values, scales.reshape(-1, 1))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):

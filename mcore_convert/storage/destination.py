@@ -29,12 +29,13 @@ _began: list[Path] = []  # the partial directories that it made
 
 
 def partial_path(final: Path) -> Path:
-    """Where a conversion is written until it is complete."""
+    """Return where a conversion is written until it is complete."""
     return final.with_name(final.name + ".partial")
 
 
 def finished(since: int = 0) -> list[Path]:
-    """The destinations that this process has finished and that stand, told from the disk and so true at any moment.
+    """Return the destinations that this process has finished and that stand,
+    told from the disk and so true at any moment.
 
     Args:
         since: leave out what was finished before, as many as `counts` said.
@@ -43,12 +44,14 @@ def finished(since: int = 0) -> list[Path]:
 
 
 def left(since: int = 0) -> list[Path]:
-    """The partial directories that this process has made and not been able to remove; `since` as for `finished`."""
+    """Return the partial directories that this process has made and not been able to remove;
+    `since` as for `finished`.
+    """
     return [path for path in _began[since:] if mark_of(path) is not None]
 
 
 def counts() -> tuple[int, int]:
-    """How many there are of `finished` and of `left`."""
+    """Return how many there are of `finished` and of `left`."""
     return len(_published), len(_began)
 
 
@@ -164,12 +167,12 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool, resume: bool = False) 
 
 
 def has_journal(partial: Path) -> bool:
-    """Whether a partial directory is ours, and holds files that are complete."""
+    """Return whether a partial directory is ours, and holds files that are complete."""
     return mark_of(partial) is not None and bool(journals(partial))
 
 
 def _allocated(folder: Path) -> int:
-    """The bytes that the files below a folder take on the disk."""
+    """Return the bytes that the files below a folder take on the disk."""
     return sum(path.stat(follow_symlinks=False).st_blocks * 512 for path in folder.rglob("*"))
 
 
@@ -178,7 +181,7 @@ def _old_path(final: Path, identity: str) -> Path:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which directory a path is; None where there is none."""
+    """Return which directory a path is; None where there is none."""
     try:
         state = path.stat(follow_symlinks=False)
     except OSError:
@@ -215,7 +218,7 @@ def _clear(final: Path, partial: Path, earlier: dict[str, Any] | None) -> None:
 
 
 def _left_unmarked(partial: Path, earlier: dict[str, Any] | None) -> bool:
-    """Whether a process was killed before it could mark the directory, or after it had taken the mark away."""
+    """Return whether a process was killed before it could mark the directory, or after it had taken the mark away."""
     if earlier is None or partial.is_symlink() or not partial.is_dir():
         return False
     if earlier.get("publishes") is not None:

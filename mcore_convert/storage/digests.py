@@ -45,7 +45,9 @@ def hand_on(feed: Feed | None, view: View, written: NDArray[Any]) -> None:
 
 
 def sealed(parts: Iterable[bytes], last: Callable[[str], bytes]) -> Iterator[bytes]:
-    """The parts of a file, and at the end what `last` makes of their checksum; in pieces that are worth a write."""
+    """Yield the parts of a file, and at the end what `last` makes of their checksum;
+    in pieces that are worth a write.
+    """
     digest = xxhash.xxh3_64()
     held = bytearray()
     for part in parts:
@@ -82,14 +84,14 @@ class Unsealed:
                 digest.update(line)
                 yield line[:-1]
             line = following
-        found = self._last.fullmatch(line)
-        if found is None or digest.hexdigest() != found[1].decode():
+        part = self._last.fullmatch(line)
+        if part is None or digest.hexdigest() != part[1].decode():
             raise ValueError("the checksum is another")
         self.checksum = digest.hexdigest()
 
 
 def checksum_of_runs(fd: Handle, path: Path, runs: Iterable[tuple[int, int]]) -> str:
-    """The checksum of runs of bytes of a file, each from its start to its end, one behind the other.
+    """Return the checksum of runs of bytes of a file, each from its start to its end, one behind the other.
 
     Raises:
         Shrunk: the file ends before.
@@ -105,7 +107,7 @@ def checksum_of_runs(fd: Handle, path: Path, runs: Iterable[tuple[int, int]]) ->
 
 
 def gaps_between(runs: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """What lies between runs of bytes of a file, which are in order, and at its ends."""
+    """Yield what lies between runs of bytes of a file, which are in order, and at its ends."""
     at = 0
     for start, end in runs:
         if at < start:
@@ -116,7 +118,7 @@ def gaps_between(runs: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[i
 
 
 def not_finite(bits: NDArray[Any], dtype: str) -> tuple[int, int]:
-    """How many elements are NaN, and how many infinite.
+    """Return how many elements are NaN, and how many infinite.
 
     Args:
         bits: elements as unsigned integers of their size.

@@ -35,7 +35,7 @@ class Shrunk(OSError):
 
 
 def stamped(paths: Iterable[Path]) -> dict[Path, Stamp]:
-    """The stamp of each file; an empty one for what is not there."""
+    """Return the stamp of each file; an empty one for what is not there."""
     stamps: dict[Path, Stamp] = {}
     paths = [*paths]
     for store in {path.parts[0]: path for path in paths if isinstance(path, RemotePath)}.values():
@@ -81,7 +81,7 @@ def reserve(path: Path, size: int, literals: Iterable[tuple[int, bytes]]) -> Non
 
 
 def _joined(literals: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """The same with those in one that lie near to each other, in a file that has zeros between them.
+    """Yield the same with those in one that lie near to each other, in a file that has zeros between them.
 
     Between the end of one chunk's archive and the beginning of the next there is next to nothing. They are put in the
     order of the file first: no zero may take the place of what was written before.

@@ -42,7 +42,7 @@ KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copyin
 
 
 def _processors() -> int:
-    """The processors of this process; torchrun says how many processes of a machine share them."""
+    """Return the processors of this process; torchrun says how many processes of a machine share them."""
     every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, every // max(1, int(sharing if sharing.isdigit() else 1)))
@@ -70,11 +70,13 @@ class Files:
         BLOCKS.clear()
 
     def fd(self, path: Path) -> Handle:
-        """A file that is open to be read; it stays open until all are closed."""
+        """Return a file that is open to be read; it stays open until all are closed."""
         return self._opened(path, os.O_RDONLY)
 
     def writing(self, path: Path) -> int:
-        """The descriptor of a file that is written, which can be read as well; it stays open until all are closed."""
+        """Return the descriptor of a file that is written, which can be read as well;
+        it stays open until all are closed.
+        """
         fd = self._opened(path, os.O_RDWR)
         assert isinstance(fd, int)
         return fd
@@ -91,7 +93,7 @@ class Files:
             return self._fds[path, flags]
 
     def read(self, view: View, into: Bytes | None = None, dtype: str | None = None) -> Bytes:
-        """The elements of a view in memory, as unsigned integers of their size.
+        """Return the elements of a view in memory, as unsigned integers of their size.
 
         Args:
             into: an array that takes them; a new one unless given.
@@ -155,7 +157,9 @@ def _as_unreadable() -> Iterator[None]:
 
 
 def _opened(path: Path, flags: int) -> Handle:
-    """A descriptor. The usual limit of 1024 is too low for a checkpoint of a thousand files, so it is raised then."""
+    """Return a descriptor. The usual limit of 1024 is too low for a checkpoint of a thousand files,
+    so it is raised then.
+    """
     try:
         return _open(path, flags)
     except OSError as error:
@@ -266,7 +270,7 @@ def blocks_of(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple
 
 
 def differing(files: Files, a: View, b: View) -> Iterator[tuple[Bytes, Bytes, Bytes]]:
-    """The blocks in which two views of equal shape and dtype differ: where, and what either holds."""
+    """Yield the blocks in which two views of equal shape and dtype differ: where, and what either holds."""
     for block in blocks_of(a.shape, a.itemsize, CAST_BLOCK):
         first, second = files.read(a.block(block)), files.read(b.block(block))
         unequal = first != second
@@ -275,7 +279,7 @@ def differing(files: Files, a: View, b: View) -> Iterator[tuple[Bytes, Bytes, By
 
 
 def global_tensor(files: Files, slots: list[Slot], shape: Shape) -> Bytes:
-    """A weight's global tensor in memory, as unsigned integers of its element size."""
+    """Return a weight's global tensor in memory, as unsigned integers of its element size."""
     whole = np.empty(shape, f"u{slots[0].view.itemsize}")
     for slot in slots:
         place = tuple(slice(at, at + size) for at, size in zip(slot.box.offsets, slot.box.sizes, strict=True))

@@ -56,13 +56,13 @@ def encode(files: Access, coded: Blocks, slots: Sequence[Slot], feed: Feed | Non
 
 
 def box_of(view: View, coded: Blocks) -> Box:
-    """The box of a coded matrix that a view of it has."""
+    """Return the box of a coded matrix that a view of it has."""
     row, column = divmod(view.offset // view.itemsize, coded.shape[1])
     return Box((row, column), view.shape)
 
 
 def _encoded(coded: Blocks, exact: Floats) -> tuple[Bytes, Bytes]:
-    """The codes of some rows as they are stored, and the scales."""
+    """Return the codes of some rows as they are stored, and the scales."""
     high, wide = coded.block
     rows, columns = exact.shape
     tops = np.maximum.reduceat(np.abs(exact), np.arange(0, columns, wide), axis=1)
@@ -85,7 +85,7 @@ def _encoded(coded: Blocks, exact: Floats) -> tuple[Bytes, Bytes]:
 
 
 def _e4m3(exact: Floats) -> NDArray[np.uint8]:
-    """The nearest code of each number of at most 448, ties to even, as torch rounds."""
+    """Return the nearest code of each number of at most 448, ties to even, as torch rounds."""
     sizes = np.minimum(np.abs(exact), np.float32(448))
     bits = sizes.view(np.uint32)
     normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - ((127 - 7) << 3)

@@ -27,7 +27,7 @@ _of_thread = threading.local()
 
 
 def gathered(fd: Handle, view: View, into: NDArray[Any] | None = None) -> NDArray[Any]:
-    """The elements of a view in memory, as unsigned integers of their size.
+    """Return the elements of a view in memory, as unsigned integers of their size.
 
     Args:
         into: an array of the view's shape that takes them, as one of a file that is written; a new one unless given.

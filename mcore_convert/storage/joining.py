@@ -21,24 +21,24 @@ LARGEST = 2**15
 
 
 def join_views(remainder: View, weight: View) -> View:
-    """The view of the fp32 numbers that remainders and weights, views of equal shape, are together."""
+    """Return the view of the fp32 numbers that remainders and weights, views of equal shape, are together."""
     assert (remainder.shape, remainder.high, weight.dtype) == (weight.shape, None, "bfloat16")
     return remainder._replace(dtype="float32", high=weight, low_dtype=remainder.dtype)
 
 
 def join_slots(remainders: list[Slot], weights: list[Slot]) -> list[Slot]:
-    """The slots of the fp32 numbers; boxes of a remainder without a weight have none."""
+    """Return the slots of the fp32 numbers; boxes of a remainder without a weight have none."""
     pairs = ((slot, part) for slot in remainders for part in cut(weights, slot.box))
     return [Slot(join_views(slot.part(part.box), part.view), part.box) for slot, part in pairs]
 
 
 def are_remainders(numbers: NDArray[np.float32]) -> bool:
-    """Whether numbers in fp32 can be remainders that were gathered: integers of 16 bits."""
+    """Return whether numbers in fp32 can be remainders that were gathered: integers of 16 bits."""
     return bool(((numbers == np.rint(numbers)) & (numbers >= -LARGEST) & (numbers < LARGEST)).all())
 
 
 def joined(remainders: NDArray[Any], weights: NDArray[Any], view: View) -> NDArray[Any]:
-    """The bits of the fp32 numbers, from the bits of both parts.
+    """Return the bits of the fp32 numbers, from the bits of both parts.
 
     Args:
         view: the view of the numbers, for the message.

@@ -62,7 +62,7 @@ def locked(file: Path, partial: Path) -> Iterator[Lock]:
 
 
 def _acquired(file: Path, partial: Path) -> tuple[int, dict[str, Any] | None]:
-    """The descriptor of a lock file that is held, and the record in it."""
+    """Return the descriptor of a lock file that is held, and the record in it."""
     while True:
         fd = _open_lock(file)
         try:

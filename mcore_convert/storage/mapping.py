@@ -31,7 +31,7 @@ def fallocate(fd: int, size: int) -> None:
 
 
 def mapped(fd: int) -> mmap.mmap | None:
-    """A map of a file that is written, with room on the disk for all of it; None where there can be none.
+    """Return a map of a file that is written, with room on the disk for all of it; None where there can be none.
 
     A full disk must be an error here, not a signal while writing: without the room there is no map.
 

@@ -26,17 +26,17 @@ HINT = "if it is nobody's work, remove it: a version from before there were mark
 
 
 def new_id() -> str:
-    """An id that no other process has."""
+    """Return an id that no other process has."""
     return os.urandom(16).hex()
 
 
 def record_bytes(identity: str, **facts: Any) -> bytes:
-    """The content of a marker, or of a lock."""
+    """Return the content of a marker, or of a lock."""
     return json.dumps({"tool": TOOL, "id": identity, **facts}).encode() + b"\n"
 
 
 def record_of(content: bytes) -> dict[str, Any] | None:
-    """What such a content says; None where it is no record of ours."""
+    """Return what such a content says; None where it is no record of ours."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(content)
         if isinstance(record, dict) and record.get("tool") == TOOL and ID.fullmatch(str(record.get("id"))):
@@ -52,17 +52,17 @@ def unmark(folder: Path) -> None:
 
 
 def journals(folder: Path) -> list[Path]:
-    """The journals in a directory."""
+    """Return the journals in a directory."""
     return sorted(folder.glob(f"{JOURNAL}-*"))
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Whether a file in an unfinished directory is ours, and no part of what is made."""
+    """Return whether a file in an unfinished directory is ours, and no part of what is made."""
     return name == MARKER or name.startswith(f"{JOURNAL}-")
 
 
 def mark_of(folder: Path) -> str | None:
-    """The id that a directory is marked with; None where it is not ours, or no directory."""
+    """Return the id that a directory is marked with; None where it is not ours, or no directory."""
     try:
         if folder.is_symlink():
             return None
@@ -79,21 +79,21 @@ def mark_of(folder: Path) -> str | None:
 
 
 def in_the_way(path: Path) -> UnwritableTarget:
-    """The refusal for what stands where unfinished work would, and is not marked."""
+    """Return the refusal for what stands where unfinished work would, and is not marked."""
     return UnwritableTarget(f"`{path}` is in the way, and no conversion left it", hint=HINT)
 
 
 def unfinished(path: Path, identity: str, ending: str = PARTIAL) -> Path:
-    """What a file or a directory is called until it is complete, or once it is no more."""
+    """Return what a file or a directory is called until it is complete, or once it is no more."""
     return path.with_name(f"{path.name}.{TOOL}-{identity}{ending}")
 
 
 def finished_name(path: Path) -> Path | None:
-    """What an unfinished file or directory was to become, or was; None where it is not one of ours."""
+    """Return what an unfinished file or directory was to become, or was; None where it is not one of ours."""
     match = UNFINISHED.fullmatch(path.name)
     return None if match is None else path.with_name(match[1])
 
 
 def unfinished_ones(path: Path) -> list[Path]:
-    """The unfinished files or directories that have not become `path`."""
+    """Return the unfinished files or directories that have not become `path`."""
     return [each for each in path.parent.iterdir() if finished_name(each) == path and each.name.endswith(PARTIAL)]

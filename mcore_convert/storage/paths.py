@@ -14,24 +14,24 @@ LIKE = 0.8  # of difflib: names that share less are not a slip
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """All files below a folder, in order, by their names from there."""
+    """Return all files below a folder, in order, by their names from there."""
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @lru_cache(maxsize=4096)  # a file holds many weights
 def moved(path: Path, root: Path, other: Path) -> Path:
-    """The path that has below `other` the place of `path` below `root`."""
+    """Return the path that has below `other` the place of `path` below `root`."""
     return other / path.relative_to(root)
 
 
 @lru_cache(maxsize=4096)
 def name_below(path: Path, root: Path) -> str:
-    """The name of a file from a folder."""
+    """Return the name of a file from a folder."""
     return str(path.relative_to(root))
 
 
 def near_miss(path: Path) -> Path | None:
-    """The path that exists and was meant by one that does not; None where none is like it.
+    """Return the path that exists and was meant by one that does not; None where none is like it.
 
     Names that differ in a number are different things: `Llama-3.2-3B` is no slip of `Llama-3.2-1B`.
     """
@@ -49,7 +49,7 @@ def near_miss(path: Path) -> Path | None:
 
 
 def absent(source: str | Path) -> UnreadableCheckpoint:
-    """The error for a path that does not exist, as the user writes it."""
+    """Return the error for a path that does not exist, as the user writes it."""
     meant = None if isinstance(source, RemotePath) else near_miss(Path(source))
     return UnreadableCheckpoint(f"`{source}` does not exist", hint=f"did you mean `{meant}`?" if meant else None)
 

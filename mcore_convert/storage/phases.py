@@ -23,15 +23,15 @@ def phase(progress: Progress | None, name: str, nbytes: int = 0) -> Iterator[Non
         name: what is done, as `copying`.
         nbytes: how much is moved, for the log.
     """
-    tell = getattr(progress, "phase", None)
+    report = getattr(progress, "phase", None)
     start = time.monotonic()
-    if tell is not None:
-        tell(name)
+    if report is not None:
+        report(name)
     try:
         yield
     finally:
-        if tell is not None:
-            tell(None)
+        if report is not None:
+            report(None)
     seconds = time.monotonic() - start
     rate = f", {in_bytes(nbytes)} at {in_bytes(nbytes / max(seconds, 1e-9))}/s" if nbytes else ""
     logger.info("%s: %.2f s%s", name, seconds, rate)

@@ -62,7 +62,7 @@ class Cache:
         self._submit(file, work)
 
     def _wanted(self, file: Ranges, first: int, last: int) -> list[Future[bytes]]:
-        """The blocks from `first` to `last`; those that are not here are on their way then, with some ahead."""
+        """Return the blocks from `first` to `last`; those that are not here are on their way then, with some ahead."""
         wanted = range(first, last + 1)
         with self._lock:
             further = self._further(file, first)
@@ -78,12 +78,14 @@ class Cache:
         return futures
 
     def _further(self, file: Ranges, first: int) -> int:
-        """How many blocks to fetch beyond what is asked for: as many as were read before it, one after the other."""
+        """Return how many blocks to fetch beyond what is asked for: as many as were read before it,
+        one after the other.
+        """
         before = itertools.takewhile(lambda number: (file.identity, number) in self._held, range(first - 1, -1, -1))
         return sum(1 for _ in itertools.islice(before, self._ahead))
 
     def _begin(self, file: Ranges, numbers: Iterable[int]) -> list[tuple[list[int], list[Future[bytes]]]]:
-        """The requests for those of the blocks that are not here, in order."""
+        """Return the requests for those of the blocks that are not here, in order."""
         work: list[tuple[list[int], list[Future[bytes]]]] = []
         for number in numbers:
             if (file.identity, number) in self._held:

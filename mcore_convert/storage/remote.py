@@ -99,7 +99,7 @@ class RemotePath(PosixPath):
         return [RemotePath(*self.parts[:count]) for count in range(len(self.parts) - 1, self._top - 1, -1)]
 
     def entry(self) -> Entry | None:
-        """What the store has there; None where there is nothing.
+        """Return what the store has there; None where there is nothing.
 
         It is known from the listing of a directory above, or of those between, which are listed; else it is asked for.
         """
@@ -119,7 +119,9 @@ class RemotePath(PosixPath):
                 return None
 
     def _alone(self) -> Entry | None:
-        """What the store has there, without a listing of the directory that it is in, which may be large or closed."""
+        """Return what the store has there, without a listing of the directory that it is in,
+        which may be large or closed.
+        """
         try:
             rows = asked(self, lambda: self.store.fs.ls(self.key, detail=True))
         except FileNotFoundError:
@@ -195,7 +197,8 @@ class RemotePath(PosixPath):
 
 
 def located(source: str | Path) -> Path:
-    """The path that a user names, in a store or on this machine. What was listed of the store before is forgotten.
+    """Return the path that a user names, in a store or on this machine.
+    What was listed of the store before is forgotten.
 
     Raises:
         ConvertError: fsspec has no such file system, or it cannot be set up.
@@ -253,7 +256,7 @@ def _name_of(row: dict[str, Any]) -> str:
 
 
 def _entry(row: dict[str, Any]) -> Entry:
-    """An entry of a listing of fsspec, whose packages name times and versions in their own ways."""
+    """Return an entry of a listing of fsspec, whose packages name times and versions in their own ways."""
     if row["type"] == "directory":
         return Entry(is_dir=True)
     written = next((row[name] for name in TIMES if row.get(name)), 0)

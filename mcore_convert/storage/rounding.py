@@ -22,7 +22,7 @@ class Tolerance(NamedTuple):
 
 
 def rounds_to(array: Bytes, other: Bytes, dtype: str) -> NDArray[np.bool_]:
-    """Where fp32 values, rounded to a dtype, are the elements of another array, both as unsigned integers.
+    """Return where fp32 values, rounded to a dtype, are the elements of another array, both as unsigned integers.
 
     Halfway between two bfloat16 either counts: torch rounds to the even one, Transformer Engine's Adam away from zero
     where it keeps remainders (`multi_tensor/adam.cu`, `AdamFunctorMasterParamRemainder`).
@@ -34,7 +34,7 @@ def rounds_to(array: Bytes, other: Bytes, dtype: str) -> NDArray[np.bool_]:
 
 
 def are_masters(masters: Bytes, weights: Bytes, dtype: str, near: Tolerance | None = None) -> bool:
-    """Whether fp32 values round to others, or all of them are as near as is allowed; as unsigned integers."""
+    """Return whether fp32 values round to others, or all of them are as near as is allowed; as unsigned integers."""
     if rounds_to(masters, weights, dtype).all():
         return True
     if near is None:

@@ -26,7 +26,8 @@ READ_ONLY = {"hf:": "convert to a directory on this machine, and `mcore-convert 
 
 
 def staged(final: Path) -> Path:
-    """Where a destination is made: in its own place, or for a remote one in a directory of this user for the URL.
+    """Return where a destination is made: in its own place,
+    or for a remote one in a directory of this user for the URL.
 
     Raises:
         UnwritableTarget: the directory is another user's.
@@ -55,7 +56,7 @@ def staging(final: Path) -> Iterator[Path]:
 
 
 def source_at(source: str | Path) -> Path:
-    """The path that a user names as a source.
+    """Return the path that a user names as a source.
 
     Raises:
         UnreadableCheckpoint: a conversion writes it, or was killed while it did.
@@ -108,7 +109,7 @@ class Sending:
         logger.debug("sent %s, %d bytes", target, size)
 
     def complete(self) -> RemotePath:
-        """The directory, which is proven to have every file that was sent, as long as it was.
+        """Return the directory, which is proven to have every file that was sent, as long as it was.
 
         Raises:
             UnwritableTarget: it has not.

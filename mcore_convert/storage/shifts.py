@@ -25,7 +25,7 @@ class Shifted(Coded):
 
     @staticmethod
     def of(name: str, view: View, by: float) -> View:
-        """A view of the numbers of a list with `by` added to each."""
+        """Return a view of the numbers of a list with `by` added to each."""
         return View.decoded(Shifted((name,), (view,), view.shape, by), view.dtype)
 
     def read(self, files: Access, view: View, dtype: str) -> Bytes:
@@ -44,7 +44,7 @@ class Shifted(Coded):
         yield source.nbytes
 
     def under(self, view: View) -> View:
-        """What files hold of a view of the list."""
+        """Return what files hold of a view of the list."""
         (part,) = self.parts
         return part._replace(offset=part.offset + view.offset, shape=view.shape, strides=view.strides)
 

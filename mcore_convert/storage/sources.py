@@ -60,7 +60,8 @@ class Unfit(OSError):
 
 
 def open_fd(path: Path) -> Handle:
-    """A regular file, open to read a lot of it: a descriptor, or the ranges of a remote one. Nothing is waited for.
+    """Return a regular file, open to read a lot of it: a descriptor, or the ranges of a remote one.
+    Nothing is waited for.
 
     Raises:
         Unfit: it is something else.
@@ -79,7 +80,7 @@ def open_fd(path: Path) -> Handle:
 
 
 def open_file(path: Path, *, grows: bool = False) -> BufferedReader:
-    """A regular file, to read; errors as of `open_fd`.
+    """Return a regular file, to read; errors as of `open_fd`.
 
     Args:
         grows: others may write it at any time, as a run in training does its metrics.
@@ -106,12 +107,12 @@ def close_fd(handle: Handle) -> None:
 
 
 def handle_of(file: BufferedReader) -> Handle:
-    """What an open file is read by, at any place."""
+    """Return what an open file is read by, at any place."""
     return file.raw if isinstance(file.raw, Ranges) else file.fileno()
 
 
 def size_of(handle: Handle) -> int:
-    """The bytes of an open file."""
+    """Return the bytes of an open file."""
     return os.fstat(handle).st_size if isinstance(handle, int) else handle.size
 
 
@@ -130,7 +131,7 @@ def expect_headers(paths: Iterable[Path]) -> None:
 
 
 def expect_archives(archives: Iterable[tuple[Path, int, int]]) -> None:
-    """The same of archives, each by its file, its place in it and its size, which are all remote or all not."""
+    """Expect the same of archives, each by its file, its place in it and its size, which are all remote or all not."""
     ends: dict[RemotePath, list[int]] = {}
     for path, at, size in archives:
         if not isinstance(path, RemotePath):
@@ -150,7 +151,7 @@ def bytes_at(handle: Handle, count: int, at: int) -> bytes:
 
 
 def stamp_of(state: os.stat_result) -> Stamp:
-    """What tells whether a file was written since."""
+    """Return what tells whether a file was written since."""
     return state.st_size, state.st_mtime_ns, state.st_dev, state.st_ino
 
 
@@ -166,7 +167,7 @@ def watched() -> Iterator[dict[Path, Stamp]]:
 
 
 def content_of(path: Path, limit: Limit) -> bytes:
-    """All bytes of a file.
+    """Return all bytes of a file.
 
     Raises:
         Unfit: it is no regular file, or larger than its kind can be.
@@ -181,7 +182,7 @@ def content_of(path: Path, limit: Limit) -> bytes:
 
 
 def text_of(path: Path, limit: Limit) -> str:
-    """The text of a file; what is no UTF-8 is shown as such. Errors as of `content_of`."""
+    """Return the text of a file; what is no UTF-8 is shown as such. Errors as of `content_of`."""
     return content_of(path, limit).decode(errors="replace")
 
 

@@ -37,7 +37,7 @@ class Span:
     pieces: tuple[Piece, ...]
 
     def place(self, index: int) -> Shape:
-        """Where element `index` of the span stands in the global tensor."""
+        """Return where element `index` of the span stands in the global tensor."""
         piece = self.pieces[bisect.bisect_right(self.pieces, index, key=lambda piece: piece.start) - 1]
         left = index - piece.start
         at = list(piece.box.offsets)
@@ -67,12 +67,14 @@ class Part(NamedTuple):
 
 
 def spans_of(slots: Sequence[Slot]) -> list[Span]:
-    """The elements that slots hold, each once, in the order of the files."""
+    """Return the elements that slots hold, each once, in the order of the files."""
     return _joined(((slot.view,), slot.box) for slot in slots)
 
 
 def paired_spans(mine: Sequence[Slot], theirs: Sequence[Slot]) -> list[Span]:
-    """The elements that two lists of slots have in common, with both views of each, in the order of the first."""
+    """Return the elements that two lists of slots have in common, with both views of each,
+    in the order of the first.
+    """
     pairs = []
     for slot in mine:
         for part in cut(list(theirs), slot.box):
@@ -81,7 +83,7 @@ def paired_spans(mine: Sequence[Slot], theirs: Sequence[Slot]) -> list[Span]:
 
 
 def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Span]:
-    """One span for what lies together in every file."""
+    """Return one span for what lies together in every file."""
     spans: list[Span] = []
     views: tuple[View, ...] = ()
     pieces: list[Piece] = []
@@ -110,14 +112,14 @@ def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Span]:
 
 
 def _turned(view: View, axes: tuple[int, ...]) -> View:
-    """The view with its dimensions in another order; a number becomes a list of one."""
+    """Return the view with its dimensions in another order; a number becomes a list of one."""
     shape = tuple(view.shape[axis] for axis in axes) or (1,)
     strides = tuple(view.strides[axis] for axis in axes) or (view.itemsize,)
     return view._replace(shape=shape, strides=strides, high=None if view.high is None else _turned(view.high, axes))
 
 
 def _flat(view: View) -> View:
-    """The view as one dimension where its elements are one run of bytes; else as it is."""
+    """Return the view as one dimension where its elements are one run of bytes; else as it is."""
     if not view.is_contiguous:
         return view
     shape = (Box.whole(view.shape).numel,)
@@ -135,7 +137,7 @@ def _follows(view: View, before: View) -> bool:
 
 
 def parts_of(spans: Iterable[Span]) -> Iterator[Part]:
-    """The spans in parts that threads can take; the same parts whatever the number of threads."""
+    """Yield the spans in parts that threads can take; the same parts whatever the number of threads."""
     for span in spans:
         blocks: list[Block] = []
         nbytes = 0

@@ -13,7 +13,7 @@ Bytes = NDArray[Any]
 
 
 def as_float(array: Bytes, dtype: str) -> NDArray[np.float64]:
-    """The values of elements that were read as unsigned integers."""
+    """Return the values of elements that were read as unsigned integers."""
     if dtype in FP8:
         return FP8[dtype][array]
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
@@ -23,14 +23,16 @@ def as_float(array: Bytes, dtype: str) -> NDArray[np.float64]:
 
 
 def _exponents() -> NDArray[np.float64]:
-    """The value of every byte that is the exponent of a power of two, as the scales of OCP's microscaling formats."""
+    """Return the value of every byte that is the exponent of a power of two,
+    as the scales of OCP's microscaling formats.
+    """
     values = np.ldexp(1.0, np.arange(256) - 127)
     values[255] = np.nan
     return values
 
 
 def _float8(exponent_bits: int, *, finite: bool) -> NDArray[np.float64]:
-    """The value of every byte. `finite` floats have no infinity, and NaN only where all bits are set."""
+    """Return the value of every byte. `finite` floats have no infinity, and NaN only where all bits are set."""
     mantissa_bits = 7 - exponent_bits
     bias = 2 ** (exponent_bits - 1) - 1
     byte = np.arange(256)

@@ -117,12 +117,12 @@ class View(NamedTuple):
 
     @staticmethod
     def of(path: Path, offset: int, meta: TensorMeta) -> View:
-        """A whole row-major tensor that begins at `offset`."""
+        """Return a whole row-major tensor that begins at `offset`."""
         return View(path, offset, meta.shape, contiguous_strides(meta.shape, DTYPE_SIZES[meta.dtype]), meta.dtype)
 
     @staticmethod
     def decoded(coded: Coded, dtype: str) -> View:
-        """The whole of a coded tensor."""
+        """Return the whole of a coded tensor."""
         strides = contiguous_strides(coded.shape, DTYPE_SIZES[dtype])
         return View(coded.parts[0].path, 0, coded.shape, strides, dtype, coded)
 
@@ -134,7 +134,7 @@ class View(NamedTuple):
         return (self,) if self.high is None else (self.low, *self.high.stored)
 
     def moved(self, place: Callable[[Path], Path]) -> View:
-        """The view of the same bytes of other files."""
+        """Return the view of the same bytes of other files."""
         if self.is_plain:
             return View(place(self.path), *self[1:])
         coded = self.coded
@@ -166,12 +166,12 @@ class View(NamedTuple):
         return self.strides == wanted or all(size == 1 or stride == want for size, stride, want in each)
 
     def narrow(self, box: Box) -> View:
-        """The view of a box."""
+        """Return the view of a box."""
         offset = self.offset + sum(start * stride for start, stride in zip(box.offsets, self.strides, strict=True))
         return self._at(offset, box.sizes, self.strides, self.high and self.high.narrow(box))
 
     def block(self, where: tuple[slice, ...]) -> View:
-        """The view of slices of the first dimensions, each with its start and stop."""
+        """Return the view of slices of the first dimensions, each with its start and stop."""
         offset, shape = self.offset, list(self.shape)
         for axis, part in enumerate(where):
             offset += part.start * self.strides[axis]
@@ -179,7 +179,7 @@ class View(NamedTuple):
         return self._at(offset, tuple(shape), self.strides, self.high and self.high.block(where))
 
     def select(self, index: int) -> View:
-        """The view of one index of the first dimension, which goes away."""
+        """Return the view of one index of the first dimension, which goes away."""
         offset = self.offset + index * self.strides[0]
         return self._at(offset, self.shape[1:], self.strides[1:], self.high and self.high.select(index))
 
@@ -209,16 +209,16 @@ class Slot(NamedTuple):
     box: Box
 
     def part(self, box: Box) -> View:
-        """The view of a box of the global tensor that lies in the slot's own."""
+        """Return the view of a box of the global tensor that lies in the slot's own."""
         return self.view if box == self.box else self.view.narrow(box.relative_to(self.box.offsets))
 
     def select(self, index: int) -> Slot:
-        """The slot at one index of the first dimension, which lies in its box and goes away."""
+        """Return the slot at one index of the first dimension, which lies in its box and goes away."""
         inside = self.view.select(index - self.box.offsets[0])
         return Slot(inside, Box(self.box.offsets[1:], self.box.sizes[1:]))
 
     def moved(self, rows: int) -> Slot:
-        """The slot of a tensor that has so many rows before those of this one's."""
+        """Return the slot of a tensor that has so many rows before those of this one's."""
         offsets = (self.box.offsets[0] + rows, *self.box.offsets[1:]) if rows else self.box.offsets
         return Slot(self.view, Box(offsets, self.box.sizes))
 
@@ -237,20 +237,20 @@ FEW = 64  # boxes of one weight in one file: those of its experts and layers are
 
 
 def cut(slots: Sequence[Slot], box: Box) -> list[Slot]:
-    """The parts of the slots that lie in a box of the global tensor."""
+    """Return the parts of the slots that lie in a box of the global tensor."""
     common = (_common if len(slots) <= FEW else _common.__wrapped__)(tuple(slot.box for slot in slots), box)
     return [Slot(slots[number].part(part), part) for number, part in common]
 
 
 @lru_cache(maxsize=4096)
 def _common(boxes: tuple[Box, ...], box: Box) -> list[tuple[int, Box]]:
-    """Which of the boxes have a part in another one, and what part."""
+    """Return which of the boxes have a part in another one, and what part."""
     parts = ((number, each.intersect(box)) for number, each in enumerate(boxes))
     return [(number, part) for number, part in parts if part is not None]
 
 
 def untiled(boxes: Sequence[Box], shape: Shape) -> str | None:
-    """Why the boxes do not tile a tensor exactly, or None where they do."""
+    """Return why the boxes do not tile a tensor exactly, or None where they do."""
     return (_untiled if len(boxes) <= FEW else _untiled.__wrapped__)(tuple(boxes), shape)
 
 
@@ -270,7 +270,7 @@ def _untiled(boxes: tuple[Box, ...], shape: Shape) -> str | None:
 
 
 def _overlap(boxes: Sequence[Box], axis: int = 0) -> tuple[Box, Box] | None:
-    """Two boxes that share an element. Those that lie apart along one dimension or another are not compared."""
+    """Return two boxes that share an element. Those that lie apart along one dimension or another are not compared."""
     if len(boxes) < 2:
         return None
     if axis == len(boxes[0].sizes):
@@ -282,12 +282,12 @@ def _overlap(boxes: Sequence[Box], axis: int = 0) -> tuple[Box, Box] | None:
             groups.append([])
         groups[-1].append(box)
         end = max(end, box.offsets[axis] + box.sizes[axis])
-    found = (_overlap(group, axis + 1) for group in groups if len(group) > 1)
-    return next(filter(None, found), None)
+    pairs = (_overlap(group, axis + 1) for group in groups if len(group) > 1)
+    return next(filter(None, pairs), None)
 
 
 def _overlapping_pair(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """The same of boxes of which none lies apart. Sorted by their first offsets, so that neighbours are compared."""
+    """Return the same of boxes of which none lies apart, sorted by their first offsets: neighbours are compared."""
     active: list[Box] = []
     for box in sorted(boxes):
         start = box.offsets[0] if box.offsets else 0
@@ -300,13 +300,13 @@ def _overlapping_pair(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def is_inside(file: str) -> bool:
-    """Whether a file that a checkpoint names lies in the checkpoint's own directory."""
+    """Return whether a file that a checkpoint names lies in the checkpoint's own directory."""
     path = PurePosixPath(file)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def open_error(path: Path | str, error: OSError) -> UnreadableCheckpoint:
-    """The refusal for a file that cannot be read."""
+    """Return the refusal for a file that cannot be read."""
     return UnreadableCheckpoint(f"cannot read `{path}`: {error.strerror or error}", hint=getattr(error, "hint", None))
 
 

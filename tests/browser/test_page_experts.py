@@ -49,7 +49,7 @@ def folder(hf_checkpoint: HfMaker, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def weights_of(tensors: dict[str, torch.Tensor], name: str, layer: int, expert: int) -> torch.Tensor:
-    """What Megatron has of an expert, made of Hugging Face's tensors without this project."""
+    """Return what Megatron has of an expert, made of Hugging Face's tensors without this project."""
     start = f"model.layers.{layer}.mlp.experts.{expert}"
     if name == FC2:
         return tensors[f"{start}.down_proj.weight"].double()
@@ -57,14 +57,14 @@ def weights_of(tensors: dict[str, torch.Tensor], name: str, layer: int, expert: 
 
 
 def shown_cells(page: Page) -> dict[tuple[int, int], str]:
-    """What each cell of the experts' map says."""
+    """Return what each cell of the experts' map says."""
     labels = page.locator("#experts .cell").evaluate_all("cells => cells.map(cell => cell.ariaLabel)")
-    found = {}
+    cells = {}
     for label in labels:
         match = re.match(r"layer (\d+), expert (\d+): ([^,]+)", label)
         assert match is not None
-        found[int(match[1]), int(match[2])] = match[3]
-    return found
+        cells[int(match[1]), int(match[2])] = match[3]
+    return cells
 
 
 def test_each_expert_has_its_numbers(browser: Browser, folder: Path) -> None:

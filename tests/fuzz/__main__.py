@@ -69,14 +69,14 @@ def main() -> int:
 
 
 def cases_of(name: str) -> Cases:
-    """What damages and judges under a name."""
+    """Return what damages and judges under a name."""
     if name in COMMANDS:
         return Subject(name)
     return Pushes(name) if name in Pushes.names else Interruptions(name)
 
 
 def table(counts: Mapping[str, Counter[str]], seed: int) -> str:
-    """What each fuzzer did, in a line."""
+    """Return what each fuzzer did, in a line."""
     lines = [f"from seed {seed}"]
     for name, kinds in counts.items():
         ends = ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
@@ -85,23 +85,23 @@ def table(counts: Mapping[str, Counter[str]], seed: int) -> str:
 
 
 def in_process(name: str, subject: Cases | None, seed: int, finds: Path) -> Counter[str]:
-    """What became of the cases from a seed on, as many as come in a turn, in a process that may crash."""
+    """Return what became of the cases from a seed on, as many as come in a turn, in a process that may crash."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         faulthandler.enable()
         start = time.process_time()
-        with os.fdopen(writing, "w", buffering=1) as told:
+        with os.fdopen(writing, "w", buffering=1) as message:
             while time.process_time() - start < TURN:
                 faulthandler.dump_traceback_later(2 * BLOCKED, exit=True)  # from code that hears no signal
-                told.write(f"{seed} ")
-                told.write(f"{one(name, subject, seed, finds)}\n")
+                message.write(f"{seed} ")
+                message.write(f"{one(name, subject, seed, finds)}\n")
                 seed += 1
         scratch().remove()
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as told:
-        lines = [line.split(" ", 1) for line in told]
+    with os.fdopen(reading) as message:
+        lines = [line.split(" ", 1) for line in message]
     _, status = os.waitpid(child, 0)
     kinds = Counter(line[1].strip() for line in lines if len(line) == 2 and line[1].strip())
     if status:
@@ -111,10 +111,10 @@ def in_process(name: str, subject: Cases | None, seed: int, finds: Path) -> Coun
 
 
 def one(name: str, subject: Cases | None, seed: int, finds: Path) -> str:
-    """The class of one case; what is no good one is written down."""
+    """Return the class of one case; what is no good one is written down."""
     if subject is not None:
         case = subject.case(seed)
-        kind, what = case.kind, f"{case.what}\n{case.said}"
+        kind, what = case.kind, f"{case.what}\n{case.messages}"
     else:
         data, kind, what = case_of(name, seed), "taken", ""
         try:
@@ -131,7 +131,7 @@ def one(name: str, subject: Cases | None, seed: int, finds: Path) -> str:
 
 
 def case_of(name: str, seed: int) -> bytes:
-    """What a target is given for a seed."""
+    """Return what a target is given for a seed."""
     rng, seeds = random.Random(f"{name} {seed}"), seeds_of(name)
     if name == "attack":
         return hostile(rng)

@@ -52,7 +52,7 @@ class Case:
 
     kind: str
     what: str
-    said: str = ""
+    messages: str = ""
 
 
 class Subject:
@@ -71,8 +71,8 @@ class Subject:
                     self.kept.setdefault(str(slot.view.path.relative_to(source)), []).append(at)
             self.made = []
             for command in COMMANDS[name]:
-                code, said = self.run(command)
-                assert code == 0, (name, command, said)
+                code, messages = self.run(command)
+                assert code == 0, (name, command, messages)
                 self.made.append((bytes_of(self.home / "DST", MANIFEST), content_of(self.home / "DST")))
                 shutil.rmtree(self.home / "DST")
 
@@ -90,11 +90,11 @@ class Subject:
 
     @staticmethod
     def placed(home: Path, command: tuple[str, ...]) -> list[str]:
-        """The words of a command, with the paths that they stand for."""
+        """Return the words of a command, with the paths that they stand for."""
         return [str(home / word) if word in ("SRC", "DST") else word for word in command]
 
     def run(self, command: tuple[str, ...]) -> tuple[int, str]:
-        """The exit code and the messages of a command."""
+        """Return the exit code and the messages of a command."""
         out, err = io.StringIO(), io.StringIO()
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -111,7 +111,7 @@ class Subject:
         with self.laid(files) as source, alarm():
             start = time.process_time()
             try:
-                code, said = self.run(COMMANDS[self.name][number])
+                code, messages = self.run(COMMANDS[self.name][number])
             except Hung:
                 return Case("hang", what)
             except Exception as error:
@@ -119,22 +119,22 @@ class Subject:
             if time.process_time() - start > SLOW:
                 return Case("hang", what)
             if bytes_of(source) != files:
-                return Case("source touched", what, said)
+                return Case("source touched", what, messages)
             left = {file.name for file in self.home.iterdir()} - {"SRC"}
             if code == BUG:
-                return Case("bug", what, said)
+                return Case("bug", what, messages)
             if code != 0:
-                good = not left and said.startswith(("error: ", "note: ", "Usage", "warning: "))
-                return Case("refused" if good else "leftover", what, said)
+                good = not left and messages.startswith(("error: ", "note: ", "Usage", "warning: "))
+                return Case("refused" if good else "leftover", what, messages)
             if left != {"DST"}:
-                return Case("leftover", what, f"{left} {said}")
+                return Case("leftover", what, f"{left} {messages}")
             written, content = self.made[number]  # the manifest names what the rest was made of, which is damaged
             same = bytes_of(self.home / "DST", MANIFEST) == written or content_of(self.home / "DST") == content
-            return Case("unchanged" if same else "CHANGED WITHOUT A WORD", what, said)
+            return Case("unchanged" if same else "CHANGED WITHOUT A WORD", what, messages)
 
 
 def bytes_of(path: Path, without: str = "") -> Files:
-    """The files of a directory, but those of one name."""
+    """Return the files of a directory, but those of one name."""
     return {
         str(file.relative_to(path)): file.read_bytes()
         for file in path.rglob("*")
@@ -143,7 +143,7 @@ def bytes_of(path: Path, without: str = "") -> Files:
 
 
 def content_of(path: Path) -> Mapping[str, tuple[object, ...]]:
-    """The tensors of a checkpoint, by the names that they have whatever the format."""
+    """Return the tensors of a checkpoint, by the names that they have whatever the format."""
     with OpenFiles() as files:
         return {
             tensor.name: (tensor.dtype, tensor.shape, global_tensor(files, list(tensor.slots), tensor.shape).tobytes())

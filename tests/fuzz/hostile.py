@@ -92,7 +92,7 @@ ATTRIBUTES = ("__setstate__", "__reduce__", "__class__", "__dict__", "__call__",
 
 
 def hostile(rng: random.Random) -> bytes:
-    """A pickle that calls something, by a way and in a place that the dice choose."""
+    """Return a pickle that calls something, by a way and in a place that the dice choose."""
     body = b"".join(
         rng.choice((_call, _call, _build, _list, _mapping))(rng, 0) for _ in range(rng.choice((1, 1, 2, 3)))
     )
@@ -141,7 +141,7 @@ def _call(rng: random.Random, depth: int) -> bytes:
 
 
 def _build(rng: random.Random, depth: int) -> bytes:
-    """An object whose state is a function."""
+    """Return an object whose state is a function."""
     function, argument = _callable(rng)
     maker = _named(*rng.choice(LAWFUL), rng) + rng.choice((b")R", b")\x81", b"(" + argument + b"tR"))
     state = b"}(" + _value(rng.choice(ATTRIBUTES)) + function + b"u"
@@ -159,7 +159,7 @@ def _mapping(rng: random.Random, depth: int) -> bytes:
 
 
 def archived(data: bytes) -> bytes:
-    """A pickle as the content of an archive of torch."""
+    """Return a pickle as the content of an archive of torch."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("archive/data.pkl", data)
@@ -168,7 +168,7 @@ def archived(data: bytes) -> bytes:
 
 
 def in_old_archive(data: bytes) -> bytes:
-    """A pickle as the tree of an archive in torch's first form."""
+    """Return a pickle as the tree of an archive in torch's first form."""
     head = (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True, "type_sizes": {}})
     return b"".join(pickle.dumps(each, 2) for each in head) + data + pickle.dumps([], 2)
 

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def checkpoints(here: Path) -> None:
-    """One of each format, with and without optimizer state."""
+    """Make one of each format, with and without optimizer state."""
     make_hf("llama-gqa", here / "hf", tokenizer=False, config=CONFIG)
     make_hf("llama-gqa", here / "hf_shards", tokenizer=False, config=CONFIG, shards=2)
     make_hf("llama-gqa", here / "hf_bin", tokenizer=False, config=CONFIG, file_format="bin")
@@ -79,14 +79,14 @@ def checkpoints(here: Path) -> None:
 
 
 def pack(path: Path, archive: Path) -> None:
-    """A directory as a zip file whose bytes depend on nothing else."""
+    """Pack a directory as a zip file whose bytes depend on nothing else."""
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
         for file in sorted(each for each in path.rglob("*") if each.is_file()):
             packed.writestr(zipfile.ZipInfo(str(file.relative_to(path))), file.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
 def files(here: Path) -> None:
-    """What the parsers of single files begin at."""
+    """Make what the parsers of single files begin at."""
 
     def keep(target: str, name: str, content: bytes) -> None:
         (CORPUS / target).mkdir(exist_ok=True)
@@ -131,7 +131,7 @@ def files(here: Path) -> None:
 
 
 def tree(content: Any, here: Path, *, new: bool = True) -> bytes:
-    """The bytes of `torch.save`."""
+    """Return the bytes of `torch.save`."""
     torch.save(content, here / "x.pt", _use_new_zipfile_serialization=new)
     return (here / "x.pt").read_bytes()
 

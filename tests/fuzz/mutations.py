@@ -1,4 +1,4 @@
-"""What damage, haste and malice make of files: bytes, numbers, words and whole files changed, by a seed alone."""
+"""Mutations of files, by damage, haste and malice: bytes, numbers, words and whole files, by a seed alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ TOKEN = re.compile(rb"-?\d+(?:\.\d+)?|\"[^\"\\]{0,60}\"|[A-Za-z_][\w.]{2,60}")
 
 
 def mutated(data: bytes, seeds: Sequence[bytes], rng: random.Random, kept: Sequence[tuple[int, int]] = ()) -> bytes:
-    """The bytes after one to four changes; those in the ranges of `kept` are moved perhaps, and not written over."""
+    """Return the bytes after one to four changes; those in the ranges of `kept` are moved perhaps,
+    and not written over.
+    """
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         data = _changed(data, seeds, rng, kept)
     return data
@@ -73,7 +75,7 @@ def _changed(data: bytes, seeds: Sequence[bytes], rng: random.Random, kept: Sequ
 
 
 def mutated_files(files: Files, kept: Ranges, rng: random.Random) -> tuple[Files, str]:
-    """A checkpoint after a change, and what it was. Tensor data are not written over: no format could tell."""
+    """Return a checkpoint after a change, and what it was. Tensor data are not written over: no format could tell."""
     files = dict(files)
     names = sorted(files)
     name = rng.choice(names)

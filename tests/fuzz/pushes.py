@@ -52,22 +52,22 @@ class Pushes:
                 f"{each.pattern} {each.status or each.after} {each.late} {each.times}" for each in hub.faults
             )
             command = ("push", str(source), REPO, "--quiet", *rng.choice([(), ("--tag", "v1")]))
-            code, said = subject.run(command)
+            code, messages = subject.run(command)
             what += f" {'new' if is_new else 'old'}: code {code}"
             there = _files(hub)
             if there != before and there != sent:
-                return Case("LOOKS WHOLE AND IS NOT", what, said)
+                return Case("LOOKS WHOLE AND IS NOT", what, messages)
             if "v1" in (hub.repositories[REPO].tags if REPO in hub.repositories else {}) and there != sent:
-                return Case("TAG OF NOTHING", what, said)
+                return Case("TAG OF NOTHING", what, messages)
             if code == DONE and there != sent:
-                return Case("WRONG WORD", what, said)
-            if code == BUG or (code != DONE and not said.startswith(STARTS)):
-                return Case("bug" if code == BUG else "wrong end", what, said)
+                return Case("WRONG WORD", what, messages)
+            if code == BUG or (code != DONE and not messages.startswith(STARTS)):
+                return Case("bug" if code == BUG else "wrong end", what, messages)
             hub.faults.clear()
             again, text = subject.run(command)
             if again != DONE or _files(hub) != sent:
-                return Case("DOES NOT GO ON", what, said + text)
-            return Case("unchanged" if code == DONE else "refused", what, said)
+                return Case("DOES NOT GO ON", what, messages + text)
+            return Case("unchanged" if code == DONE else "refused", what, messages)
 
 
 def _fault(rng: random.Random) -> Fault:

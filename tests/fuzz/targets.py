@@ -46,7 +46,7 @@ class Scratch:
         self._folder.cleanup()
 
     def file(self, name: str, content: bytes) -> Path:
-        """A file with this content; what had the name is overwritten."""
+        """Return a file with this content; what had the name is overwritten."""
         path = self.path / name
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True)
@@ -58,14 +58,14 @@ _scratch: dict[int, Scratch] = {}
 
 
 def scratch() -> Scratch:
-    """The directory of this process, which may have been forked."""
+    """Return the directory of this process, which may have been forked."""
     if os.getpid() not in _scratch:
         _scratch[os.getpid()] = Scratch()
     return _scratch[os.getpid()]
 
 
 def of_file(read: Callable[[Path], object], name: str, place: str = "") -> Target:
-    """A target that writes a file and gives its path, or that of the directory that has it at `name`."""
+    """Return a target that writes a file and gives its path, or that of the directory that has it at `name`."""
 
     def target(data: bytes) -> None:
         file = scratch().file(f"{place or name}/{name}", data)
@@ -75,12 +75,12 @@ def of_file(read: Callable[[Path], object], name: str, place: str = "") -> Targe
 
 
 def pickle(data: bytes) -> None:
-    """The restricted unpickler."""
+    """Run the restricted unpickler."""
     check_tree(pickles.load(io.BytesIO(data), "`x`"))
 
 
 def attack(data: bytes) -> None:
-    """A pickle that tries to run code, alone and in each kind of file that has pickles."""
+    """Read a pickle that tries to run code, alone and in each kind of file that has pickles."""
     with watched(_before_attacks()):
         _in_each_file(data)
 
@@ -93,7 +93,7 @@ def _in_each_file(data: bytes) -> None:
 
 @cache
 def _before_attacks() -> Path:
-    """A directory of their own, when what reads them is imported and has its places."""
+    """Return a directory of their own, when what reads them is imported and has its places."""
     for seed in seeds_of("attack"):
         _in_each_file(seed)
     (scratch().path / "attack").mkdir()
@@ -101,12 +101,12 @@ def _before_attacks() -> Path:
 
 
 def archive(file: Path) -> None:
-    """An archive, and what it says of its records."""
+    """Read an archive, and what it says of its records."""
     list(TorchFile(file).sums)
 
 
 def item(data: bytes) -> None:
-    """An archive within a `.distcp` file, among the seeds: parsed on its own and like others, always the same."""
+    """Read an archive within a `.distcp` file, among the seeds: parsed on its own and like others, always the same."""
     file = scratch().file("item/__0_0.distcp", b"before!" + data + b"behind")
     archives = copy.deepcopy(_read_seeds())
     for _ in range(2):  # what is read first may give its form to what is read next
@@ -115,7 +115,7 @@ def item(data: bytes) -> None:
 
 
 def parsed_alone(file: Path, offset: int, length: int) -> tuple[str, object]:
-    """What an archive holds, or why it is refused."""
+    """Return what an archive holds, or why it is refused."""
     try:
         archive = TorchFile(file, offset, length)
     except ConvertError as error:
@@ -124,7 +124,7 @@ def parsed_alone(file: Path, offset: int, length: int) -> tuple[str, object]:
 
 
 def parsed_alike(archives: ChunkArchives, file: Path, offset: int, length: int) -> tuple[str, object]:
-    """The same by a reader that knows others."""
+    """Return the same by a reader that knows others."""
     try:
         ((_, tree, sums),) = archives.read(file.parent, [(file.name, offset, length)])
     except ConvertError as error:
@@ -141,7 +141,7 @@ def _read_seeds() -> ChunkArchives:
 
 
 def config(data: bytes) -> None:
-    """A model's configuration, with the weights of another beside it."""
+    """Read a model's configuration, with the weights of another beside it."""
     folder = scratch().path / "config"
     if not folder.is_dir():
         with zipfile.ZipFile(CORPUS / "checkpoints" / "hf.zip") as archive:
@@ -151,7 +151,7 @@ def config(data: bytes) -> None:
 
 
 def index(data: bytes) -> None:
-    """An index of weights, with the files that it names."""
+    """Read an index of weights, with the files that it names."""
     folder = scratch().path / "index"
     if not folder.is_dir():
         with zipfile.ZipFile(CORPUS / "checkpoints" / "hf_shards.zip") as archive:
@@ -161,7 +161,7 @@ def index(data: bytes) -> None:
 
 
 def idx(data: bytes) -> None:
-    """An index of training data."""
+    """Read an index of training data."""
     file = scratch().file("idx/x.idx", data)
     scratch().file("idx/x.bin", bytes(20))
     pair = open_pair(str(file.with_suffix("")))
@@ -192,12 +192,12 @@ SEEDS = {"item": "archive", "attack": "pickle"}  # targets that begin at the cor
 
 @cache
 def seeds_of(target: str) -> list[bytes]:
-    """What a target begins at."""
+    """Return what a target begins at."""
     return [file.read_bytes() for file in sorted((CORPUS / SEEDS.get(target, target)).iterdir())]
 
 
 def attempt(target: str, data: bytes) -> bool:
-    """Whether a target takes the bytes; a refusal is the other good end, and anything else is raised."""
+    """Return whether a target takes the bytes; a refusal is the other good end, and anything else is raised."""
     refusals: tuple[type[Exception], ...] = (ConvertError, *REFUSALS.get(target, ()))
     try:
         TARGETS[target](data)

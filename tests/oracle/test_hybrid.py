@@ -98,7 +98,7 @@ def test_the_published_layer_spec_has_these_names_and_order() -> None:
 
 
 def _replaced(spec: Any, classes: list[tuple[Any, Any]]) -> Any:
-    """A copy of a layer spec with other classes within."""
+    """Return a copy of a layer spec with other classes within."""
     for old, new in classes:
         if spec is old:
             return new
@@ -134,7 +134,7 @@ def test_logits_are_those_of_transformers(hf_checkpoint: HfMaker, tmp_path: Path
 
 
 def _slips(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The first mixer with neighbouring segments exchanged, or its convolution turned around."""
+    """Yield the first mixer with neighbouring segments exchanged, or its convolution turned around."""
     name = "backbone.layers.0.mixer."
     z, x, b, c, dt = state[name + "in_proj.weight"].split([16, 16, 16, 16, 4])
     yield {name + "in_proj.weight": torch.cat([x, z, b, c, dt])}
@@ -148,7 +148,7 @@ def test_the_recurrence_is_that_of_one_position_after_the_other() -> None:
     x, dt = torch.randn(1, 4, 4, 2, generator=generator), torch.randn(1, 4, 4, generator=generator)
     b, c = (torch.randn(1, 4, 2, 3, generator=generator) for _ in "bc")
     decay, skip, bias = -torch.rand(4, generator=generator), torch.randn(4, generator=generator), torch.ones(4)
-    found = scan(x, dt, decay, b, c, 8, D=skip, dt_bias=bias)
+    result = scan(x, dt, decay, b, c, 8, D=skip, dt_bias=bias)
     for head in range(4):
         for channel in range(2):
             state = [0.0] * 3
@@ -158,7 +158,7 @@ def test_the_recurrence_is_that_of_one_position_after_the_other() -> None:
                 keep = torch.exp(torch.tensor(step * decay[head].item())).item()
                 state = [old * keep + step * value * new for old, new in zip(state, b[0, at, head // 2], strict=True)]
                 wanted = sum(float(s * r) for s, r in zip(state, c[0, at, head // 2], strict=True))
-                assert abs(found[0, at, head, channel].item() - wanted - skip[head].item() * value) < 1e-5
+                assert abs(result[0, at, head, channel].item() - wanted - skip[head].item() * value) < 1e-5
     assert torch.equal(rearrange(x, "b l h p -> l b (h p)"), x.permute(1, 0, 2, 3).reshape(4, 1, 8))
     assert torch.equal(rearrange(x, "b l h (g p) -> b g l h p", g=2)[:, 1], x[..., 1:])
 
@@ -209,17 +209,17 @@ def test_mixers_of_another_width_are_for_releases_that_have_a_flag_for_it() -> N
 
 def test_the_convolution_is_called_as_the_release_calls_it(tiny: Path, tmp_path: Path) -> None:
     """Up to 0.18 it is a module, and since 0.19 two parameters of the mixer, before all others."""
-    found = {}
+    names = {}
     for release in ("0.16", "0.19"):
         convert(tiny, tmp_path / release, to="torch", for_megatron=release)
         file = tmp_path / release / "release" / "mp_rank_00" / "model_optim_rng.pt"
         model = torch.load(file, weights_only=False)["model"]
-        found[release] = [name.removeprefix("decoder.layers.0.mixer.") for name in model if "layers.0.mixer." in name]
+        names[release] = [name.removeprefix("decoder.layers.0.mixer.") for name in model if "layers.0.mixer." in name]
         assert verify(tiny, tmp_path / release).equal
     own = ["dt_bias", "A_log", "D"]
-    assert found["0.16"][:3] == own
-    assert found["0.16"].index("conv1d.weight") > found["0.16"].index("in_proj.weight")
-    assert found["0.19"][:5] == ["conv1d_weight", "conv1d_bias", *own]
+    assert names["0.16"][:3] == own
+    assert names["0.16"].index("conv1d.weight") > names["0.16"].index("in_proj.weight")
+    assert names["0.19"][:5] == ["conv1d_weight", "conv1d_bias", *own]
     old = identify(tmp_path / "0.16").checkpoint.common.args or {}
     assert (old["hybrid_override_pattern"], old["hybrid_layer_pattern"]) == ("M-M*ME*-", None)
     assert "--hybrid-override-pattern 'M-M*ME*-'" in (tmp_path / "0.16" / "megatron_args.txt").read_text()

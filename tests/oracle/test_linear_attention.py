@@ -84,7 +84,7 @@ MODELS = pytest.mark.parametrize("args", [MIXED, HYBRID], ids=["gated_delta_net"
 
 
 def joined(weights: dict[str, Tensor], args: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights with the segments that Megatron Core names as one tensor each."""
+    """Return the weights with the segments that Megatron Core names as one tensor each."""
     segments = {(row.mcore or "").rpartition("}.")[2]: row.shard.names for row in gpt.weights(args) if row.shard.names}
     whole = {name: tensor for name, tensor in weights.items() if not name.rpartition(".")[0].endswith(tuple(segments))}
     for suffix, names in segments.items():
@@ -104,12 +104,12 @@ def test_what_megatron_saves_is_read(dialect: Dialect, args: dict[str, Any], tmp
         *names
     }
     save_torch_dist(args, weights, tmp_path, dialect=dialect, moe_norm="transformer_engine")
-    found = identify(tmp_path)
-    assert getattr(found.checkpoint, "dialect", None) == dialect
-    rows = found.dims.vocab_size
+    model = identify(tmp_path)
+    assert getattr(model.checkpoint, "dialect", None) == dialect
+    rows = model.dims.vocab_size
     cut = {name: each[:rows] if each.shape[0] == 32 and "embed" in name else each for name, each in weights.items()}
     cut["output_layer.weight"] = weights["output_layer.weight"][:rows]
-    assert_same_tensors(dict(tensors_of(found)), joined(cut, args))
+    assert_same_tensors(dict(tensors_of(model)), joined(cut, args))
 
 
 LOCAL: dict[str, Any] = {"implementation": "local", "for_megatron": "0.16"}
@@ -125,9 +125,9 @@ def test_segments_go_through_every_tensor_parallelism(args: dict[str, Any], tmp_
     reshard(tmp_path / "4", tmp_path / "back", to="torch", tp=1, **LOCAL)
     local = {**args, "transformer_impl": "local"}
     load = partial(load_mp_rank, local, state, tmp_path / "2/iter_0000010", distributed=True, tp=2)
-    for found in run_ranks(2, load):
-        assert not found.differing
-        assert set(found.steps) == {STEP}
+    for result in run_ranks(2, load):
+        assert not result.differing
+        assert set(result.steps) == {STEP}
     first, last = (content(tmp_path / name / "iter_0000010/mp_rank_00") for name in ("1", "back"))
     assert_same_tensors(first, last)
 

@@ -79,5 +79,5 @@ def test_an_answer_that_the_client_cannot_read(hub: Hub, hf_checkpoint: HfMaker,
     hub.faults.append(Fault("POST .*/create", 409))
     with pytest.raises(HubError) as refused:
         push(tmp_path / "model", REPO)
-    said = f"`{REPO}` cannot be written: the Hub's answer is not one that its client reads: KeyError: 'url'"
-    assert refused.value.message == said
+    message = f"`{REPO}` cannot be written: the Hub's answer is not one that its client reads: KeyError: 'url'"
+    assert refused.value.message == message

@@ -78,9 +78,9 @@ def test_gated_activation_kernels(dtype: torch.dtype, width: int) -> None:
     result = swiglu(hidden)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     assert float((result - expected).norm() / expected.norm()) < tolerance
-    (of_found,) = torch.autograd.grad(result, hidden, gradient)
+    (of_result,) = torch.autograd.grad(result, hidden, gradient)
     (of_expected,) = torch.autograd.grad(expected, wide, gradient.double())
-    assert float((of_found - of_expected).norm() / of_expected.norm()) < tolerance
+    assert float((of_result - of_expected).norm() / of_expected.norm()) < tolerance
 
 
 def qkv(tokens: int, groups: int, channels: int, dtype: torch.dtype) -> list[Tensor]:

@@ -50,10 +50,10 @@ def test_the_ready_configuration_trains_and_exports(hf_checkpoint: HfMaker, tmp_
 
 
 def chosen_by_megatron(checkpoint: Path, tokens: torch.Tensor, count: int) -> list[int]:
-    """The tokens and those that follow them, each the likeliest to Megatron Core's own model."""
+    """Return the tokens and those that follow them, each the likeliest to Megatron Core's own model."""
     model = identify(checkpoint)
     sources = find_weights(model.family, model.dims, model.checkpoint)
     for _ in range(count):
         tokens = torch.cat([tokens, logits_of(model, sources, tokens)[:, -1:].argmax(-1)], 1)
-    found: list[int] = tokens[0].tolist()
-    return found
+    result: list[int] = tokens[0].tolist()
+    return result

@@ -18,12 +18,12 @@ QUESTIONS = {"What", "How", "Whether", "Where", "Which"}
 NO_VERBS = QUESTIONS | {"A", "An", "The", "This", "That", "These", "Those", "Each", "Every", "All", "One", "No", "Why"}
 THINGS = ("property", "fixture", "contextmanager", "setter")  # a function that stands for a thing is called what it is
 NO_NOUNS = re.compile(r"(^|_)(found|said|told|tell|helpers?|utils?|manager|stuff)(_|$)")
-FROM_ELSEWHERE = {"_found"}  # an attribute of another library's class
+FROM_ELSEWHERE = {"tell"}  # a method of Python's files
 
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the project, by its path."""
+    """Return every module of the project, by its path."""
     files = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
     return {str(Path(file).relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
 

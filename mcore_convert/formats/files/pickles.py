@@ -181,13 +181,13 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
-        self._found: dict[str, Any] = {}
+        self._globals: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full not in self._found:
-            self._found[full] = self._named(module, name, full)
-        return self._found[full]
+        if full not in self._globals:
+            self._globals[full] = self._named(module, name, full)
+        return self._globals[full]
 
     def _named(self, module: str, name: str, full: str) -> Any:
         if full in _ALLOWED:

@@ -28,7 +28,8 @@ class Local:
         return Box.whole(self.shape).numel
 
     def parts_of(self, box: Box) -> list[tuple[Box, Box]]:
-        """The parts of a box of the local tensor, counted from its corner, and which boxes of the global one they are.
+        """Return the parts of a box of the local tensor, counted from its corner,
+        and which boxes of the global one they are.
 
         Computed once: experts and layers are alike.
         """

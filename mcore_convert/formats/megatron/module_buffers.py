@@ -212,7 +212,7 @@ def _in_buckets(
 
 
 def _parameters(run: Run, order: Order, stage: Stage, rank: Rank, is_expert: bool) -> Iterator[Parameter]:
-    """What an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
+    """Yield what an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
     rows = in_module_order(run.rows, order.implementation, order.release)
     shares = bool(run.holding.copies_of_embedding(run.dims))
     for weight, at, _, _ in run.holding.held_on(rows, run.dims, stage, rank.ep, grouped=order.experts == GROUPED):

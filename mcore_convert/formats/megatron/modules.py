@@ -112,7 +112,7 @@ def experts_in(names: Iterable[str]) -> str:
 
 @lru_cache
 def name_in_module(name: str, implementation: str, experts: str) -> str:
-    """The template of a weight in the `torch` format, from its template in `torch_dist`.
+    """Return the template of a weight in the `torch` format, from its template in `torch_dist`.
 
     Of names that differ by release it is the older (`name_in_release`).
     """
@@ -127,7 +127,7 @@ def name_in_module(name: str, implementation: str, experts: str) -> str:
 
 
 def name_in_release(name: str, release: Release) -> str:
-    """The name that modules of a release have for a local tensor."""
+    """Return the name that modules of a release have for a local tensor."""
     name = name.replace(MTP_LAYER, MTP_MODEL_LAYER) if release >= MTP_NAMES else name
     return _with_convolution(name, release)
 
@@ -137,12 +137,13 @@ def _with_convolution(name: str, release: Release) -> str:
 
 
 def name_in_any_release(name: str) -> str:
-    """The name of a local tensor in the oldest release that has it."""
+    """Return the name of a local tensor in the oldest release that has it."""
     return name.replace(MTP_MODEL_LAYER, MTP_LAYER).replace(OWN_CONVOLUTION, CONVOLUTION)
 
 
 def in_module_order(weights: Iterable[Weight], implementation: str, release: Release) -> list[Weight]:
-    """The rows as a model's `parameters()` have them: embedding, layers, final norm, layers that predict, output layer.
+    """Return the rows as a model's `parameters()` have them: embedding, layers, final norm, layers that predict,
+    output layer.
 
     Rows of a layer are ordered by the parts of LOCAL_ORDER; where norms are fused, they precede the layer's weight.
     """
@@ -167,7 +168,9 @@ def _place_of(name: str, order: tuple[str, ...]) -> int:
 
 
 def has_extra_state(module: str, *, norms: bool) -> bool:
-    """Whether a module of this name saves a state of its own: a linear layer, or a norm of Transformer Engine's."""
+    """Return whether a module of this name saves a state of its own: a linear layer,
+    or a norm of Transformer Engine's.
+    """
     is_norm = module.endswith("layernorm") or module in ("enorm", "hnorm", "out_norm", "final_norm")
     is_linear = module.startswith("linear_") or module in ("eh_proj", "in_proj", "out_proj")
     return is_linear or (norms and is_norm)

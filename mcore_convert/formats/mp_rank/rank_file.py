@@ -157,7 +157,7 @@ def chunks_of(tree: Mapping[str, Any], args: Mapping[str, Any], where: str) -> t
 
 
 def name_of_weight(key: str) -> str:
-    """The name of a local tensor, whatever a release calls its module."""
+    """Return the name of a local tensor, whatever a release calls its module."""
     return name_in_any_release(key)
 
 

@@ -108,14 +108,15 @@ def heat_data(
 
 
 def expert_data(
-    said: Sequence[Described], measures: Sequence[Measure[Described]], outliers: Sequence[Outlier] = ()
+    members: Sequence[Described], measures: Sequence[Measure[Described]], outliers: Sequence[Outlier] = ()
 ) -> Data | None:
-    """The heat maps of experts: for each weight that they have, a row for each layer and a column for each expert.
+    """Return the heat maps of experts: for each weight that they have,
+    a row for each layer and a column for each expert.
 
     Each has a scale of its own, over all of its layers. None without experts.
     """
     matrices = []
-    for of in folded(each for each in said if each.expert is not None and each.layer is not None):
+    for of in folded(each for each in members if each.expert is not None and each.layer is not None):
         layers = in_layers(of)
         count = 1 + max(each.expert or 0 for each in of)
         cells = [{each.expert: each for each in row} for row in layers.values()]
@@ -149,12 +150,12 @@ def _in_rows(listed: Sequence[int | None], width: int) -> list[Sequence[int | No
 
 
 def _expert_notes(outliers: Sequence[Outlier], members: Mapping[str, Described], state: str) -> dict[str, list[str]]:
-    """What is said of single experts, by layer and expert."""
-    found: dict[str, list[str]] = {}
+    """Return what is said of single experts, by layer and expert."""
+    notes: dict[str, list[str]] = {}
     for outlier in outliers:
         for each in (members[name] for name in outlier.names if outlier.state == state and name in members):
-            found.setdefault(f"{each.layer},{each.expert}", []).append(outlier.text)
-    return found
+            notes.setdefault(f"{each.layer},{each.expert}", []).append(outlier.text)
+    return notes
 
 
 def _value(measure: Measure[Described], cell: Sequence[Described]) -> float | None:

@@ -131,7 +131,7 @@ def _cut(weights: Iterable[Weight], dims: Dims, tp: int) -> Data:
 
 
 def _expert_cuts(weights: Iterable[Weight], dims: Dims, etps: Iterable[int]) -> Data:
-    """The boxes of every weight of an expert, for each number of ranks that may share one."""
+    """Return the boxes of every weight of an expert, for each number of ranks that may share one."""
     numbers = [(number, weight) for number, weight in enumerate(weights) if is_of_expert(weight)]
     fitting = [etp for etp in sorted(etps) if not dims.num_experts or dims.size("moe_ffn") % etp == 0]
     return {str(etp): {str(number): _boxes(weight, dims, etp) for number, weight in numbers} for etp in fitting}

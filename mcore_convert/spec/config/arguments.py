@@ -74,7 +74,7 @@ YARN_FIELDS = {name if name.startswith("yarn_") else f"yarn_{name}": name for na
 
 
 def true_vocab_size(stored: Values) -> int | None:
-    """The vocabulary without padding, from the arguments that a checkpoint stores; None where they do not tell.
+    """Return the vocabulary without padding, from the arguments that a checkpoint stores; None where they do not tell.
 
     The `vocab_size` of `NullTokenizer` leaves out the end of text up to Megatron Core 0.17 and is the whole vocabulary
     since 0.18, which is also when the argument `null_tokenizer_eod_id` appeared. `NullMultimodalTokenizer` still
@@ -98,7 +98,7 @@ def _refuse_no_integers(stored: Values, *names: str) -> None:
 
 
 def plain(stored: Values) -> dict[str, Any]:
-    """The arguments without those of Megatron's own classes (enums), which only Megatron could write again.
+    """Return the arguments without those of Megatron's own classes (enums), which only Megatron could write again.
 
     They say how a run computes, and Megatron takes its default where a checkpoint does not have them.
     """
@@ -114,13 +114,13 @@ def plain(stored: Values) -> dict[str, Any]:
 
 
 def padded_vocab_size(vocab: int, tp: int, divisible_by: int = 128) -> int:
-    """The rows that Megatron-LM gives the embedding: the next multiple of `divisible_by * tp`."""
+    """Return the rows that Megatron-LM gives the embedding: the next multiple of `divisible_by * tp`."""
     multiple = divisible_by * tp
     return -(-vocab // multiple) * multiple
 
 
 def normalise(stored: Values) -> dict[str, Any]:
-    """The arguments of any version from 0.8 in the spelling of 0.19, with what may be None resolved. Idempotent.
+    """Return the arguments of any version from 0.8 in the spelling of 0.19, with what may be None resolved. Idempotent.
 
     `vocab_size` becomes the vocabulary without padding (`true_vocab_size`). Arguments that an old version lacks get the
     value that it behaved by.

@@ -122,7 +122,7 @@ YOUNG_FIELDS = (
 
 
 def run_config(args: Values, family_name: str) -> str:
-    """The text of `run_config.yaml` for the arguments that `completion.complete` made.
+    """Return the text of `run_config.yaml` for the arguments that `completion.complete` made.
 
     `vocab_size` is the true one, which the provider pads for the parallel size of the moment. Versions before 0.3 do
     not know `rope_scaling`; they drop it with a warning, which changes what the model computes but not an export.
@@ -197,7 +197,8 @@ LAYOUT_FIELDS = {
 
 
 def rewritten(tree: Values, args: Values, *, optimizer: bool, random: bool) -> dict[str, Any]:
-    """A `run_config.yaml` as it was read, with what another layout changes: its place among many sections is kept.
+    """Return a `run_config.yaml` as it was read, with what another layout changes:
+    its place among many sections is kept.
 
     Args:
         args: of the checkpoint that is written.
@@ -216,8 +217,8 @@ def rewritten(tree: Values, args: Values, *, optimizer: bool, random: bool) -> d
         inner["sequence_parallel"] = False
     if nested:
         model["transformer"] = inner
-    said = tree.get("checkpoint")
-    checkpoint = dict(said) if isinstance(said, dict) else {}
+    stated = tree.get("checkpoint")
+    checkpoint = dict(stated) if isinstance(stated, dict) else {}
     checkpoint |= {
         "save_optim": optimizer,
         "save_rng": random,

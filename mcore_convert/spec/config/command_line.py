@@ -33,7 +33,7 @@ NEW_PATTERN = (
 
 
 def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
-    """The flags of the architecture, layout, dtype and tokenizer, as Megatron-LM 0.12 to main parse them.
+    """Return the flags of the architecture, layout, dtype and tokenizer, as Megatron-LM 0.12 to main parse them.
 
     Some flags are younger, and stand there only where the model needs them (`caveats`). Give all of them beside
     `--use-checkpoint-args`, or instead of it.
@@ -49,7 +49,7 @@ def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
 
 
 def _pattern(stored: Values) -> dict[str, Any]:
-    """The layers of a hybrid as they are stored, under one of the two names: 0.17 and later refuse both."""
+    """Return the layers of a hybrid as they are stored, under one of the two names: 0.17 and later refuse both."""
     pattern = stored.get(hybrid.PATTERN)
     old = stored.get(hybrid.OLD_PATTERN) if pattern is None else None
     layout = stored.get("pipeline_model_parallel_layout")
@@ -79,7 +79,7 @@ def _texts(flag: str, value: Any) -> list[str]:
 
 
 def caveats(args: Values) -> list[str]:
-    """What the training scripts of Megatron-LM do not do with these arguments, a line each; mostly none."""
+    """Return what the training scripts of Megatron-LM do not do with these arguments, a line each; mostly none."""
     lines = [SCRIPT, *([NEW_PATTERN] if args.get(hybrid.PATTERN) else [])] if hybrid.is_hybrid(args) else []
     args = normalise(args)
     factor, linear = args["rope_scaling_factor"], args.get("rotary_seq_len_interpolation_factor")

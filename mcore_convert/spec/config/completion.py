@@ -122,7 +122,8 @@ def complete(
     tokenizer_model: str | None = None,
     vocab_size: int,
 ) -> dict[str, Any]:
-    """The content of the `args` to store, so that `--use-checkpoint-args` and Megatron-Bridge find all they read.
+    """Return the content of the `args` to store, so that `--use-checkpoint-args` and Megatron-Bridge find all they
+    read.
 
     `architecture` is what a family's mapping made of `config.json`; `dtype` is `bfloat16`, `float16` or `float32`;
     `vocab_size` is the true vocabulary. Values are plain, but for `TorchDtype`. Without a tokenizer `tokenizer_type`

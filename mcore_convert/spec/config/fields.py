@@ -10,7 +10,7 @@ from mcore_convert.spec.config.mapping import ABSENT, REQUIRED, Field, Refused, 
 
 
 def stated(args: Values, name: str) -> Any:
-    """The value of an argument that must be there."""
+    """Return the value of an argument that must be there."""
     if args.get(name) is None:
         raise Refused(f"`{name}` is missing")
     return args[name]
@@ -28,7 +28,9 @@ def same(
     default: Any = REQUIRED,
     null: Callable[[Values], Any] | None = None,
 ) -> Field:
-    """The same value under two names. `null` says what `null` stands for, from the rest of `config.json`."""
+    """Return the field of the same value under two names. `null` says what `null` stands for,
+    from the rest of `config.json`.
+    """
 
     def to_megatron(config: Values) -> dict[str, Any]:
         value = config[hf]
@@ -43,7 +45,7 @@ def same(
 
 
 def negated(hf: str, megatron: str, *, default: bool) -> Field:
-    """A switch that the two sides name in opposite senses."""
+    """Return the field of a switch that the two sides name in opposite senses."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         return {megatron: not _checked(hf, config[hf], bool)}
@@ -52,7 +54,9 @@ def negated(hf: str, megatron: str, *, default: bool) -> Field:
 
 
 def only(hf: str, value: Any, *, default: Any = ABSENT, write: bool = True) -> Field:
-    """A key of `config.json` with one value that Megatron represents, which is what its absence means by default."""
+    """Return the field of a key of `config.json` with one value that Megatron represents,
+    which is what its absence means by default.
+    """
 
     def to_megatron(config: Values) -> dict[str, Any]:
         if config[hf] != value:
@@ -96,7 +100,9 @@ def blank(*names: str) -> Field:
 
 
 def dtype() -> Field:
-    """The dtype of the weights. transformers 4 writes `torch_dtype`, 5 writes `dtype`; both read `torch_dtype`."""
+    """Return the field of the dtype of the weights. transformers 4 writes `torch_dtype`, 5 writes `dtype`;
+    both read `torch_dtype`.
+    """
     flags: dict[str, tuple[bool, ...]] = {
         "float32": (False, False),
         "float16": (True, False),
@@ -117,7 +123,7 @@ def dtype() -> Field:
 
 
 def _checked(name: str, value: Any, kind: type) -> Any:
-    """The value, where its type is what both sides expect; an integer is a float, a bool is no integer."""
+    """Return the value, where its type is what both sides expect; an integer is a float, a bool is no integer."""
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise Refused(f"`{name}` = {shown(value)} is not a finite number")
@@ -128,7 +134,9 @@ def _checked(name: str, value: Any, kind: type) -> Any:
 
 
 def vocabulary(*, default: int) -> Field:
-    """The vocabulary without padding. Where a checkpoint does not tell it, the padded one: no row is dropped."""
+    """Return the field of the vocabulary without padding. Where a checkpoint does not tell it, the padded one:
+    no row is dropped.
+    """
     size = same("vocab_size", "vocab_size", default=default)
 
     def to_hf(args: Values) -> dict[str, Any]:
@@ -151,12 +159,12 @@ def query_groups(*, default: int | None = None) -> Field:
 
 
 def head_dim(*, default: int | None = None) -> Field:
-    """The size of a head, always written; `null` is the hidden size shared by the heads."""
+    """Return the field of the size of a head, always written; `null` is the hidden size shared by the heads."""
     return same("head_dim", "kv_channels", default=default, null=shared_head_dim)
 
 
 def shared_head_dim(config: Values) -> int:
-    """The hidden size shared by the heads."""
+    """Return the hidden size shared by the heads."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
         raise Refused(f"`hidden_size` = {shown(hidden)} is not a multiple of `num_attention_heads` = {shown(heads)}")
@@ -164,7 +172,7 @@ def shared_head_dim(config: Values) -> int:
 
 
 def sliding_window(*, default: int | None, switch: str | None = None) -> Field:
-    """A window over all layers. transformers counts the position itself, Megatron those before it.
+    """Return the field of a window over all layers. transformers counts the position itself, Megatron those before it.
 
     A window that covers every position changes nothing, and Megatron is not told of it.
 

@@ -29,7 +29,7 @@ class Flags:
 
 
 def named(*names: str) -> dict[str, str]:
-    """The flags of arguments that they are called as."""
+    """Return the flags of arguments that they are called as."""
     return {f"--{name.replace('_', '-')}": name for name in names}
 
 

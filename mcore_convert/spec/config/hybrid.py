@@ -30,7 +30,7 @@ STEP, LEAST_STEP = "time_step_min", 0.001
 
 
 def remarks(args: Values) -> list[str]:
-    """What differs on the way between Megatron and Hugging Face, a line each; mostly nothing."""
+    """Return what differs on the way between Megatron and Hugging Face, a line each; mostly nothing."""
     if not hybrid.is_hybrid(args):
         return []
     return [
@@ -40,37 +40,37 @@ def remarks(args: Values) -> list[str]:
 
 
 def letters_of(config: Values) -> str:
-    """A letter for each layer, from the pattern, the list of names, or both.
+    """Return a letter for each layer, from the pattern, the list of names, or both.
 
     Raises:
         Refused: two differ, or one makes no sense.
     """
-    said = {}
+    stated = {}
     pattern = config["hybrid_override_pattern"]
     if pattern is not None:
         if not isinstance(pattern, str) or not pattern or set(pattern) - {*hybrid.LETTERS}:
             raise Refused(f"`hybrid_override_pattern` = {shown(pattern)} does not name layers by M, *, - and E")
-        said["hybrid_override_pattern"] = pattern
+        stated["hybrid_override_pattern"] = pattern
     for key in LISTS:
         names = config[key]
         if names is None:
             continue
         if not isinstance(names, list) or not names or set(names) - BLOCKS.keys():
             raise Refused(f"`{key}` = {shown(names)} does not name the layers of a hybrid")
-        said[key] = "".join(BLOCKS[name] for name in names)
-    if not said:
-        said["hybrid_override_pattern"] = DEFAULT
-    if len(set(said.values())) > 1:
-        raise Refused(" and ".join(f"`{key}` = {shown(config[key])}" for key in said) + " differ")
-    letters = next(iter(said.values()))
+        stated[key] = "".join(BLOCKS[name] for name in names)
+    if not stated:
+        stated["hybrid_override_pattern"] = DEFAULT
+    if len(set(stated.values())) > 1:
+        raise Refused(" and ".join(f"`{key}` = {shown(config[key])}" for key in stated) + " differ")
+    letters = next(iter(stated.values()))
     count = config["num_hidden_layers"]
     if count is not None and (type(count) is not int or count != len(letters)):
-        raise Refused(f"`num_hidden_layers` = {shown(count)}, and `{next(iter(said))}` has {len(letters)} layers")
+        raise Refused(f"`num_hidden_layers` = {shown(count)}, and `{next(iter(stated))}` has {len(letters)} layers")
     return letters
 
 
 def layer_pattern() -> Field:
-    """What each layer is, and that the model is a hybrid at all."""
+    """Return the field of the kind of each layer, and that the model is a hybrid at all."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         letters = letters_of(config)
@@ -101,7 +101,7 @@ def layer_pattern() -> Field:
 
 
 def mixer() -> tuple[Field, ...]:
-    """The sizes of a Mamba mixer, and what Megatron Core's always does."""
+    """Return the field of the sizes of a Mamba mixer, and what Megatron Core's always does."""
     return (
         same("ssm_state_size", "mamba_state_dim", default=128),
         same("mamba_head_dim", "mamba_head_dim", default=64),
@@ -122,13 +122,15 @@ def mixer() -> tuple[Field, ...]:
 
 
 def epsilon() -> Field:
-    """The epsilon of all norms, which Megatron Core does not ask for in a mixer."""
+    """Return the field of the epsilon of all norms, which Megatron Core does not ask for in a mixer."""
     field = same("layer_norm_epsilon", "layernorm_epsilon", kind=float, default=hybrid.EPSILON)
 
     def checked(values: Values, name: str, result: dict[str, Any]) -> dict[str, Any]:
         if values[name] != hybrid.EPSILON:
-            said = f"`{name}` = {values[name]}, and the norm within a Mamba layer has {hybrid.EPSILON} in Megatron Core"
-            raise Refused(said)
+            stated = (
+                f"`{name}` = {values[name]}, and the norm within a Mamba layer has {hybrid.EPSILON} in Megatron Core"
+            )
+            raise Refused(stated)
         return result
 
     return replace(
@@ -152,19 +154,21 @@ def _step_limit() -> Field:
 
 
 def _least_step() -> Field:
-    """What transformers 5 raises time steps to, and other programs start new weights with: no more than usual."""
+    """Return the field of the least time step, which transformers 5 and new weights have: no more than usual."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         if not 0 <= config[STEP] <= LEAST_STEP:
-            said = f"`{STEP}` = {shown(config[STEP])}"
-            raise Refused(f"{said}, only up to {LEAST_STEP}: Megatron Core raises no time step")
+            stated = f"`{STEP}` = {shown(config[STEP])}"
+            raise Refused(f"{stated}, only up to {LEAST_STEP}: Megatron Core raises no time step")
         return {}
 
     return Field({STEP: LEAST_STEP}, (), to_megatron, lambda _: {})
 
 
 def where_experts_are(*fields: Field) -> tuple[Field, ...]:
-    """The fields, which say nothing where no layer has experts: their keys then have whatever the class has."""
+    """Return the fields as they are where experts are; they say nothing where no layer has any:
+    their keys then have whatever the class has.
+    """
 
     def in_config(config: Values) -> bool:
         try:
@@ -186,14 +190,14 @@ def where_experts_are(*fields: Field) -> tuple[Field, ...]:
 
 
 def size_of_head(*, default: int) -> Field:
-    """The size of a head of attention, which was called otherwise in the first of these models."""
+    """Return the field of the size of a head of attention, which was called otherwise in the first of these models."""
     field = same("head_dim", "kv_channels", default=default)
 
     def to_megatron(config: Values) -> dict[str, Any]:
-        said = {key: config[key] for key in ("head_dim", "attention_head_dim") if config[key] is not None}
-        if len(set(map(repr, said.values()))) > 1:
-            raise Refused(" and ".join(f"`{key}` = {shown(value)}" for key, value in said.items()) + " differ")
-        return field.to_megatron({"head_dim": next(iter(said.values()), default)})
+        stated = {key: config[key] for key in ("head_dim", "attention_head_dim") if config[key] is not None}
+        if len(set(map(repr, stated.values()))) > 1:
+            raise Refused(" and ".join(f"`{key}` = {shown(value)}" for key, value in stated.items()) + " differ")
+        return field.to_megatron({"head_dim": next(iter(stated.values()), default)})
 
     return Field({"head_dim": None, "attention_head_dim": None}, field.megatron, to_megatron, field.to_hf)
 
@@ -203,9 +207,9 @@ def no_predicted_tokens() -> Field:
 
     def to_megatron(config: Values) -> dict[str, Any]:
         if config["num_nextn_predict_layers"]:
-            said = f"`num_nextn_predict_layers` = {shown(config['num_nextn_predict_layers'])}"
+            stated = f"`num_nextn_predict_layers` = {shown(config['num_nextn_predict_layers'])}"
             raise Refused(
-                f"{said}: layers of a hybrid that predict further tokens, which transformers does not compute"
+                f"{stated}: layers of a hybrid that predict further tokens, which transformers does not compute"
             )
         return {}
 

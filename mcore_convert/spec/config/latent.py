@@ -22,7 +22,7 @@ EPSILON = 1e-6  # of the norms within latent attention in transformers, whatever
 
 
 def remarks(args: Values) -> list[str]:
-    """What differs on the way between Megatron and Hugging Face, a line each; mostly nothing."""
+    """Return what differs on the way between Megatron and Hugging Face, a line each; mostly nothing."""
     epsilon = args.get("layernorm_epsilon")
     if not args.get("multi_latent_attention") or epsilon == EPSILON:
         return []
@@ -33,7 +33,7 @@ def remarks(args: Values) -> list[str]:
 
 
 def latent_attention(*, queries: int | None = 1536) -> tuple[Field, ...]:
-    """The sizes. Queries are made in one step where their rank is `null`.
+    """Return the field of the sizes of latent attention. Queries are made in one step where their rank is `null`.
 
     Args:
         queries: their rank where `config.json` does not say one.
@@ -124,7 +124,7 @@ class _LatentRope(Rope):
 
 
 def mscales(name: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the factors of YaRN, taken out of the dictionary called `name`."""
+    """Return the arguments of the factors of YaRN, taken out of the dictionary called `name`."""
     own, all_dim = (float(scaling.pop(key, None) or 0.0) for key in ("mscale", "mscale_all_dim"))
     if not all_dim and own in (0.0, 1.0):
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
@@ -134,7 +134,7 @@ def mscales(name: str, scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 def written_mscales(args: Values) -> dict[str, float]:
-    """What `config.json` says of these factors; nothing where they are the usual ones."""
+    """Return what `config.json` says of these factors; nothing where they are the usual ones."""
     own, all_dim = (float(stated(args, name)) for name in ("mscale", "mscale_all_dim"))
     if (all_dim and not own) or (not all_dim and own != 1):
         raise Refused(f"`mscale` = {own} beside `mscale_all_dim` = {all_dim}: only both, or the first of 1")
@@ -142,13 +142,15 @@ def written_mscales(args: Values) -> dict[str, float]:
 
 
 def predicted_tokens() -> Field:
-    """The layers that predict further tokens, under the name of the published files or that of transformers."""
+    """Return the field of the layers that predict further tokens,
+    under the name of the published files or that of transformers.
+    """
 
     def to_megatron(config: Values) -> dict[str, Any]:
-        said = {key: config[key] for key in ("num_nextn_predict_layers", "num_mtp_layers") if config[key] is not None}
-        if len(set(map(repr, said.values()))) > 1:
-            raise Refused(" and ".join(f"`{key}` = {shown(value)}" for key, value in said.items()) + " differ")
-        key, count = next(iter(said.items()), ("num_nextn_predict_layers", 1))
+        stated = {key: config[key] for key in ("num_nextn_predict_layers", "num_mtp_layers") if config[key] is not None}
+        if len(set(map(repr, stated.values()))) > 1:
+            raise Refused(" and ".join(f"`{key}` = {shown(value)}" for key, value in stated.items()) + " differ")
+        key, count = next(iter(stated.items()), ("num_nextn_predict_layers", 1))
         if type(count) is not int or count < 0:
             raise Refused(f"`{key}` = {shown(count)} is not a number of layers")
         if count and config.get("tie_word_embeddings"):

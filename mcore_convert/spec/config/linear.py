@@ -28,7 +28,7 @@ NO_LINEAR_ATTENTION = {"experimental_attention_variant": None, "linear_attention
 
 
 def gated_delta_net() -> tuple[Field, ...]:
-    """Which layers have linear attention, its sizes, and the gate of the others."""
+    """Return the field of the layers that have linear attention, its sizes, and the gate of the others."""
     return (
         constant(
             experimental_attention_variant=GATED_DELTA_NET,
@@ -42,7 +42,7 @@ def gated_delta_net() -> tuple[Field, ...]:
 
 
 def pattern_of(config: Values) -> list[bool]:
-    """Which layers have linear attention: `layer_types` says it, or all but every so many have.
+    """Return which layers have linear attention: `layer_types` says it, or all but every so many have.
 
     Raises:
         Refused: neither makes sense.
@@ -77,7 +77,7 @@ def _layers() -> Field:
 
 
 def predicted_token(key: str) -> Field:
-    """Whether there is a layer that predicts one token further, as the published files have it without saying so.
+    """Return the field of a layer that predicts one token further, as the published files have it without saying so.
 
     Such a layer has plain attention in them. Where the last one of the decoder has not, or embeddings are tied, no
     model of Megatron Core is known to have it.

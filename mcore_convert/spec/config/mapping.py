@@ -53,21 +53,21 @@ NONSENSE = (TypeError, ValueError, OverflowError)
 
 
 def architectures_of(config: Values) -> list[str]:
-    """The `architectures` of a `config.json`.
+    """Return the `architectures` of a `config.json`.
 
     Raises:
         ConfigError: it is not a list of names.
     """
-    found = config.get("architectures")
-    if found is None:
+    names = config.get("architectures")
+    if names is None:
         return []
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise ConfigError(f"`architectures` = {shown(found)} is not a list of names")
-    return found
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"`architectures` = {shown(names)} is not a list of names")
+    return names
 
 
 def shown(value: Any) -> str:
-    """A value as `config.json` spells it."""
+    """Return a value as `config.json` spells it."""
     text = "(absent)" if value is ABSENT else json.dumps(value, default=str)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
@@ -107,11 +107,11 @@ class ConfigMapping:
         return config
 
     def refusals(self, args: Values) -> list[str]:
-        """Why the family cannot represent these arguments, a line each; empty where it can."""
+        """Return why the family cannot represent these arguments, a line each; empty where it can."""
         return self._write(args)[1]
 
     def merge(self, original: Values, args: Values) -> tuple[dict[str, Any], list[str]]:
-        """The original `config.json` with only those fields changed that the arguments prove different.
+        """Return the original `config.json` with only those fields changed that the arguments prove different.
 
         Returns the configuration and one line for each change. A field is different when it does not mean the same
         arguments, so a spelling that means the same is kept.
@@ -140,7 +140,7 @@ class ConfigMapping:
         return result, changes
 
     def _dialect(self, config: Values) -> ConfigMapping:
-        """The mapping for the model that a `config.json` names."""
+        """Return the mapping for the model that a `config.json` names."""
         for mapping in (self, *self.dialects):
             if config.get("model_type", ABSENT) == mapping.model_type:
                 break
@@ -155,12 +155,12 @@ class ConfigMapping:
         return mapping
 
     def _filled(self, config: Values) -> dict[str, Any]:
-        """The configuration with class defaults for absent keys."""
+        """Return the configuration with class defaults for absent keys."""
         defaults = {key: value for field in self.fields for key, value in field.hf.items() if value is not REQUIRED}
         return {**defaults, **config}
 
     def ignoring(self, keys: Iterable[str]) -> ConfigMapping:
-        """The mapping with further keys of `config.json` that change nothing, on the word of a user.
+        """Return the mapping with further keys of `config.json` that change nothing, on the word of a user.
 
         Raises:
             ConfigError: a key is known, and may change the model.
@@ -177,11 +177,11 @@ class ConfigMapping:
         return replace(self, fields=(*self.fields, extra), dialects=dialects)
 
     def keys_of(self, argument: str) -> list[str]:
-        """The keys of `config.json` that say an argument."""
+        """Return the keys of `config.json` that say an argument."""
         return [key for field in self.fields if argument in field.megatron for key in field.hf]
 
     def _strangers(self, config: Values) -> dict[str, Any]:
-        """The keys that no field answers for, and that do not leave the model as it is."""
+        """Return the keys that no field answers for, and that do not leave the model as it is."""
         claimed = {"model_type", "architectures", *(key for field in self.fields for key in field.hf)}
         return {key: value for key, value in config.items() if key not in claimed and not is_inert(key, value)}
 
@@ -227,16 +227,16 @@ class ConfigMapping:
             except Refused as refused:
                 problems += refused.lines
             except NONSENSE:
-                said = [f"`{name}` = {args.get(name)!r}" for name in field.megatron]
-                problems.append(" and ".join(said) + " makes no sense")
+                values = [f"`{name}` = {args.get(name)!r}" for name in field.megatron]
+                problems.append(" and ".join(values) + " makes no sense")
         return config, problems
 
 
 def _differs(field: Field, filled: Values, args: Values) -> bool:
-    """Whether the arguments prove that the field of a configuration says something else."""
+    """Return whether the arguments prove that the field of a configuration says something else."""
     try:
-        said = field.to_megatron(filled)
+        stated = field.to_megatron(filled)
     except (Refused, KeyError, *NONSENSE):  # not representable, or absent without a default: the arguments know better
         return True
-    known = {name: value for name, value in said.items() if field.none_says or args.get(name) is not None}
+    known = {name: value for name, value in stated.items() if field.none_says or args.get(name) is not None}
     return any(args.get(name) != value for name, value in known.items())

@@ -82,7 +82,7 @@ MEANING = {
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Whether a key of `config.json` that no field of a family claims leaves the model as it is."""
+    """Return whether a key of `config.json` that no field of a family claims leaves the model as it is."""
     if key == "layer_types":  # of transformers 5: a name for each layer
         return value is None or (isinstance(value, list) and set(value) <= {FULL_ATTENTION})
     return key in INERT or (key in ONLY and value in (None, ONLY[key]))
@@ -194,7 +194,9 @@ NEUTRAL_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
 
 
 def not_neutral(args: Mapping[str, Any]) -> list[str]:
-    """The arguments that are there, change the function of a plain decoder, and have not the value that does not."""
+    """Return the arguments that are there, change the function of a plain decoder,
+    and have not the value that does not.
+    """
     tables = [NEUTRAL, *([NEUTRAL_OF_EXPERTS] if args.get("num_experts") else [])]
     return [name for table in tables for name in table if name in args and not _is_one_of(table[name], args[name])]
 

@@ -73,7 +73,7 @@ LLAMA3_FIELDS = {
 
 
 def arguments_of(model: Values, where: str, *, tied: bool = True) -> dict[str, Any]:
-    """The arguments of Megatron-LM that a configuration stands for.
+    """Return the arguments of Megatron-LM that a configuration stands for.
 
     Args:
         tied: whether the class shares embeddings where the configuration does not say it.
@@ -102,17 +102,19 @@ def arguments_of(model: Values, where: str, *, tied: bool = True) -> dict[str, A
 
 
 def names_activation(model: Values) -> bool:
-    """Whether a configuration says the activation: what its absence means depends on the class that left it out."""
+    """Return whether a configuration says the activation: what its absence means depends on the class that left it
+    out.
+    """
     return name_of(model.get("activation_func")) is not None
 
 
 def _activation(model: Values, where: str) -> dict[str, Any]:
-    """The arguments that say the activation; none where the configuration does not name it."""
-    said = name_of(model.get("activation_func"))
-    if said is None:
+    """Return the arguments that say the activation; none where the configuration does not name it."""
+    stated = name_of(model.get("activation_func"))
+    if stated is None:
         return {}
     gated, fused = bool(model.get("gated_linear_unit")), bool(model.get("bias_activation_fusion"))
-    known = next((name for name, spellings in ACTIVATIONS.items() if said in spellings), None)
+    known = next((name for name, spellings in ACTIVATIONS.items() if stated in spellings), None)
     plain = {"swiglu": False, "bias_gelu_fusion": False}
     if known == "silu" and gated:
         return {"swiglu": True, "bias_swiglu_fusion": fused}
@@ -126,7 +128,7 @@ def _activation(model: Values, where: str) -> dict[str, Any]:
         return {**plain, "bias_gelu_fusion": fused, "quick_geglu": True}
     raise ConfigError(
         f"no argument of Megatron-LM says the activation in {where}",
-        items=[f"`activation_func` = {said}", f"`gated_linear_unit` = {gated}"],
+        items=[f"`activation_func` = {stated}", f"`gated_linear_unit` = {gated}"],
     )
 
 

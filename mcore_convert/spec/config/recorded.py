@@ -179,27 +179,27 @@ def of_verl(tree: Values, file: str) -> Recorded:
 
 
 def agreed(args: Values, recorded: Recorded) -> dict[str, Any]:
-    """The arguments of a `config.json` together with those of the run, which describe one model.
+    """Return the arguments of a `config.json` together with those of the run, which describe one model.
 
     Raises:
         ConfigError: they describe two, with every argument on which they differ.
     """
-    said = {name: value for name, value in recorded.args.items() if value is not None}
+    stated = {name: value for name, value in recorded.args.items() if value is not None}
     differing = [
-        f"`{name}` = {said[name]!r}, and {args[name]!r} in config.json"
+        f"`{name}` = {stated[name]!r}, and {args[name]!r} in config.json"
         for name in SIZES
-        if name in said and args.get(name) is not None and not _are_equal(said[name], args[name])
+        if name in stated and args.get(name) is not None and not _are_equal(stated[name], args[name])
     ]
     if differing:
         raise ConfigError(
             f"`{recorded.file}` and the Hugging Face configuration describe different models", items=differing
         )
-    return {**recorded.args, **args, **{name: said[name] for name in OF_RUN if name in said}}
+    return {**recorded.args, **args, **{name: stated[name] for name in OF_RUN if name in stated}}
 
 
-def _are_equal(said: Any, other: Any) -> bool:
-    numbers = isinstance(said, int | float) and isinstance(other, int | float)
-    return math.isclose(said, other) if numbers else bool(said == other)
+def _are_equal(stated: Any, other: Any) -> bool:
+    numbers = isinstance(stated, int | float) and isinstance(other, int | float)
+    return math.isclose(stated, other) if numbers else bool(stated == other)
 
 
 def _refuse_class(name: str | None, known: re.Pattern[str], where: str) -> None:
@@ -212,7 +212,7 @@ def _refuse_class(name: str | None, known: re.Pattern[str], where: str) -> None:
 
 
 def _with_whole_vocabulary(args: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with `vocab_size` as the whole vocabulary, whatever the tokenizer.
+    """Return the arguments with `vocab_size` as the whole vocabulary, whatever the tokenizer.
 
     Megatron-LM up to 0.17 leaves out the end of text that `NullTokenizer` adds (`arguments.true_vocab_size`).
     """

@@ -26,7 +26,8 @@ def rope(
     kinds: tuple[str, ...] = ("default", "linear", "llama3"),
     inert: tuple[str, ...] = (),
 ) -> Field:
-    """The field of all keys that say how positions rotate. Written in the flat spelling, which all versions read.
+    """Return the field of all keys that say how positions rotate. Written in the flat spelling,
+    which all versions read.
 
     Args:
         theta: the base that the class has where `config.json` does not say one.
@@ -60,27 +61,27 @@ class Rope:
         wrong = [f"`{name}` = {shown(config[name])}" for name in DICTS if not isinstance(config[name], dict | None)]
         if wrong:
             raise Refused(*wrong)
-        said = {name: dict(config[name]) for name in DICTS if config[name]}
-        args: dict[str, Any] = {"rotary_base": self._base(config, said)}
+        scalings = {name: dict(config[name]) for name in DICTS if config[name]}
+        args: dict[str, Any] = {"rotary_base": self._base(config, scalings)}
         if self.percent is not None:
-            args |= {"rotary_percent": self._share(config, said)}
-        return {**args, **self._scaling(config, said)}
+            args |= {"rotary_percent": self._share(config, scalings)}
+        return {**args, **self._scaling(config, scalings)}
 
-    def _base(self, config: Values, said: dict[str, dict[str, Any]]) -> int:
-        name, theta = _one_of(config, self.keys[0], said, "rope_theta", self.theta)
+    def _base(self, config: Values, scalings: dict[str, dict[str, Any]]) -> int:
+        name, theta = _one_of(config, self.keys[0], scalings, "rope_theta", self.theta)
         if isinstance(theta, bool) or not isinstance(theta, int | float) or theta != int(theta) or theta < 1:
             raise Refused(f"`{name}` = {shown(theta)}, Megatron's `rotary_base` is a positive integer")
         return int(theta)
 
-    def _share(self, config: Values, said: dict[str, dict[str, Any]]) -> float:
-        name, share = _one_of(config, self.keys[1], said, "partial_rotary_factor", self.percent)
+    def _share(self, config: Values, scalings: dict[str, dict[str, Any]]) -> float:
+        name, share = _one_of(config, self.keys[1], scalings, "partial_rotary_factor", self.percent)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise Refused(f"`{name}` = {shown(share)} is not a share of a head")
         return float(share)
 
-    def _scaling(self, config: Values, said: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def _scaling(self, config: Values, scalings: dict[str, dict[str, Any]]) -> dict[str, Any]:
         meanings = []
-        for name, scaling in said.items():
+        for name, scaling in scalings.items():
             kinds = {str(scaling.pop(key)) for key in ("rope_type", "type") if scaling.get(key) is not None}
             if len(kinds) > 1:
                 raise Refused(f"`{name}.rope_type` and `{name}.type` differ: {' and '.join(sorted(kinds))}")
@@ -99,11 +100,13 @@ class Rope:
         return meanings[0] if meanings else self.read("default", "", {}, config)
 
     def read(self, kind: str, name: str, scaling: dict[str, Any], config: Values) -> dict[str, Any]:
-        """The arguments of one kind of scaling, from the dictionary called `name`; takes what it reads out of it."""
+        """Return the arguments of one kind of scaling, from the dictionary called `name`;
+        takes what it reads out of it.
+        """
         return _SCALINGS[kind](name, scaling, config)
 
     def kind_of(self, args: Values) -> tuple[str, dict[str, Any] | None]:
-        """What arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
+        """Return what arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
         return _kind_of(args)
 
     def to_hf(self, args: Values) -> dict[str, Any]:
@@ -117,10 +120,12 @@ class Rope:
 
 
 def _one_of(
-    config: Values, flat: str, said: dict[str, dict[str, Any]], key: str, default: float | None
+    config: Values, flat: str, scalings: dict[str, dict[str, Any]], key: str, default: float | None
 ) -> tuple[str, Any]:
-    """The one value of a key that may stand flat and within each dictionary, and where; takes it out of these."""
-    values = {f"{name}.{key}": scaling.pop(key) for name, scaling in said.items() if scaling.get(key) is not None}
+    """Return the one value of a key that may stand flat and within each dictionary, and where;
+    takes it out of these.
+    """
+    values = {f"{name}.{key}": scaling.pop(key) for name, scaling in scalings.items() if scaling.get(key) is not None}
     if config[flat] is not None:
         values[flat] = config[flat]
     if len(set(values.values())) > 1:
@@ -145,8 +150,8 @@ def _llama3(name: str, scaling: dict[str, Any], config: Values) -> dict[str, Any
     scaling.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     wrong = []
     for key, value in LLAMA3.items():
-        if (found := scaling.pop(key, None)) != value:
-            wrong.append(f"`{name}.{key}` = {shown(found)}, Megatron has {shown(value)} built in")
+        if (stated := scaling.pop(key, None)) != value:
+            wrong.append(f"`{name}.{key}` = {shown(stated)}, Megatron has {shown(value)} built in")
     if wrong:
         raise Refused(*wrong)
     return {"use_rope_scaling": True, "rope_scaling_factor": factor, "rotary_seq_len_interpolation_factor": None}
@@ -168,7 +173,7 @@ def number_from_one(name: str, key: str, scaling: dict[str, Any]) -> float:
 
 
 def _kind_of(args: Values) -> tuple[str, dict[str, Any] | None]:
-    """What arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
+    """Return what arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
     linear = args.get("rotary_seq_len_interpolation_factor")
     if args.get("use_rope_scaling"):
         if linear not in (None, 1):

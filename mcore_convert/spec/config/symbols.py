@@ -94,14 +94,14 @@ def _names(tree: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def name_of(value: Any) -> str | None:
-    """The name of the class or function that a value is; a plain text is its own name."""
+    """Return the name of the class or function that a value is; a plain text is its own name."""
     if isinstance(value, Mapping):
         value = value.get(TARGET)
     return value if isinstance(value, str) else None
 
 
 def plain_fields(values: Any) -> dict[str, Any]:
-    """The fields of a section that have plain values; none where it is no mapping."""
+    """Return the fields of a section that have plain values; none where it is no mapping."""
     if not isinstance(values, Mapping):
         return {}
     named = {name: plain_value(value) for name, value in values.items() if isinstance(name, str)}
@@ -109,7 +109,7 @@ def plain_fields(values: Any) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as Megatron-LM's arguments would have it; OPAQUE for a class, a function or an enum."""
+    """Return a value as Megatron-LM's arguments would have it; OPAQUE for a class, a function or an enum."""
     if isinstance(value, Mapping):
         if TARGET in value:
             dtype = DTYPE_NAMES.get(str(value[TARGET]))

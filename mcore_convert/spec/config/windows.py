@@ -16,7 +16,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def alternating_window(*, default: int) -> Field:
-    """A window of the layers that `layer_types` names; of every second one, from the first on, unless it is there."""
+    """Return the field of a window of the layers that `layer_types` names; of every second one, from the first on,
+    unless it is there.
+    """
     window = sliding_window(default=default)
 
     def to_megatron(config: Values) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def alternating_window(*, default: int) -> Field:
 
 
 def _frequency(pattern: list[int]) -> int | list[int] | None:
-    """Which layers have a window, as Megatron says it: a number where it can."""
+    """Return which layers have a window, as Megatron says it: a number where it can."""
     if all(pattern):
         return None
     numbers = range(2, len(pattern) + 1)
@@ -51,7 +53,7 @@ def _frequency(pattern: list[int]) -> int | list[int] | None:
 
 
 def _pattern(frequency: Any, count: int) -> list[int]:
-    """A one for each layer with a window."""
+    """Return a one for each layer with a window."""
     value = plain_frequency(frequency)
     if value is None:
         return [1] * count

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from fixtures.tokenizer import make_tokenizer, stories
+from mcore_convert.megatron.cpu import import_megatron
 from train_entry.data.prepare import prepare
 from train_entry.data.tokenizer import Tokenizer, load_tokenizer
 
+import_megatron()  # as for the tests beside these, which compare with Megatron Core
 importlib.import_module("omegaconf.resolvers")  # once here, and not on each rank of a run
 
 VOCABULARY, LENGTH, SEED = 400, 32, 1234

@@ -220,8 +220,6 @@ WRONG = {
     "linear_attention_freq": 4,
     "use_mup": True,
     "mup_embedding_mult": 2.0,
-    "hybrid_override_pattern": "M*-",
-    "hybrid_layer_pattern": "M*-",
     "is_hybrid_model": True,
     "position_embedding_type": "yarn",
     "normalization": "LayerNorm",
@@ -240,6 +238,14 @@ def test_arguments_that_change_the_function_are_refused_by_name(name: str) -> No
 def test_old_names_are_refused_under_the_new_ones() -> None:
     assert llama.CONFIG.refusals(normalise(LLAMA_0_12 | {"apply_layernorm_1p": True})) == [
         "`layernorm_zero_centered_gamma` = True"
+    ]
+
+
+@pytest.mark.parametrize("name", ["hybrid_override_pattern", "hybrid_layer_pattern"])
+def test_a_pattern_of_layers_is_refused_under_the_name_of_today(name: str) -> None:
+    assert llama.CONFIG.refusals(normalise(LLAMA_0_16 | {name: "M*-"})) == [
+        "`is_hybrid_model` = True",
+        "`hybrid_layer_pattern` = 'M*-'",
     ]
 
 

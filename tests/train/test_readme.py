@@ -48,6 +48,7 @@ NOT_RUN = (
     "mcore-convert --show-completion",
     "mcore-convert convert tiny-llama mcore --tp 2 --quiet -v",
     "torchrun ",
+    "xargs torchrun ",
     "export FSSPEC_S3_",
     "mcore-convert inspect s3://",
     "mcore-convert reshard s3://",

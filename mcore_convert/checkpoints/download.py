@@ -54,7 +54,6 @@ def downloaded(source: str, revision: str | None = None) -> Path:
     Raises:
         UnreadableCheckpoint: as `local_path`.
     """
-    _check_name(source, revision)
     return _download(source, revision, _files_of_model)
 
 
@@ -65,11 +64,7 @@ def tokenizer_path(source: str) -> Path:
     Raises:
         UnreadableCheckpoint: neither a directory nor a model on the Hub, or a slip in the name of a path.
     """
-    path = existing(source)
-    if path is None:
-        _check_name(source, None)
-        path = _download(source, None, lambda files: [*TOKENIZER_FILES])
-    return path
+    return existing(source) or _download(source, None, lambda files: [*TOKENIZER_FILES])
 
 
 def unreachable() -> str | None:
@@ -146,6 +141,7 @@ def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], l
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    _check_name(repo, revision)
     reason = unreachable()
     if reason is not None:
         if constants.HF_HUB_OFFLINE:  # as the client itself does then: what was downloaded before

@@ -169,8 +169,7 @@ def _copy_checks(item: Item, dims: Dims, source: Checkpoint, slots: list[Slot], 
     places = source.locate(item, dims, there)
     if there.missing or not there.used:
         return
-    findings.used |= there.used
-    findings.misshapen += there.misshapen
+    findings.add(there)
     failure = f"`{item}` in `{source.path}` differs from the `{item.weight.copy_of}` that it should be a copy of"
     for slot in places:
         yield from equal_checks(slot, slots, failure)
@@ -192,8 +191,7 @@ def _tied_checks(
     places = without_padding(head, dims, source.locate(Item(head, Index()), dims, there))
     if there.missing:
         return
-    findings.used |= there.used
-    findings.misshapen += there.misshapen
+    findings.add(there)
     failure = f"the model in `{source.path}` is tied, but its `{next(iter(there.used))}` differs from its embedding"
     for slot in places:
         yield from equal_checks(slot, slots[Item(embedding, Index())], failure)

@@ -19,7 +19,7 @@ from mcore_convert.formats.base import Checkpoint, Findings
 from mcore_convert.formats.request import Reservation
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
-from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.spec.shard import Box, Shape, parts_in
 from mcore_convert.storage.sources import Stamp
 from mcore_convert.storage.views import FEW, Slot, View, untiled
 
@@ -93,10 +93,7 @@ class _Parts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _parts(sources: tuple[Box, ...], places: tuple[Box, ...], shape: Shape) -> _Parts:
-    every = (
-        (number, at, box.intersect(place)) for at, place in enumerate(places) for number, box in enumerate(sources)
-    )
-    common = [(number, at, part) for number, at, part in every if part is not None]
+    common = [(number, at, part) for at, place in enumerate(places) for number, part in parts_in(sources, place)]
     filled = sum(part.numel for *_, part in common) == Box.whole(shape).numel
     return _Parts(common, filled and untiled(places, shape) is None)
 

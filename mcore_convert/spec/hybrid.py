@@ -64,7 +64,7 @@ def letters_of(args: Mapping[str, Any], num_layers: int) -> str | None:
     pattern = stated_pattern(args)
     if pattern is None:
         return None
-    letters = str(pattern).partition(PREDICTING)[0].replace(STAGE, "")
+    letters = _of_decoder(str(pattern)).replace(STAGE, "")
     if not isinstance(pattern, str) or len(letters) != num_layers:
         raise ConfigError(f"`{PATTERN}` = {pattern!r} does not say what each of {num_layers} layers is")
     strange = sorted(set(letters) - set(LETTERS))
@@ -96,7 +96,7 @@ def recorded(fields: Mapping[str, Any]) -> dict[str, Any]:
     stated: dict[str, Any] = {"is_hybrid_model": True}
     pattern = next((fields[name] for name in (PATTERN, OLD_PATTERN) if isinstance(fields.get(name), str)), None)
     if fields.get("num_layers") is None and pattern is not None:
-        stated["num_layers"] = len(pattern.partition(PREDICTING)[0].replace(STAGE, ""))
+        stated["num_layers"] = len(_of_decoder(pattern).replace(STAGE, ""))
     return stated
 
 
@@ -113,7 +113,7 @@ def pipeline_layout_of(args: Mapping[str, Any]) -> str | None:
     pattern = args.get(PATTERN)
     if not isinstance(pattern, str) or STAGE not in pattern:
         return None
-    stages = pattern.partition(PREDICTING)[0].split(STAGE)
+    stages = _of_decoder(pattern).split(STAGE)
     return f"E{STAGE.join('t' * len(stage) for stage in stages)}L"
 
 
@@ -124,6 +124,11 @@ def with_stages(letters: str, counts: Iterable[int]) -> str:
         parts.append(letters[start : start + count])
         start += count
     return STAGE.join(parts)
+
+
+def _of_decoder(pattern: str) -> str:
+    """Return a pattern without the layers that predict further tokens."""
+    return pattern.partition(PREDICTING)[0]
 
 
 def _by_ratios(args: Mapping[str, Any]) -> str:

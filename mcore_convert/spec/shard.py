@@ -50,6 +50,12 @@ class Box(NamedTuple):
         return Box(self.offsets[::-1], self.sizes[::-1])
 
 
+def parts_in(boxes: tuple[Box, ...], box: Box) -> list[tuple[int, Box]]:
+    """Return which of the boxes have a part in another one, and what part."""
+    parts = ((number, each.intersect(box)) for number, each in enumerate(boxes))
+    return [(number, part) for number, part in parts if part is not None]
+
+
 @dataclass(frozen=True)
 class Shard:
     """Cut each part of `dim` into `tp` equal pieces; rank r owns piece r of every part. `dim=None` replicates.

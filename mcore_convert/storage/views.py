@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from mcore_convert.errors import UnreadableCheckpoint
-from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.spec.shard import Box, Shape, parts_in
 
 # Names as torch spells them, with the size of an element in bytes.
 DTYPE_SIZES = {
@@ -178,10 +178,12 @@ class View(NamedTuple):
             shape[axis] = part.stop - part.start
         return self._at(offset, tuple(shape), self.strides, self.high and self.high.block(where))
 
-    def select(self, index: int) -> View:
-        """Return the view of one index of the first dimension, which goes away."""
-        offset = self.offset + index * self.strides[0]
-        return self._at(offset, self.shape[1:], self.strides[1:], self.high and self.high.select(index))
+    def select(self, *place: int) -> View:
+        """Return the view of one index of each of the first dimensions, which go away."""
+        offset, axes = self.offset, len(place)
+        for index, stride in zip(place, self.strides, strict=False):
+            offset += index * stride
+        return self._at(offset, self.shape[axes:], self.strides[axes:], self.high and self.high.select(*place))
 
     @property
     def transposed(self) -> View:
@@ -212,10 +214,13 @@ class Slot(NamedTuple):
         """Return the view of a box of the global tensor that lies in the slot's own."""
         return self.view if box == self.box else self.view.narrow(box.relative_to(self.box.offsets))
 
-    def select(self, index: int) -> Slot:
-        """Return the slot at one index of the first dimension, which lies in its box and goes away."""
-        inside = self.view.select(index - self.box.offsets[0])
-        return Slot(inside, Box(self.box.offsets[1:], self.box.sizes[1:]))
+    def select(self, *place: int) -> Slot:
+        """Return the slot at one index of each of the first dimensions, which lies in its box; they go away."""
+        if not place:
+            return self
+        offsets, axes = self.box.offsets, len(place)
+        inside = self.view.select(*[index - start for index, start in zip(place, offsets, strict=False)])
+        return Slot(inside, Box(offsets[axes:], self.box.sizes[axes:]))
 
     def moved(self, rows: int) -> Slot:
         """Return the slot of a tensor that has so many rows before those of this one's."""
@@ -238,15 +243,11 @@ FEW = 64  # boxes of one weight in one file: those of its experts and layers are
 
 def cut(slots: Sequence[Slot], box: Box) -> list[Slot]:
     """Return the parts of the slots that lie in a box of the global tensor."""
-    common = (_common if len(slots) <= FEW else _common.__wrapped__)(tuple(slot.box for slot in slots), box)
+    common = (_common if len(slots) <= FEW else parts_in)(tuple(slot.box for slot in slots), box)
     return [Slot(slots[number].part(part), part) for number, part in common]
 
 
-@lru_cache(maxsize=4096)
-def _common(boxes: tuple[Box, ...], box: Box) -> list[tuple[int, Box]]:
-    """Return which of the boxes have a part in another one, and what part."""
-    parts = ((number, each.intersect(box)) for number, each in enumerate(boxes))
-    return [(number, part) for number, part in parts if part is not None]
+_common = lru_cache(maxsize=4096)(parts_in)
 
 
 def untiled(boxes: Sequence[Box], shape: Shape) -> str | None:

@@ -14,7 +14,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache
 
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.files import dcp
@@ -24,7 +24,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Weight
 from mcore_convert.spec.names import Index, drop, placeholders_of, spell
 from mcore_convert.spec.shard import Box, Shape, Shard
-from mcore_convert.storage.views import Slot, TensorMeta, View
+from mcore_convert.storage.views import Slot, TensorMeta
 
 ROUTER = "mlp.router.weight"
 
@@ -75,7 +75,7 @@ class StateKeys:
             by_place: dict[tuple[int, ...], list[Slot]] = {}
             for slot in self.slots(key):
                 for place in _places(slot.box, axes):
-                    by_place.setdefault(place, []).append(_select(slot, place))
+                    by_place.setdefault(place, []).append(slot.select(*place))
             self._by_place[key] = by_place
         return self._by_place[key]
 
@@ -178,20 +178,6 @@ def _fused(key: str, keys: Collection[str]) -> str:
         if separator and f"{head}{LATENT}" in keys and not (own == EXPERT_NORM and f"{head}{ROUTER}" in keys):
             return f"{head}{fused}{tail}"
     return key
-
-
-def _select(slot: Slot, place: tuple[int, ...]) -> Slot:
-    """Return the part of a chunk that lies at one index of each leading axis, which it reaches, without those axes."""
-    (view, box), axes = slot, len(place)
-    if not axes:
-        return slot
-    if view.high is not None:
-        return reduce(Slot.select, place, slot)
-    offset = view.offset
-    for index, start, step in zip(place, box.offsets, view.strides, strict=False):
-        offset += (index - start) * step
-    inside = View(view.path, offset, view.shape[axes:], view.strides[axes:], view.dtype, view.coded)
-    return Slot(inside, Box(box.offsets[axes:], box.sizes[axes:]))
 
 
 def _places(box: Box, axes: int) -> Iterable[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Generic
 
 from mcore_convert.comparison.change import Change, total_relative
@@ -131,7 +131,7 @@ def expert_data(
                 "layers": list(layers),
                 "count": count,
                 "values": {key: [list(map(_short, row)) for row in rows] for key, rows in values.items()},
-                "steps": {m.key: _in_rows(_scaled(m, [*chain(*values[m.key])]), count) for m in measures},
+                "steps": {m.key: _scaled_together(m, values[m.key]) for m in measures},
                 "notes": _expert_notes(outliers, {each.name: each for each in of}, of[0].state),
             }
         )
@@ -143,10 +143,6 @@ def _measures(measures: Sequence[Measure[Described]]) -> list[Data]:
         {"key": m.key, "label": m.label, "style": m.style, "explained": m.explained, "perRow": m.per_row}
         for m in measures
     ]
-
-
-def _in_rows(listed: Sequence[int | None], width: int) -> list[Sequence[int | None]]:
-    return [listed[start : start + width] for start in range(0, len(listed), width)]
 
 
 def _expert_notes(outliers: Sequence[Outlier], members: Mapping[str, Described], state: str) -> dict[str, list[str]]:
@@ -166,12 +162,13 @@ def _steps(measure: Measure[Described], values: Mapping[Row, list[float | None]]
     """Return the steps of every row, on a scale for each row or on one for all."""
     if measure.per_row:
         return {row: _scaled(measure, of) for row, of in values.items()}
-    every = _scaled(measure, [value for of in values.values() for value in of])
-    rows_of, start = {}, 0
-    for row, of in values.items():
-        rows_of[row] = every[start : start + len(of)]
-        start += len(of)
-    return rows_of
+    return dict(zip(values, _scaled_together(measure, [*values.values()]), strict=True))
+
+
+def _scaled_together(measure: Measure[Described], rows: Sequence[Sequence[float | None]]) -> list[list[int | None]]:
+    """Return the steps of rows on one scale for all of them."""
+    every = iter(_scaled(measure, [*chain(*rows)]))
+    return [list(islice(every, len(row))) for row in rows]
 
 
 def _scaled(measure: Measure[Described], listed: Sequence[float | None]) -> list[int | None]:

@@ -1,7 +1,8 @@
 # Every target needs nothing but a Python of 3.11 or newer: each makes .venv first.
 #
 #   check   types and unit tests, under a minute: for every change
-#   test    everything: before a change is handed in
+#   test    all tests but the rest of wide matrices: before a change is handed in
+#   wide    the rest: each model and form at each layout, more kills
 #   lint    ruff and mypy
 #   fuzz    the fuzzers, for MINUTES=60, with a table of what they did
 #   docs    the documentation site, in build/site
@@ -21,7 +22,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Tests, benchmarks and the demo start many processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check test lint fuzz docs bench dist sbom clean
+.PHONY: install demo check test wide lint fuzz docs bench dist sbom clean
 
 install: $(INSTALLED)
 
@@ -30,10 +31,13 @@ demo: $(INSTALLED)
 
 # Processes, models, networks and browsers are left out: tests/kinds.py says what is.
 check: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "unit and not slow" tests/unit
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "unit and not slow and not wide" tests/unit
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not wide"
+
+wide: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m wide
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

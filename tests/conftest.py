@@ -32,6 +32,15 @@ def hf_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> HfMaker:
     return make
 
 
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of commands that start quickly."""
+    from tests.warm import commands
+
+    with commands(tmp_path_factory.mktemp("warm")) as folder:
+        yield folder
+
+
 def real_checkpoint(name: str) -> Path:
     """Return a checkpoint that Megatron-LM wrote; the test is skipped where they are not at hand."""
     path = SHARED / name

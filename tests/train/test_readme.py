@@ -21,7 +21,7 @@ import pytest
 from fixtures import demo
 from fixtures.examples import make_before_and_after, make_models, make_old_run, make_yarn
 from fixtures.hf import make_hf
-from fixtures.hub import Hub, Token, running_hub
+from fixtures.hub import Token, running_hub
 from fixtures.run import make_run
 from fixtures.tokenizer import END, stories
 from tests.kinds import ROOT
@@ -85,31 +85,25 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The Hub that commands talk to, as `ada`."""
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Commands that talk to a Hub, as `ada`."""
     with running_hub() as result:
         result.tokens["hf_ada"] = Token("ada")
         settings = {"HF_ENDPOINT": result.url, "HF_TOKEN": "hf_ada", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        yield result
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of commands that start quickly."""
-    with commands(tmp_path_factory.mktemp("warm")) as folder:
-        yield folder
+        with commands(tmp_path_factory.mktemp("warm"), settings) as folder:
+            yield folder
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, warm: Path, request: pytest.FixtureRequest) -> None:
     if page.name == "export.md":
-        request.getfixturevalue("hub")
+        warm = request.getfixturevalue("hub")
         make_run(tmp_path / "run", [1000, 2000], name="llama-gqa")
         make_hf("llama-gqa", tmp_path / "tiny-llama", fill="normal")
     if page.name == "README.md":
-        tmp_path = demo_output(tmp_path)
+        tmp_path = demo_output(tmp_path, warm)
     if page.name in ("add-a-format.md", "command-line.md", "load-in-megatron.md", "manifest.md"):
         make_hf("llama-gqa", tmp_path / "tiny-llama", fill="normal")
     if page.name == "add-a-format.md":
@@ -147,15 +141,20 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, warm: Path, request
             run(f"python - <<'END'\n{block.body}\nEND", ["..."], tmp_path, warm)
 
 
-def demo_output(folder: Path) -> Path:
+def demo_output(folder: Path, warm: Path) -> Path:
     """Return what `make demo` leaves, with a model that has not learned much: where what the README shows is run."""
     left = folder / "demo_output"
     done = subprocess.run(
-        [sys.executable, "-m", "fixtures.demo", left, "12"],
+        [warm / "python", "-m", "fixtures.demo", left, "12"],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHON_EXEC": str(warm / "python"),
+            "HF_HUB_OFFLINE": "1",
+        },
         timeout=300,
         check=False,
     )
@@ -218,6 +217,7 @@ def run(command: str, expected: list[str], folder: Path, start: Path) -> None:
             "PATH": os.pathsep.join([str(start), str(Path(sys.executable).parent), os.environ["PATH"]]),
             # this source, wherever the command is installed from
             "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHON_EXEC": str(start / "python"),  # torchrun's, for its ranks
             "PYTHONUNBUFFERED": "1",  # so that messages stand among the data, as on a terminal
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         },

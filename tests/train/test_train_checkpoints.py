@@ -22,6 +22,7 @@ from mcore_convert import ConvertError, convert, inspect, reshard, verify
 from mcore_convert.spec.layout import Layout
 from tests.ranks import run_ranks
 from tests.saved_runs import SEVERAL_BUCKETS, SMALL, Outcome, config_of, trained
+from tests.wide import matrix
 from train_entry.checkpoints.optimizer_state import own_master_key, tensors_of
 from train_entry.config.schema import Config
 
@@ -85,7 +86,7 @@ def furthest(actual: list[Step], wanted: list[Step]) -> float:
     return max(abs(f.loss - w.loss) for f, w in zip(actual, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", matrix(((name,) for name in RUNS), thin=lambda name: name != "plain-bf16"))
 def test_a_resumed_run_is_bit_equal(name: str, original: Callable[[str], Original]) -> None:
     run = original(name)
     result = run.goes_on(run.path)
@@ -106,13 +107,16 @@ def test_written_in_the_background_it_is_the_same(original: Callable[[str], Orig
 
 @pytest.mark.parametrize(
     ("name", "layout", "distributed"),
-    [
-        ("plain", Layout(), True),
-        ("plain", Layout(pp=2, vpp=2), False),
-        ("distributed", Layout(pp=2), False),
-        ("tied", Layout(tp=2), False),
-        ("experts", Layout(), False),
-    ],
+    matrix(
+        [
+            ("plain", Layout(), True),
+            ("plain", Layout(pp=2, vpp=2), False),
+            ("distributed", Layout(pp=2), False),
+            ("tied", Layout(tp=2), False),
+            ("experts", Layout(), False),
+        ],
+        thin=lambda name, layout, distributed: layout != Layout() or name == "experts",
+    ),
     ids=str,
 )
 def test_it_goes_on_at_another_layout(
@@ -128,7 +132,7 @@ def test_it_goes_on_at_another_layout(
     assert [each.lr for each in result.steps] == [each.lr for each in run.rest]
 
 
-@pytest.mark.parametrize("name", ["plain-bf16", "distributed-bf16"])
+@pytest.mark.parametrize("name", [pytest.param("plain-bf16", marks=pytest.mark.wide), "distributed-bf16"])
 def test_in_fp32_it_goes_on_from_the_master_copies(
     name: str, original: Callable[[str], Original], tmp_path: Path
 ) -> None:
@@ -154,7 +158,7 @@ def stored(path: Path, key: str) -> Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("name", ["plain-bf16", "distributed", "experts"])
+@pytest.mark.parametrize("name", [pytest.param("plain-bf16", marks=pytest.mark.wide), "distributed", "experts"])
 def test_megatrons_own_loading_goes_on_from_it(name: str, original: Callable[[str], Original]) -> None:
     """The oracle of the format: Megatron Core asks for what it knows, and knows nothing of this project."""
     run = original(name)
@@ -217,7 +221,10 @@ def test_resharded_and_exported_it_is_the_same_model(original: Callable[[str], O
     assert furthest(result.steps, run.rest) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "form"), [("plain", "torch"), ("distributed", "distrib_optim")])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    matrix([("plain", "torch"), ("distributed", "distrib_optim")], thin=lambda name, form: name == "distributed"),
+)
 def test_a_run_of_megatron_lm_goes_on(
     name: str, form: Form, original: Callable[[str], Original], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.marker import REMOVED, finished_name, new_id, unfinished
 from tests.ranks import run_ranks
 from tests.saved_runs import SMALL, Outcome, config_of, train, trained
+from tests.wide import matrix
 from train_entry.checkpoints import Checkpoints
 from train_entry.checkpoints.folder import newest
 from train_entry.checkpoints.ranks import Ranks
@@ -27,6 +28,7 @@ from train_entry.initialize import OtherRankError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANKS = 2
+FILES = ("__1_0.distcp", ".metadata", "common.pt", "metadata.json")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,9 @@ def truncate(path: Path) -> None:
     path.write_bytes(content[: len(content) // 2])
 
 
-@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "common.pt", "metadata.json"])
+@pytest.mark.parametrize(
+    "file", matrix(((file,) for file in FILES), thin=lambda file: file in ("__1_0.distcp", "metadata.json"))
+)
 def test_the_one_before_a_damaged_one_is_used(file: str, copy: Path) -> None:
     path = copy / "checkpoints/iter_0000003" / file
     if file == "metadata.json":
@@ -132,8 +136,12 @@ def test_nothing_is_saved_twice_or_without_being_asked(copy: Path) -> None:
     assert (copy / "checkpoints/iter_0000003/.metadata").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "asynchronous"),
+    matrix(
+        ((rank, later) for rank in (0, 1) for later in (False, True)), thin=lambda rank, later: later == (rank == 1)
+    ),
+)
 def test_a_full_disk_leaves_what_was_there(rank: int, asynchronous: bool, copy: Path) -> None:
     """One rank may write no more than so many bytes into a file, as on a disk that fills up."""
 

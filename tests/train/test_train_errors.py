@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -103,9 +101,15 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
     assert not list((tmp_path / "run" / "checkpoints").glob("iter_*"))
 
 
-def test_torchrun_ends_with_the_error(tmp_path: Path) -> None:
+def test_torchrun_ends_with_the_error(warm: Path, tmp_path: Path) -> None:
     words = [*WORDS, "parallel.pp=2", f"run_dir={tmp_path / 'run'}"]
-    done = run_module("torch.distributed.run", "--nproc-per-node", "2", "-m", "train_entry", "tiny-gpt2", *words)
+    done = subprocess.run(
+        [warm / "torchrun", "--nproc-per-node", "2", "-m", "train_entry", "tiny-gpt2", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(warm / "python"), "HF_HUB_OFFLINE": "1"},
+    )
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [error_of(done.stderr)]
     last = done.stderr.strip().splitlines()[-2:]
@@ -114,9 +118,3 @@ def test_torchrun_ends_with_the_error(tmp_path: Path) -> None:
 
 def error_of(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("error: "))
-
-
-def run_module(*words: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)

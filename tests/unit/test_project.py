@@ -41,7 +41,7 @@ def test_the_version_stands_once() -> None:
 def test_there_are_three_workflows() -> None:
     assert WORKFLOWS == ["ci.yml", "docs.yml", "release.yml"]
     assert {True: {"push": {"tags": ["v*"]}}}.items() <= workflow("release.yml").items()
-    assert set(workflow("ci.yml")[True]) == {"push", "pull_request"}
+    assert set(workflow("ci.yml")[True]) == {"push", "pull_request", "schedule"}
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
@@ -59,7 +59,11 @@ def test_what_each_workflow_runs() -> None:
     runs = {
         name: [step["run"].split()[1] for step in steps(name) if "make " in step.get("run", "")] for name in WORKFLOWS
     }
-    assert runs == {"ci.yml": ["check", "test", "docs", "dist"], "docs.yml": ["docs"], "release.yml": ["test", "sbom"]}
+    assert runs == {
+        "ci.yml": ["check", "test", "wide", "docs", "dist"],
+        "docs.yml": ["docs"],
+        "release.yml": ["test", "wide", "sbom"],
+    }
     for job in ("check", "test"):
         assert workflow("ci.yml")["jobs"][job]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
 

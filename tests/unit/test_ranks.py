@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -223,7 +223,7 @@ def test_what_torchrun_sets(environment: dict[str, str], expected: bool) -> None
 
 
 @pytest.mark.slow
-def test_under_torchrun(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+def test_under_torchrun(hf_checkpoint: HfMaker, warm: Path, tmp_path: Path) -> None:
     """One voice, one exit code, the bytes of one process; a killed rank ends it, and leaves work to go on with."""
     source = hf_checkpoint("llama-gqa", fill="normal")
     words = ["convert", str(source), str(tmp_path / "out"), "--to", "torch", "--tp", "2", "--pp", "4"]
@@ -231,11 +231,11 @@ def test_under_torchrun(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     killing += "def killed(*words):\n    fill(*words)\n    if os.environ['RANK'] == '1':\n"
     killing += "        os.kill(os.getpid(), signal.SIGKILL)\nexecute.fill = killed\n"
     (tmp_path / "killed.py").write_text(f"{killing}from mcore_convert.cli import main\nmain()\n")
-    ended = torchrun(str(tmp_path / "killed.py"), *words)
+    ended = torchrun(warm, str(tmp_path / "killed.py"), *words)
     assert ended.returncode != 0
     assert "out.partial` is left, which --resume goes on with" in ended.stderr
     assert journals(tmp_path / "out.partial")
-    again = torchrun("-m", "mcore_convert", *words, "--resume")
+    again = torchrun(warm, "-m", "mcore_convert", *words, "--resume")
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("load it in Megatron-LM") == 1
     assert "files were complete already" in again.stderr
@@ -245,7 +245,8 @@ def test_under_torchrun(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
     assert written == contents(tmp_path / "out")
 
 
-def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+def torchrun(warm: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a script or a module in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [str(warm / "torchrun"), "--standalone", "--nproc-per-node", "2", *words]
+    environment = {**os.environ, "PYTHON_EXEC": str(warm / "python"), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)

@@ -17,8 +17,9 @@ from fixtures.training import SAMPLES, Step, _build, _step
 from mcore_convert.megatron.parallel import model_parallel
 from mcore_convert.spec.layout import Layout
 from tests.ranks import run_ranks
-from train_entry.checkpoints import Checkpoints, Restored
+from train_entry.checkpoints import Checkpoints, Restored, source_of
 from train_entry.config.schema import Config
+from train_entry.initialize import together
 from train_entry.optimizer.torch_adam import torch_adam_goes_on
 from train_entry.state import TrainState
 
@@ -103,7 +104,9 @@ def train(
         run = _build(args, layout, distributed, dtype)
         state = TrainState({**args, **_layout_arguments(layout)}, run.chunks, run.optimizer, run.scheduler)
         checkpoints = Checkpoints(config)
-        restored = checkpoints.restore(state)
+        with together():
+            source = source_of(config)
+        restored = checkpoints.restore(state, source)
         if restored.path is None:
             assert weights is not None
             for stage in run.stages:

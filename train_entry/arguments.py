@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_convert.checkpoints.identify import Model, identify
+from mcore_convert.checkpoints.identify import Model
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.arguments import normalise, padded_vocab_size, plain
 from mcore_convert.spec.config.completion import complete
-from train_entry.checkpoints.source import source_of
 from train_entry.config.schema import Config
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -28,23 +27,11 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 RENAMED = {"norm_epsilon": "layernorm_epsilon"}
 
 
-def origin_of(config: Config) -> Model | None:
-    """Return the checkpoint that says what the model is: that of the run itself, or the one it goes on or starts from.
-
-    Reads headers only.
-
-    Raises:
-        ConvertError: it cannot be read.
-    """
-    source = source_of(config)
-    return None if source is None else identify(source.path, ignore_keys=config.checkpoint.ignore_keys)
-
-
 def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int | None = None) -> dict[str, Any]:
     """Return all arguments of the run, under Megatron-LM's names and as its checkpoints store them.
 
     Args:
-        origin: what `origin_of` found.
+        origin: the model of the checkpoint that the run starts from.
         vocab_size: the tokenizer's, for a new model that does not say its own; `model.default_vocab_size` without one.
 
     Raises:

@@ -42,8 +42,6 @@ def command(
     json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
     **layout: Unpack[LayoutOptions],
 ) -> None:
     """Say what a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers only.

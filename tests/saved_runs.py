@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fixtures.megatron import fill
+from fixtures.megatron import fill, layout_arguments
 from fixtures.training import SAMPLES, Step, _build, _step
 from mcore_convert.megatron.parallel import model_parallel
 from mcore_convert.spec.layout import Layout
@@ -130,11 +130,7 @@ def train(
 
 def _layout_arguments(layout: Layout) -> dict[str, Any]:
     return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.tp if layout.ep == 1 else 1,
+        **layout_arguments(layout.tp, layout.pp, layout.vpp, layout.ep),
         "world_size": dist.get_world_size(),
         "transformer_impl": "local",
     }

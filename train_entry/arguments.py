@@ -9,6 +9,8 @@ from mcore_convert.checkpoints.identify import Model
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.arguments import normalise, padded_vocab_size, plain
 from mcore_convert.spec.config.completion import complete
+from train_entry.checkpoints.architecture import means_the_same
+from train_entry.config.layouts import etp_of
 from train_entry.config.schema import Config
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -91,7 +93,7 @@ def _of_run(config: Config) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": vpp,
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.etp or (parallel.tp if parallel.ep == 1 else 1),
+        "expert_tensor_parallel_size": etp_of(parallel),
         "sequence_parallel": parallel.sequence_parallel,
         "decoder_first_pipeline_num_layers": parallel.first_stage_layers,
         "decoder_last_pipeline_num_layers": parallel.last_stage_layers,
@@ -127,7 +129,7 @@ def _refuse_another(given: Mapping[str, Any], origin: Model) -> None:
     differing = [
         f"{name}: {given[name]!r}, where the checkpoint has {there.get(name)!r}"
         for name in given
-        if name not in FREE and not _means_the_same(given[name], there.get(name))
+        if name not in FREE and not means_the_same(given[name], there.get(name))
     ]
     if differing:
         raise ConfigError(
@@ -135,7 +137,3 @@ def _refuse_another(given: Mapping[str, Any], origin: Model) -> None:
             items=differing,
             hint="`model=checkpoint` takes the architecture from the checkpoint",
         )
-
-
-def _means_the_same(here: Any, there: Any) -> bool:
-    return bool(here == there or (not here and not there))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_convert.checkpoints.download import local_path
 from mcore_convert.checkpoints.identify import Model, model_of, open_checkpoint
-from mcore_convert.checkpoints.runs import CHECKPOINTS, find_run
+from mcore_convert.checkpoints.runs import CHECKPOINTS, OURS, find_run
 from mcore_convert.conversion.execute import check_unchanged, execute
 from mcore_convert.conversion.prepare import plan_conversion
 from mcore_convert.conversion.target import Target
@@ -22,7 +22,6 @@ from mcore_convert.storage.paths import absent
 from mcore_convert.storage.sources import Stamp, watched
 from mcore_convert.storage.views import file_errors
 from train_entry.checkpoints import folder
-from train_entry.checkpoints.contents import OURS
 from train_entry.checkpoints.folder import Newest
 from train_entry.config.schema import Config
 

@@ -124,7 +124,7 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, warm: Path, request
     if page.name == "reshard.md":
         make_old_run(tmp_path)
         make_345m(tmp_path)
-    if page.name == "look.md":
+    if page.name == "inspect.md":
         make_before_and_after(tmp_path)
     if page.name == "train.md":
         make_texts(tmp_path)

@@ -59,10 +59,10 @@ def test_files_of_the_configuration_exist() -> None:
     ("path", "markdown", "expected"),
     [
         ("README.md", "[a](docs/reshard.md#x)", "[a](reshard.md#x)"),
-        ("README.md", "[![p](docs/page.png)](docs/look.md)", "[![p](page.png)](look.md)"),
+        ("README.md", "[![p](docs/page.png)](docs/inspect.md)", "[![p](page.png)](inspect.md)"),
         ("README.md", "[l](LICENSE) [c](CONTRIBUTING.md)", "[l](source/LICENSE.md) [c](contributing.md)"),
         ("docs/data.md", "[b](../mcore_convert/api.py)", "[b](source/mcore_convert/api.py.md)"),
-        ("docs/look.md", "[b](../benchmarks/README.md)", "[b](benchmarks.md)"),
+        ("docs/inspect.md", "[b](../benchmarks/README.md)", "[b](benchmarks.md)"),
         ("docs/decisions/README.md", "[h](../how-it-works.md)", "[h](../how-it-works.md)"),
         ("docs/decisions/README.md", "[r](../../README.md)", "[r](../index.md)"),
         ("benchmarks/README.md", "[h](../docs/how-it-works.md)", "[h](how-it-works.md)"),

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from fixtures import demo
-from fixtures.examples import make_before_and_after, make_models, make_old_run, make_yarn
 from fixtures.hf import make_hf
 from fixtures.hub import Hub, Token, running_hub
 from fixtures.run import make_run
+from fixtures.subjects import make_before_and_after, make_models, make_old_run, make_yarn
 from fixtures.tokenizer import END, stories
 from tests.kinds import ROOT
 from tests.unit.test_imports import MODULES, ROOMS, room_of

@@ -13,6 +13,7 @@ from mcore_convert.conversion.execute import check_unchanged, execute
 from mcore_convert.conversion.prepare import plan_conversion
 from mcore_convert.conversion.target import Target
 from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.run_directory import iterations, resolve
 from mcore_convert.formats.torch_dist.checkpoint import TORCH_DIST, TorchDistCheckpoint
@@ -122,7 +123,7 @@ def forget(config: Config) -> None:
             folder.remove(start)
 
 
-def is_ours(checkpoint: TorchDistCheckpoint) -> bool:
+def is_ours(checkpoint: Checkpoint) -> bool:
     """Return whether a run of this project saved a checkpoint."""
     return checkpoint.format == TORCH_DIST and OURS in checkpoint.common.state
 

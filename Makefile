@@ -75,7 +75,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.convert_experts --json build/bench-experts.json; experts=$$?; \
 	$(BIN)/python -m benchmarks.plan --json build/bench-plan.json; plan=$$?; \
 	$(BIN)/python -m benchmarks.quantised --json build/bench-quantised.json; quantised=$$?; \
-	$(BIN)/python -m benchmarks.look --json build/bench-look.json && \
+	$(BIN)/python -m benchmarks.inspection --json build/bench-inspection.json && \
 		exit $$((convert | reshard | export | experts | plan | quantised))
 
 clean:

@@ -21,7 +21,7 @@ class Disk:
 
     def __init__(self) -> None:
         self._synced: dict[tuple[int, int], object] = {}
-        self.moments = 0  # at which a crash was looked at
+        self.moments = 0  # at which a crash was checked
 
     def sync(self, fd: int) -> None:
         """Take a file, or the names in a directory, for safe as they are."""
@@ -44,8 +44,8 @@ def _state(path: Path) -> object:
 
 
 @contextlib.contextmanager
-def crashing(look: Callable[[Disk], None]) -> Iterator[Disk]:
-    """A scope in which `look` is called after every call that changes names, or syncs: a crash could come then."""
+def crashing(check: Callable[[Disk], None]) -> Iterator[Disk]:
+    """A scope in which `check` is called after every call that changes names, or syncs: a crash could come then."""
     disk = Disk()
 
     def wrapped(name: str) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def crashing(look: Callable[[Disk], None]) -> Iterator[Disk]:
             if name == "fsync":
                 disk.sync(words[0])
             disk.moments += 1
-            look(disk)
+            check(disk)
             return answer
 
         return call

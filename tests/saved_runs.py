@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fixtures.megatron import fill
+from fixtures.megatron import fill, layout_arguments
 from fixtures.training import SAMPLES, Step, _build, _step
 from mcore_convert.megatron.parallel import model_parallel
 from mcore_convert.spec.layout import Layout
 from tests.ranks import run_ranks
-from train_entry.checkpoints import Checkpoints, Restored
+from train_entry.checkpoints import Checkpoints, Restored, source_of
 from train_entry.config.schema import Config
+from train_entry.initialize import together
 from train_entry.optimizer.torch_adam import torch_adam_goes_on
 from train_entry.state import TrainState
 
@@ -103,7 +104,9 @@ def train(
         run = _build(args, layout, distributed, dtype)
         state = TrainState({**args, **_layout_arguments(layout)}, run.chunks, run.optimizer, run.scheduler)
         checkpoints = Checkpoints(config)
-        restored = checkpoints.restore(state)
+        with together():
+            source = source_of(config)
+        restored = checkpoints.restore(state, source)
         if restored.path is None:
             assert weights is not None
             for stage in run.stages:
@@ -127,11 +130,7 @@ def train(
 
 def _layout_arguments(layout: Layout) -> dict[str, Any]:
     return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.tp if layout.ep == 1 else 1,
+        **layout_arguments(layout.tp, layout.pp, layout.vpp, layout.ep),
         "world_size": dist.get_world_size(),
         "transformer_impl": "local",
     }

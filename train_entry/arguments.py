@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_convert.checkpoints.identify import Model, identify
+from mcore_convert.checkpoints.identify import Model
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.arguments import normalise, padded_vocab_size, plain
 from mcore_convert.spec.config.completion import complete
-from train_entry.checkpoints.source import source_of
+from train_entry.checkpoints.architecture import means_the_same
+from train_entry.config.layouts import etp_of
 from train_entry.config.schema import Config
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -28,23 +29,11 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 RENAMED = {"norm_epsilon": "layernorm_epsilon"}
 
 
-def origin_of(config: Config) -> Model | None:
-    """Return the checkpoint that says what the model is: that of the run itself, or the one it goes on or starts from.
-
-    Reads headers only.
-
-    Raises:
-        ConvertError: it cannot be read.
-    """
-    source = source_of(config)
-    return None if source is None else identify(source.path, ignore_keys=config.checkpoint.ignore_keys)
-
-
 def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int | None = None) -> dict[str, Any]:
     """Return all arguments of the run, under Megatron-LM's names and as its checkpoints store them.
 
     Args:
-        origin: what `origin_of` found.
+        origin: the model of the checkpoint that the run starts from.
         vocab_size: the tokenizer's, for a new model that does not say its own; `model.default_vocab_size` without one.
 
     Raises:
@@ -104,7 +93,7 @@ def _of_run(config: Config) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": vpp,
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.etp or (parallel.tp if parallel.ep == 1 else 1),
+        "expert_tensor_parallel_size": etp_of(parallel),
         "sequence_parallel": parallel.sequence_parallel,
         "decoder_first_pipeline_num_layers": parallel.first_stage_layers,
         "decoder_last_pipeline_num_layers": parallel.last_stage_layers,
@@ -140,7 +129,7 @@ def _refuse_another(given: Mapping[str, Any], origin: Model) -> None:
     differing = [
         f"{name}: {given[name]!r}, where the checkpoint has {there.get(name)!r}"
         for name in given
-        if name not in FREE and not _means_the_same(given[name], there.get(name))
+        if name not in FREE and not means_the_same(given[name], there.get(name))
     ]
     if differing:
         raise ConfigError(
@@ -148,7 +137,3 @@ def _refuse_another(given: Mapping[str, Any], origin: Model) -> None:
             items=differing,
             hint="`model=checkpoint` takes the architecture from the checkpoint",
         )
-
-
-def _means_the_same(here: Any, there: Any) -> bool:
-    return bool(here == there or (not here and not there))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from train_entry.arguments import megatron_arguments, origin_of
+from train_entry.arguments import megatron_arguments
+from train_entry.checkpoints import Source, source_of
 from train_entry.config.named import named
 from train_entry.config.refusals import check, check_model
 from train_entry.config.schema import Config
@@ -17,12 +18,16 @@ from train_entry.model_provider import provider_of
 
 @dataclass(frozen=True)
 class Checked:
-    """What a configuration comes to. `args` are Megatron-LM's; `vocabulary` says how large it is, and after what."""
+    """What a configuration comes to. `args` are Megatron-LM's; `vocabulary` says how large it is, and after what.
+
+    `source` is the checkpoint that the run starts from, open; None for new weights.
+    """
 
     args: dict[str, Any]
     tokenizer: Tokenizer | None
     flow: Flow
     vocabulary: str
+    source: Source | None
 
 
 def checked(config: Config, world_size: int, device: str | None) -> Checked:
@@ -36,7 +41,8 @@ def checked(config: Config, world_size: int, device: str | None) -> Checked:
         ConvertError: the run is refused.
     """
     check(config, world_size, device)
-    origin = origin_of(config)
+    source = source_of(config)
+    origin = None if source is None else source.model
     tokenizer = tokenizer_of(config, origin)
     indexed = config.data.kind == "indexed" and not config.data.dataset
     of_data = vocab_size_of(config.data) if indexed and tokenizer is None else None
@@ -49,12 +55,12 @@ def checked(config: Config, world_size: int, device: str | None) -> Checked:
         named("data.dataset", config.data.dataset)
     provider_of(config)
     if origin is not None:
-        source = "of the checkpoint"
+        basis = "of the checkpoint"
     elif config.model.vocab_size is not None:
-        source = "of `model.vocab_size`"
+        basis = "of `model.vocab_size`"
     elif tokenizer is not None:
-        source = f"of the tokenizer `{tokenizer.name}`"
+        basis = f"of the tokenizer `{tokenizer.name}`"
     else:
-        source = "of the tokenizer of the data" if of_data else "of `model.default_vocab_size`: no tokenizer is named"
-    vocabulary = f"vocabulary: {args['vocab_size']:,} tokens, {source}; {args['padded_vocab_size']:,} rows"
-    return Checked(args, tokenizer, flow_of(config), vocabulary)
+        basis = "of the tokenizer of the data" if of_data else "of `model.default_vocab_size`: no tokenizer is named"
+    vocabulary = f"vocabulary: {args['vocab_size']:,} tokens, {basis}; {args['padded_vocab_size']:,} rows"
+    return Checked(args, tokenizer, flow_of(config), vocabulary, source)

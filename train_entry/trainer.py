@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mcore_convert.errors import ConvertError
 from mcore_convert.megatron.parallel import model_parallel
 from train_entry.checked import checked
-from train_entry.checkpoints import Checkpoints, Restored
+from train_entry.checkpoints import Checkpoints, Restored, Source
 from train_entry.config.compose import as_yaml
 from train_entry.config.schema import Config
 from train_entry.data.microbatches import check_whole, deal
@@ -80,6 +80,7 @@ class Trainer:
     phases: Phases
     restored: Restored
     remarks: tuple[str, ...]
+    _source: Source | None
     schedule: Schedule
 
     def __init__(
@@ -121,7 +122,7 @@ class Trainer:
         with together():
             run = checked(config, self.world_size, self.device.type)
         self.args, self.tokenizer, self.flow = run.args, run.tokenizer, run.flow
-        self.remarks = (run.vocabulary,)
+        self.remarks, self._source = (run.vocabulary,), run.source
         self._scope.enter_context(quiet())
         self._scope.enter_context(deterministic(config.training.deterministic))
         self._scope.enter_context(
@@ -168,9 +169,8 @@ class Trainer:
         self.schedule = Schedule(self.config, self.flow, chunks, self.device, self._forward_step, reference)
         self.state = TrainState(self.args, chunks, optimizer, build_scheduler(self.config, optimizer))
         self.checkpoints = Checkpoints(self.config)
-        if reference:
-            self.checkpoints.load_reference(self.args, reference)
-        self.restored = self.checkpoints.restore(self.state)
+        source, self._source = self._source, None
+        self.restored = self.checkpoints.restore(self.state, source, reference)
         fuse(optimizer)  # only now: a checkpoint brings the flags of the run that wrote it
         with together():
             report = Report(

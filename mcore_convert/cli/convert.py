@@ -30,8 +30,6 @@ def command(
     *,
     json: options.Json = False,
     quiet: options.Quiet = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
     **given: Unpack[ConvertOptions],
 ) -> None:
     """Convert a checkpoint into another format.

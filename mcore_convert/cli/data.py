@@ -13,6 +13,7 @@ import typer
 
 from mcore_convert.cli import options
 from mcore_convert.cli.command import Command, Group
+from mcore_convert.cli.parameters import taking
 from mcore_convert.cli.text import in_bytes, show, table
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def group() -> None:
 
 
 @app.command("prepare", cls=Command)
+@taking()
 def prepare_command(
     inputs: Annotated[
         list[str],
@@ -81,8 +83,6 @@ def prepare_command(
     ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
 ) -> None:
     """Tokenize texts into the .bin and .idx that Megatron trains on.
 

@@ -31,8 +31,6 @@ def command(
     json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
     **given: Unpack[ModelOptions],
 ) -> None:
     """Report what changed between two checkpoints, weight by weight.

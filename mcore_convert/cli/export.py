@@ -52,8 +52,6 @@ def command(
     ] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
     **given: Unpack[ExportOptions],
 ) -> None:
     """Make a complete Hugging Face directory: weights, configuration, tokenizer, model card.

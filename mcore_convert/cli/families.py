@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mcore_convert.cli import completion, options
+from mcore_convert.cli.parameters import taking
 from mcore_convert.cli.text import show, table
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW
 
@@ -17,13 +18,12 @@ if TYPE_CHECKING:
 CUTS = {REPLICATED: "replicated", COLUMN: "column", ROW: "row", GATED_COLUMN: "gated_column"}
 
 
+@taking()
 def command(
     name: Annotated[
         str | None, typer.Argument(autocompletion=completion.families, help="Show the rows of this family")
     ] = None,
     json: options.Json = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
 ) -> None:
     """List the model families, or the rows of one.
 

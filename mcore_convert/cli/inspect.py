@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Unpack
 
@@ -13,7 +14,6 @@ from mcore_convert.cli.parameters import Parameter, taking
 from mcore_convert.cli.text import progress, say, show, show_items, table
 from mcore_convert.cli.values import bars, by_layer, with_headings
 from mcore_convert.options import LayoutOptions, part_of
-from mcore_convert.spec.layout import Rank
 from mcore_convert.text.grouping import folded
 from mcore_convert.text.quantities import in_bytes, in_digits, in_parameters, in_percent, in_range
 
@@ -42,8 +42,6 @@ def command(
     json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
     **layout: Unpack[LayoutOptions],
 ) -> None:
     """Say what a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers only.
@@ -87,13 +85,34 @@ def grid(ranks: tuple[RankPart, ...], *, least: int = 2) -> list[str]:
     columns = sorted({part.rank.pp for part in ranks})
     cells = {part.rank: part for part in ranks}
     rows = [("", *(f"pp {pp}" for pp in columns))]
-    for tp, ep in sorted({(part.rank.tp, part.rank.ep) for part in ranks}, key=lambda at: (at[1], at[0])):
-        with_experts = any(part.experts is not None for part in ranks)
-        name = f"tp {tp}" + (f" ep {ep}" if with_experts else "")
-        rows.append((name, *(cell(cells[Rank(tp, pp, ep)]) for pp in columns)))
     tp = 1 + max(part.rank.tp for part in ranks)
-    share = [f"each rank has 1/{tp} of every weight that tensor parallelism cuts, and all of the others"]
-    return ["", *table(rows), *(share if tp > 1 else [])]
+    for part in sorted(ranks, key=lambda part: (part.rank.ep, part.rank.etp or 0, part.rank.tp)):
+        if part.rank.pp == columns[0]:
+            row = (cell(cells[replace(part.rank, pp=pp)]) for pp in columns)
+            rows.append((_row_name(part, tp), *row))
+    return ["", *table(rows), *_shares(tp, ranks[0].expert_part)]
+
+
+def _row_name(part: RankPart, tp: int) -> str:
+    """Return the rank of a row: `tp 0 ep 1`, and its part of each expert where that is not cut as the rest."""
+    words = f"tp {part.rank.tp}"
+    if part.expert_part is None:
+        return words
+    words += f" ep {part.rank.ep}"
+    number, count = part.expert_part
+    return words if count == tp else f"{words} etp {number}"
+
+
+def _shares(tp: int, expert_part: tuple[int, int] | None) -> list[str]:
+    """Return which share of a weight each rank has, where any is cut: that of an expert's may be another."""
+    etp = tp if expert_part is None else expert_part[1]
+    cut = f"1/{tp} of every weight that tensor parallelism cuts"
+    if tp == etp:
+        return [f"each rank has {cut}, and all of the others"] if tp > 1 else []
+    if tp == 1:
+        return [f"each rank has 1/{etp} of every weight of its experts that is cut, and all of the others"]
+    of_experts = "all of those of its experts" if etp == 1 else f"1/{etp} of those of its experts"
+    return [f"each rank has {cut}, but {of_experts}, and all of the others"]
 
 
 def cell(part: RankPart) -> str:

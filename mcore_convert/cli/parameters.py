@@ -68,12 +68,16 @@ PARAMETERS: dict[str, Parameter] = {
     "commit_message": Parameter("commit_message", options.CommitMessage),
     "dry_run": Parameter("dry_run", options.DryRun, False),
 }
+# Every command has these, behind its own; their callbacks do what they ask for.
+LOGGING = (Parameter("verbose", options.Verbose, 0), Parameter("log_level", options.LogLevel))
 
 
 def taking(
     *definitions: type[object], without: Collection[str] = (), **instead: Parameter
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of some definitions of `mcore_convert.options` in place of its `**options`.
+
+    The options that log are added to each command, which is not called with them.
 
     Args:
         without: options that the command does not have.
@@ -85,18 +89,20 @@ def taking(
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)
         kind = inspect.Parameter.KEYWORD_ONLY
-        expanded = [
-            inspect.Parameter(each.name, kind, default=each.default, annotation=each.annotation)
-            for each in chosen.values()
-        ]
+        expanded, logging = (
+            [inspect.Parameter(each.name, kind, default=each.default, annotation=each.annotation) for each in some]
+            for some in (chosen.values(), LOGGING)
+        )
 
         @functools.wraps(command)
         def run(*args: Any, **values: Any) -> None:
+            for each in LOGGING:
+                del values[each.name]
             command(*args, **{name: each.value_of(values.pop(each.name)) for name, each in chosen.items()}, **values)
 
         positional = [each for each in own.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
         keywords = [each for each in own.parameters.values() if each.kind is kind]
-        taken = [*positional, *expanded, *keywords]
+        taken = [*positional, *expanded, *keywords, *logging]
         run.__signature__ = own.replace(parameters=taken)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in taken}
         return run

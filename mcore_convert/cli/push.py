@@ -32,8 +32,6 @@ def command(
     ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
     **given: Unpack[HubOptions],
 ) -> None:
     """Send a model to the Hub. What is there already is not sent again; run it again if it was interrupted.

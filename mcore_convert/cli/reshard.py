@@ -26,8 +26,6 @@ def command(
     *,
     json: options.Json = False,
     quiet: options.Quiet = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
     **given: Unpack[ConvertOptions],
 ) -> None:
     """Bring a Megatron checkpoint to another layout, its optimizer state with it.

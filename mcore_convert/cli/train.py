@@ -10,6 +10,7 @@ import typer
 
 from mcore_convert.cli import completion, options
 from mcore_convert.cli.interruption import Interrupted
+from mcore_convert.cli.parameters import taking
 from mcore_convert.cli.text import in_bytes, in_parameters, show, table
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from train_entry.config.schema import Config
 
 
+@taking()
 def command(
     config: Annotated[
         str | None,
@@ -57,8 +59,6 @@ def command(
             help="Print as JSON what --list, --print-config or --dry-run show; a run writes metrics.jsonl",
         ),
     ] = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
 ) -> None:
     """Train a model in this process.
 

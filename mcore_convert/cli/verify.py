@@ -41,8 +41,6 @@ def command(
         bool,
         typer.Option("--quiet", "-q", rich_help_panel=options.OUTPUT, help="Print nothing; the exit code tells"),
     ] = False,
-    verbose: options.Verbose = 0,
-    log_level: options.LogLevel = None,
     **given: Unpack[ModelOptions],
 ) -> None:
     """Compare two checkpoints bit for bit, as global tensors, or the files of one with its manifest.

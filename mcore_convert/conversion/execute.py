@@ -86,7 +86,7 @@ def execute(
     stamps = {**stamped(sources), **plan.stamps}
     with phase(progress, "checking"):
         prove(plan.checks[ranks.rank :: ranks.size])
-        _check_unchanged(stamps)
+        check_unchanged(stamps)
     ranks.meet("proven")
     partial, resume = partial_path(staged(final)), resume or ranks.size > 1
     journal = Journal(partial, fingerprint(plan, checksums=checksums), stays=resume, rank=ranks.rank)
@@ -112,13 +112,13 @@ def execute(
                 for file in (*sorted(partial.rglob("*")), partial):
                     sync(file)
                 check_reopened(plan, partial)
-                _check_unchanged(stamps)
+                check_unchanged(stamps)
                 claim.publish()
             else:
                 for file in small:
                     sent.send(file)
                 check_reopened(plan, remote.complete())
-                _check_unchanged(stamps)
+                check_unchanged(stamps)
                 remote.publish()
                 remove_tree(partial)
     ranks.send("end", None)
@@ -208,8 +208,12 @@ def _as_errors(final: Path, sources: Set[Path]) -> Iterator[None]:
         raise UnwritableTarget(f"cannot write `{error.filename or final}`: {error.strerror}", hint=hint) from error
 
 
-def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
-    """Prove that the files of the source are still those that were planned with."""
+def check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
+    """Prove that the files of a source are still those that were opened.
+
+    Raises:
+        UnreadableCheckpoint: one of them has changed.
+    """
     now = stamped(stamps)
     changed = [str(path) for path, stamp in stamps.items() if now[path] != stamp]
     if changed:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore_convert.checkpoints.identify import Model
 from mcore_convert.checkpoints.weights import Sources
-from mcore_convert.conversion import going_on
+from mcore_convert.conversion import resumption
 from mcore_convert.conversion.target_arguments import (
     experts_of,
     implementation_of,
@@ -167,7 +167,7 @@ def lay_out_megatron(
         resume = target_named(target.format).resume(training, release, args)
         args |= {**optimizer_arguments(training), **resume.arguments}
     goes_on = training is not None and target.iteration == training.iteration
-    random = going_on.random_states(model.checkpoint, target.format, layout) if goes_on else None
+    random = resumption.random_states(model.checkpoint, target.format, layout) if goes_on else None
     _note(model, dims, target, training, args, name, notes, random)
     if training is not None:
         notes += resume.notes
@@ -182,7 +182,7 @@ def lay_out_megatron(
         layout=layout,
         iteration=target.iteration,
         training=training,
-        run_config=going_on.run_config(model, args, optimizer=training is not None, random=random is not None),
+        run_config=resumption.run_config(model, args, optimizer=training is not None, random=random is not None),
         random_states=random,
         layer_spec=LayerSpec(implementation_of(args), experts_of(args)),
         norm_state=model.checkpoint.norm_state,

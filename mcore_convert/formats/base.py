@@ -1,4 +1,4 @@
-"""The interface of a format: opening and reserving a checkpoint, which says where the boxes of each weight lie."""
+"""The interface of a checkpoint: open or reserved, it says where the boxes of each weight lie, and all else of it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ EMBEDDING, OUTPUT = "embedding", "output"
 class RankPart:
     """One rank: the layers of each of its stages, what else it holds, and the bytes of its weights.
 
-    `layers` are global indices, a range for each virtual stage. `experts` are global indices, where there are any.
+    `layers` are global indices, a range for each virtual stage. `experts` are global indices, where there are any;
+    `expert_part` says which part of each the rank has, and of how many.
     """
 
     rank: Rank
@@ -27,6 +28,7 @@ class RankPart:
     experts: range | None
     nbytes: int
     num_parameters: int
+    expert_part: tuple[int, int] | None = None
 
 
 def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[RankPart]:
@@ -50,10 +52,12 @@ def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[R
         experts = layout.experts(dims.num_experts, rank.ep) if dims.num_experts else None
         ends = tuple(name for stage, name in ((holding.first, EMBEDDING), (holding.last, OUTPUT)) if stage in mine)
         if rank.pp not in numel:
-            every = (held for stage in mine for held in holding.held_on(weights, dims, stage, rank.ep))
-            numel[rank.pp] = sum(sizes[id(held.weight)] for held in every)
+            every = (each for stage in mine for each in holding.held_on(weights, dims, stage, rank.ep))
+            numel[rank.pp] = sum(sizes[id(each.weight)] for each in every)
         nbytes = numel[rank.pp] * DTYPE_SIZES[dtype]
-        parts.append(RankPart(rank, tuple(mine.values()), ends, experts, nbytes, numel[rank.pp]))
+        number, part = layout.cut_at(rank, is_expert=True)
+        held = (part, number) if dims.num_experts else None
+        parts.append(RankPart(rank, tuple(mine.values()), ends, experts, nbytes, numel[rank.pp], held))
     return parts
 
 

@@ -33,12 +33,12 @@ def tokenizer_of(model: Model, history: History, asked: str | None) -> Tokenizer
         if tokenizer is None:
             raise DataError(f"`{asked}` has no tokenizer", hint=FORMS)
         return tokenizer
-    looked = []
+    searched = []
     for place, tokenizer in _places(model, history):
         if tokenizer is not None:
             return tokenizer
-        looked.append(place)
-    raise DataError(f"there is no tokenizer for `{model.checkpoint.path}`", items=looked, hint=HINT)
+        searched.append(place)
+    raise DataError(f"there is no tokenizer for `{model.checkpoint.path}`", items=searched, hint=HINT)
 
 
 def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | None]]:

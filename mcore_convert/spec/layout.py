@@ -20,11 +20,15 @@ from mcore_convert.spec.layers import MLP
 
 @dataclass(frozen=True, order=True)
 class Rank:
-    """The coordinates of one process that holds its own part of the model."""
+    """The coordinates of one process that holds its own part of the model.
+
+    `etp` is the part of an expert that it has; None where `tp` says it, as wherever ETP divides TP.
+    """
 
     tp: int = 0
     pp: int = 0
     ep: int = 0
+    etp: int | None = None
 
 
 @dataclass(frozen=True, order=True)
@@ -127,20 +131,20 @@ class Layout:
 
     def ranks(self) -> Iterator[Rank]:
         """Yield every rank that holds its own part: TP x PP x EP of them,
-        fewer where experts are cut less than the rest.
+        fewer where experts are cut less than the rest, and more where they are cut further.
 
         Ranks count through TP, and through ETP and EP, at once (Megatron Core, `parallel_state.py`, `RankGenerator`).
         """
+        is_implied = self.tp % self.expert_tp == 0
         for pp in range(self.pp):
-            numbers = range(self.ranks_per_stage)
-            yield from dict.fromkeys(
-                Rank(number % self.tp, pp, number // self.expert_tp % self.ep) for number in numbers
-            )
+            for number in range(self.ranks_per_stage):
+                ep, etp = number // self.expert_tp % self.ep, number % self.expert_tp
+                yield Rank(number % self.tp, pp, ep, None if is_implied else etp)
 
     def cut_at(self, rank: Rank, *, is_expert: bool) -> tuple[int, int]:
         """Into how many parts a rank's group cuts a weight, and which of them the rank has."""
         parts = self.expert_tp if is_expert else self.tp
-        return parts, rank.tp % parts
+        return parts, rank.etp if is_expert and rank.etp is not None else rank.tp % parts
 
     def stages(self, num_layers: int) -> dict[Stage, range]:
         """Return the global indices of the decoder layers on each stage, in the order of the forward pass.

@@ -160,6 +160,32 @@ def test_a_planned_cut_of_experts_has_the_sizes_of_its_ranks(browser: Browser, f
             assert number_in(page.locator("#rank"), "parameters") == parts[-1].num_parameters
 
 
+def test_experts_that_are_cut_further_than_the_rest(browser: Browser, folder: Path, tmp_path: Path) -> None:
+    """Over four ranks where two share the rest: every rank is drawn, with its own part of an expert."""
+    layout = Layout(tp=2, ep=2, etp=4)
+    model = identify(folder / "run")
+    inspect(folder / "run", html=tmp_path / "page.html", planned=layout, stats=False)
+    parts = rank_parts(family_of(model), dims_at(model, 2), layout, "float32")
+    with opened(browser, tmp_path / "page.html") as page:
+        assert page.locator("#tab-planned").inner_text() == f"Planned {TIMES.join(['TP 2', 'EP 2', 'ETP 4'])}"
+        page.locator("#tab-planned").click()
+        assert page.locator("#map .side").all_inner_texts() == [
+            f"tp {etp % 2} · ep {ep} · etp {etp}\nexperts {8 * ep}{TO}{8 * ep + 7}"
+            for ep in range(2)
+            for etp in range(4)
+        ]
+        for part in parts:
+            tile = f'[data-rank="{part.rank.tp},0,{part.rank.ep}"][data-etp="{part.rank.etp}"]'
+            page.locator(tile).click()
+            assert page.locator('#map [aria-pressed="true"]').count() == 1
+            assert number_in(page.locator("#rank"), "parameters") == part.num_parameters
+        page.locator('#rank [data-weight*="linear_fc1"]').click()
+        assert {(box[0], *box[1], *box[2]) for box in boxes(page, "planned")} == {
+            (etp, 16 * half + 4 * etp, 0, 4, 32) for etp in range(4) for half in range(2)
+        }
+        assert page.locator('[data-figure="planned"] .mine').count() == 2
+
+
 def test_experts_that_changed(browser: Browser, folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "hf/model.safetensors")
     before = weights_of(tensors, FC2, 3, 9)

@@ -17,6 +17,7 @@ from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from mcore_convert.spec import Dims, Index, replicated
 from mcore_convert.spec.family import Item
 from tests.conftest import HfMaker
+from tests.oracle.test_megatron_fixtures import EXPERTS
 from tests.ranks import run_ranks
 from tests.tensors import assert_same_tensors, hf_tensors
 
@@ -76,29 +77,11 @@ def test_chunks_of_every_rank(dialect: Dialect, tp: int, pp: int, hf_checkpoint:
 @pytest.mark.parametrize("moe_norm", ["local", "transformer_engine"])
 def test_the_norm_of_layers_with_experts_has_one_name(dialect: Dialect, moe_norm: Any, tmp_path: Path) -> None:
     """Megatron stores it in two places, depending on the layer spec; readers find it in one."""
-    args: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "ffn_hidden_size": 24,
-        "num_attention_heads": 4,
-        "num_query_groups": 4,
-        "kv_channels": 4,
-        "max_position_embeddings": 8,
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "swiglu": True,
-        "untie_embeddings_and_output_weights": True,
-        "padded_vocab_size": 32,
-        "num_experts": 2,
-        "moe_router_topk": 1,
-        "moe_router_pre_softmax": True,
-    }
-    weights = random_weights(args)
-    save_torch_dist(args, weights, tmp_path, dialect=dialect, moe_norm=moe_norm)
+    weights = random_weights(EXPERTS)
+    save_torch_dist(EXPERTS, weights, tmp_path, dialect=dialect, moe_norm=moe_norm)
     checkpoint = open_torch_dist(tmp_path)
     row = replicated("decoder.layers.{layer}.pre_mlp_layernorm.weight", "hidden")
-    dims = Dims.of({**args, "vocab_size": 32}, vocab_size=32, padded_vocab_size=32)
+    dims = Dims.of({**EXPERTS, "vocab_size": 32}, vocab_size=32, padded_vocab_size=32)
     for layer in range(2):
         findings = Findings()
         slots = checkpoint.locate(Item(row, Index(layer)), dims, findings)

@@ -14,25 +14,9 @@ from mcore_convert import reshard
 from mcore_convert.megatron.checkpoint import load_torch_dist
 from mcore_convert.megatron.model import build_stages
 from mcore_convert.megatron.parallel import single_process
+from tests.oracle.test_megatron_fixtures import EXPERTS
 
-ARGS: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 16,
-    "ffn_hidden_size": 24,
-    "num_attention_heads": 4,
-    "kv_channels": 4,
-    "max_position_embeddings": 8,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "swiglu": True,
-    "untie_embeddings_and_output_weights": True,
-    "padded_vocab_size": 128,
-    "num_experts": 2,
-    "moe_router_topk": 1,
-    "moe_router_pre_softmax": True,
-    "transformer_impl": "local",
-}
+ARGS: dict[str, Any] = {**EXPERTS, "padded_vocab_size": 128, "transformer_impl": "local"}
 
 
 def norms_of(path: Path) -> dict[str, Tensor]:

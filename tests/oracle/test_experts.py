@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from fixtures.megatron import random_weights
 from fixtures.mp_rank import save_mp_rank
 from mcore_convert import ConvertError, convert, inspect, verify
 from mcore_convert.checkpoints.identify import identify
+from mcore_convert.cli.inspect import grid
 from mcore_convert.comparison.logits import tensors_of
 from mcore_convert.errors import MappingError
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.hf.checkpoint import HfCheckpoint
-from mcore_convert.spec import Dims, Index, Spelling, Transposed, row
+from mcore_convert.inspection.ranks import rank_parts
+from mcore_convert.spec import Dims, Index, Layout, Spelling, Transposed, row
 from mcore_convert.spec.family import Item
 from mcore_convert.storage.views import TensorMeta, View
 from tests.conftest import HfMaker, real_checkpoint
@@ -212,6 +215,46 @@ def test_inspect_shows_experts(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
         (1, 1, range(4, 8)),
     ]
     assert sum(part.nbytes for part in inspection.ranks) == inspection.nbytes
+
+
+CUT = "of every weight that tensor parallelism cuts"
+SHARES = {
+    Layout(tp=2): f"1/2 {CUT}",
+    Layout(tp=4, etp=2): f"1/4 {CUT}, but 1/2 of those of its experts",
+    Layout(tp=2, etp=1): f"1/2 {CUT}, but all of those of its experts",
+    Layout(tp=2, ep=2, etp=4): f"1/2 {CUT}, but 1/4 of those of its experts",
+    Layout(etp=2): "1/2 of every weight of its experts that is cut",
+}
+
+
+@pytest.mark.parametrize("layout", SHARES, ids=str)
+def test_inspect_says_which_share_of_experts_a_rank_has(layout: Layout, hf_checkpoint: HfMaker) -> None:
+    model = identify(hf_checkpoint("qwen3_moe"))
+    parts = rank_parts(model.family, model.dims, layout, "float32")
+    _, _, *rows, share = grid(tuple(parts))
+    assert share == f"each rank has {SHARES[layout]}, and all of the others"
+    named = {re.split("  +", row)[0] for row in rows}
+    apart = layout.expert_tp != layout.tp
+    assert named == {
+        f"tp {rank.tp} ep {rank.ep}" + (f" etp {layout.cut_at(rank, is_expert=True)[1]}" if apart else "")
+        for rank in layout.ranks()
+    }
+    assert len(rows) == len(named) == layout.ranks_per_stage
+
+
+def test_ranks_of_further_cut_experts_hold_what_megatron_builds(hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    """Experts over four ranks, of which two share the rest: parameters of every rank."""
+    convert(hf_checkpoint("qwen3_moe"), tmp_path / "out", to="torch_dist", tp=2, etp=4)
+    args = identify(tmp_path / "out").args
+
+    def count() -> int:
+        from mcore_convert.megatron.model import build_stages
+        from mcore_convert.megatron.parallel import model_parallel
+
+        with model_parallel(2, 1, etp=4):
+            return sum(each.numel() for stage in build_stages(args) for each in stage.parameters())
+
+    assert run_ranks(4, count) == [part.num_parameters for part in inspect(tmp_path / "out").ranks]
 
 
 @pytest.mark.parametrize("name", EXPERTS)

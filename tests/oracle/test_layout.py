@@ -176,6 +176,31 @@ def test_any_layout_agrees_with_megatron_core(pp: int, vpp: int | None, uneven: 
             assert stages_of(num_layers, layout) == theirs
 
 
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "etp"),
+    [(2, 2, 2, None), (4, 1, 2, 2), (4, 1, 3, 2), (2, 1, 4, 1), (1, 2, 2, 2), (2, 2, 1, 4), (2, 1, 3, 4), (2, 1, 2, 3)],
+)
+def test_ranks_are_those_of_megatron_core(tp: int, pp: int, ep: int, etp: int | None) -> None:
+    """Of its two generators, one for experts and one for the rest, in the order that it takes unless told otherwise."""
+    from megatron.core.parallel_state import RankGenerator
+
+    layout = Layout(tp=tp, pp=pp, ep=ep, etp=etp)
+    world, cut = layout.ranks_per_stage * pp, etp or tp
+    rest = RankGenerator(tp=tp, ep=1, dp=world // (tp * pp), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    experts = RankGenerator(tp=cut, ep=ep, dp=world // (cut * ep * pp), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+
+    def place(generator: Any, axis: str, number: int) -> int:
+        return next(int(group.index(number)) for group in generator.get_ranks(axis) if number in group)
+
+    ranks = list(layout.ranks())
+    assert [(each.tp, each.pp, each.ep, layout.cut_at(each, is_expert=True)[1]) for each in ranks] == [
+        (place(rest, "tp", at), place(rest, "pp", at), place(experts, "ep", at), place(experts, "tp", at))
+        for at in range(world)
+    ]
+    assert len({*ranks}) == world
+    assert all(layout.cut_at(each, is_expert=False) == (tp, each.tp) for each in ranks)
+
+
 def boxes_by_megatron(shard: Shard, shape: tuple[int, ...], tp: int, rank: int) -> list[Box]:
     """Return where Megatron Core puts the local tensor of a rank: one box, or two of a gated weight."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

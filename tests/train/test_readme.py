@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from fixtures import demo
-from fixtures.examples import make_before_and_after, make_models, make_old_run, make_yarn
 from fixtures.hf import make_hf
 from fixtures.hub import Token, running_hub
 from fixtures.run import make_run
+from fixtures.subjects import make_before_and_after, make_models, make_old_run, make_yarn
 from fixtures.tokenizer import END, stories
 from tests.kinds import ROOT
 from tests.unit.test_imports import MODULES, ROOMS, room_of
@@ -118,7 +118,7 @@ def test_what_a_page_shows_is_so(page: Path, tmp_path: Path, warm: Path, request
     if page.name == "reshard.md":
         make_old_run(tmp_path)
         make_345m(tmp_path)
-    if page.name == "look.md":
+    if page.name == "inspect.md":
         make_before_and_after(tmp_path)
     if page.name == "train.md":
         make_texts(tmp_path)

@@ -60,6 +60,15 @@ class Original:
         config = config_of(run_dir, distributed=distributed, tp=there.tp, **checkpoint)
         return trained(self.args, there, config, ranks=ranks, dtype=self.dtype, **{"until": UNTIL, **options})
 
+    def by_megatron(self, **options: Any) -> list[list[Step]]:
+        """Return the steps that Megatron Core takes from the checkpoint on, on each rank."""
+        there: dict[str, Any] = {
+            "distributed": self.distributed,
+            "dtype": self.dtype,
+            "load": self.path / "checkpoints",
+        }
+        return run_ranks(self.ranks, lambda: train_as_megatron(self.args, self.layout, **there, **options))
+
     @property
     def rest(self) -> list[Step]:
         """The steps after the checkpoint."""
@@ -162,17 +171,7 @@ def stored(path: Path, key: str) -> Tensor:
 def test_megatrons_own_loading_goes_on_from_it(name: str, original: Callable[[str], Original]) -> None:
     """The oracle of the format: Megatron Core asks for what it knows, and knows nothing of this project."""
     run = original(name)
-    steps = run_ranks(
-        run.ranks,
-        lambda: train_as_megatron(
-            run.args,
-            run.layout,
-            until=UNTIL,
-            distributed=run.distributed,
-            dtype=run.dtype,
-            load=run.path / "checkpoints",
-        ),
-    )
+    steps = run.by_megatron(until=UNTIL)
     assert steps[0] == run.rest
 
 
@@ -181,18 +180,7 @@ def test_the_state_is_not_shifted(original: Callable[[str], Original], tmp_path:
     saves in its other form is equal, and the one that it saves in this form is not, and is refused."""
     run = original("distributed")
     forms: dict[Form, Path] = {form: tmp_path / form for form in ("dp_reshardable", "fully_reshardable")}
-    run_ranks(
-        run.ranks,
-        lambda: train_as_megatron(
-            run.args,
-            run.layout,
-            until=SAVED_AT,
-            distributed=True,
-            load=run.path / "checkpoints",
-            saves=forms,
-            save_at=SAVED_AT,
-        ),
-    )
+    run.by_megatron(until=SAVED_AT, saves=forms, save_at=SAVED_AT)
     result = verify(run.checkpoint, forms["dp_reshardable"])
     assert result.equal
     assert result.num_weights > 3 * len(inspect(run.checkpoint).weights)  # moments and master copies are among them
@@ -230,18 +218,7 @@ def test_a_run_of_megatron_lm_goes_on(
 ) -> None:
     """Saved in its own old format, by its own code, at its own layout."""
     run = original(name)
-    run_ranks(
-        run.ranks,
-        lambda: train_as_megatron(
-            run.args,
-            run.layout,
-            until=SAVED_AT,
-            distributed=run.distributed,
-            load=run.path / "checkpoints",
-            saves={form: tmp_path / "theirs"},
-            save_at=SAVED_AT,
-        ),
-    )
+    run.by_megatron(until=SAVED_AT, saves={form: tmp_path / "theirs"}, save_at=SAVED_AT)
     result = run.goes_on(tmp_path / "run", load=tmp_path / "theirs", layout=Layout(pp=2))
     assert result.restored.iteration == SAVED_AT
     assert furthest(result.steps, run.rest) < TOLERANCE

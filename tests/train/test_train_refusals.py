@@ -12,7 +12,8 @@ import pytest
 from mcore_convert.errors import ConfigError
 from tests.conftest import HfMaker
 from tests.ready import FROM_CHECKPOINTS, data_of, lacks_a_start, start_of
-from train_entry.arguments import megatron_arguments, origin_of
+from train_entry.arguments import megatron_arguments
+from train_entry.checkpoints.source import source_of
 from train_entry.config.compose import load_config
 from train_entry.config.files import ready_runs
 from train_entry.config.layouts import problems_of_ranks, ranks_of, torchrun
@@ -45,9 +46,9 @@ def test_ready_runs_are_not_refused(
     start = start_of(name, tmp_path, hf_checkpoint) if name in FROM_CHECKPOINTS else []
     config = load_config(name, [f"run_dir={tmp_path}/run", *data_of(name, tmp_path), *start])
     assert reasons(config) == ()
-    origin = origin_of(config)
-    assert (origin is not None) == (name in FROM_CHECKPOINTS)
-    check_model(config, megatron_arguments(config, origin))
+    source = source_of(config)
+    assert (source is not None) == (name in FROM_CHECKPOINTS)
+    check_model(config, megatron_arguments(config, None if source is None else source.model))
 
 
 @pytest.mark.parametrize("name", FROM_CHECKPOINTS)

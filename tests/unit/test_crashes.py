@@ -42,12 +42,12 @@ def test_a_destination_is_on_the_disk_before_it_has_its_name(command: str, tmp_p
     before = _number(final)
     stood: list[bool] = []
 
-    def look(disk: Disk) -> None:
+    def check(disk: Disk) -> None:
         if final.exists() and _number(final) != before:  # what it replaces was somebody else's to sync
             assert disk.lost(final) == []
             stood.append(True)
 
-    with crashing(look) as disk:
+    with crashing(check) as disk:
         ended = run(verb, tmp_path / "SRC", final, *options)
     assert ended.code == 0, ended
     assert len(stood) > 1
@@ -62,13 +62,13 @@ def _number(path: Path) -> int | None:
 def test_prepared_data_are_on_the_disk_before_they_have_their_names(tmp_path: Path) -> None:
     prefix = tmp_path / "data"
 
-    def look(disk: Disk) -> None:
+    def check(disk: Disk) -> None:
         for suffix in SUFFIXES:
             assert disk.lost(Path(f"{prefix}{suffix}")) == []
         if Path(f"{prefix}.idx").exists():
             assert all(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES)
 
-    with crashing(look) as disk:
+    with crashing(check) as disk:
         writer = PairWriter(str(prefix), "uint16", new_id())
         writer.add(np.arange(5, dtype=np.uint16), np.array([3, 2], np.int32))
         writer.complete()
@@ -79,7 +79,7 @@ def test_prepared_data_are_on_the_disk_before_they_have_their_names(tmp_path: Pa
 
 
 def test_a_checkpoint_of_training_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
-    def look(disk: Disk) -> None:
+    def check(disk: Disk) -> None:
         for final in tmp_path.glob("iter_???????"):
             assert disk.lost(final) == []
         tracker = tmp_path / TRACKER
@@ -87,7 +87,7 @@ def test_a_checkpoint_of_training_is_on_the_disk_before_it_has_its_name(tmp_path
         if tracker.exists():
             assert iteration_path(tmp_path, int(tracker.read_text())).is_dir()
 
-    with crashing(look):
+    with crashing(check):
         for iteration in (10, 20, 30):
             partial = begin(iteration_path(tmp_path, iteration))
             write_new(partial / "__0_0.distcp", b"tensors")
@@ -100,13 +100,13 @@ def test_a_file_is_old_or_new(tmp_path: Path) -> None:
     with crashing(lambda disk: None) as disk:
         write_whole(file, b"old")
 
-        def look() -> None:
+        def check() -> None:
             assert file.read_bytes() in (b"old", b"new")
             assert disk.lost(file) == []
 
-        look()
+        check()
         write_whole(file, b"new")
-        look()
+        check()
 
 
 def test_the_disk_loses_what_was_not_synced(tmp_path: Path) -> None:

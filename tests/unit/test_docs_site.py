@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import mcore_convert
 from docs import site_pages
 from docs.site_pages import PAGES, linked, repository_path, site_path, source_page, with_links_of_the_site
+from fixtures.megatron_flags import VERSIONS, rows
 from mcore_convert import errors, spec
 from mcore_convert.checkpoints.manifest import MANIFEST
+from mcore_convert.cli import app
 from tests.kinds import ROOT
 
 DOCS = ROOT / "docs"
@@ -23,6 +26,22 @@ REFERENCE = DOCS / "reference"
 MEGATRONS = {"distrib_optimizer.py", "moe/router.py", "preprocess_data.py", "pretrain_gpt.py", "schedules.py"}
 MEGATRONS |= {"pretrain_mamba.py", "pretrain_hybrid.py"}
 ENTRY_POINTS = {"mcore_convert.families"}
+LIBRARY = ROOT / "mcore_convert"
+WRITTEN = [ROOT / page for page in PAGES if page != "CHANGELOG.md"]
+WRITTEN += [page for page in DOCS.rglob("*.md") if page.parent.name != "families" and page.name != "errors.md"]
+OF_TOOLS = {
+    *("--help", "--version", "--install-completion", "--show-completion"),
+    *("--extra-index-url", "--editable"),  # pip
+    *("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),  # torchrun
+    *(
+        "--bundle",
+        "--repo",
+        "--check",
+        "--ignore-missing",
+        "--logdir",
+        "--device",
+    ),  # gh, sha256sum, tensorboard, transformers
+}
 
 
 def config() -> dict[str, Any]:
@@ -59,10 +78,10 @@ def test_files_of_the_configuration_exist() -> None:
     ("path", "markdown", "expected"),
     [
         ("README.md", "[a](docs/reshard.md#x)", "[a](reshard.md#x)"),
-        ("README.md", "[![p](docs/page.png)](docs/look.md)", "[![p](page.png)](look.md)"),
+        ("README.md", "[![p](docs/page.png)](docs/inspect.md)", "[![p](page.png)](inspect.md)"),
         ("README.md", "[l](LICENSE) [c](CONTRIBUTING.md)", "[l](source/LICENSE.md) [c](contributing.md)"),
         ("docs/data.md", "[b](../mcore_convert/api.py)", "[b](source/mcore_convert/api.py.md)"),
-        ("docs/look.md", "[b](../benchmarks/README.md)", "[b](benchmarks.md)"),
+        ("docs/inspect.md", "[b](../benchmarks/README.md)", "[b](benchmarks.md)"),
         ("docs/decisions/README.md", "[h](../how-it-works.md)", "[h](../how-it-works.md)"),
         ("docs/decisions/README.md", "[r](../../README.md)", "[r](../index.md)"),
         ("benchmarks/README.md", "[h](../docs/how-it-works.md)", "[h](how-it-works.md)"),
@@ -106,6 +125,51 @@ def test_modules_that_pages_name_exist() -> None:
             except (ImportError, AttributeError):
                 absent += [] if name in (*ENTRY_POINTS, MANIFEST) else [f"{path}: {name}"]
     assert not absent
+
+
+def test_paths_that_pages_name_exist() -> None:
+    """Those within a folder of the repository or of the library; runs and checkpoints have paths of their own."""
+    folders = [folder for base in (ROOT, LIBRARY) for folder in base.iterdir() if folder.is_dir()]
+    named = [folder for folder in folders if folder.name not in ("checkpoints", "build")]
+    absent = [
+        f"{page.relative_to(ROOT)}: {path}"
+        for page in WRITTEN
+        for path in re.findall(r"`([\w.-]+/[\w./-]*)`", page.read_text())
+        for folder in named
+        if path.startswith(f"{folder.name}/") and not (folder.parent / path).exists()
+    ]
+    assert not absent
+
+
+def test_options_that_pages_name_exist() -> None:
+    """Each is one of a command, of a program of this repository, of Megatron-LM, or of a tool that is listed here."""
+    programs = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "tests/fuzz/__main__.py"]
+    known = {option for text in map(Path.read_text, programs) for option in re.findall(r'"(--[\w-]+)"', text)}
+    known |= {option for version in VERSIONS for row in rows(version) for option in row["flags"]}
+    known |= options_of(get_command(app)) | OF_TOOLS
+    absent = [
+        f"{page.relative_to(ROOT)}: {option}"
+        for page in WRITTEN
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", page.read_text())
+        if option not in known
+    ]
+    assert not absent
+
+
+def options_of(command: Any) -> set[str]:
+    """Return the options of a command and of those below it."""
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return options.union(*map(options_of, getattr(command, "commands", {}).values()))
+
+
+def test_the_table_of_the_source_has_every_room() -> None:
+    """And that of training every module and folder, but for those that only start it."""
+    page = (DOCS / "how-it-works.md").read_text()
+    tree = page.partition("```text\nmcore_convert/\n")[2].partition("```")[0]
+    rooms = {path.name for path in LIBRARY.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert not [room for room in rooms - {"__init__.py"} if not re.search(rf"(^|\W){re.escape(room)}", tree)]
+    parts = {path.name for path in (ROOT / "train_entry").iterdir() if not path.name.startswith("__")}
+    assert not [part for part in parts if f"`train_entry/{part}" not in page]
 
 
 def test_a_linked_file_is_shown_in_full() -> None:

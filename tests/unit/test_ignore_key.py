@@ -56,18 +56,18 @@ def test_the_card_names_it(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_starts_from_such_a_model_where_its_configuration_says_so(source: Path) -> None:
-    from train_entry.arguments import origin_of
+    from train_entry.checkpoints.source import source_of
     from train_entry.config.schema import Config
 
     for keys in ((KEY,), ()):
         config = Config.model_validate({"checkpoint": {"init": str(source), "ignore_keys": keys}})
         if keys:
-            origin = origin_of(config)
-            assert origin is not None
-            assert origin.ignored == ('`internal_version` = "alpha"',)
+            start = source_of(config)
+            assert start is not None
+            assert start.model.ignored == ('`internal_version` = "alpha"',)
         else:
             with pytest.raises(ConfigError, match="unknown key"):
-                origin_of(config)
+                source_of(config)
 
 
 def test_a_known_key_is_not_ignored(source: Path, tmp_path: Path) -> None:

@@ -153,12 +153,15 @@ def test_experts_have_choices_too() -> None:
 
 
 @pytest.mark.oracle
-def test_experts_cut_over_other_ranks_are_not_drawn(tmp_path: Path) -> None:
+def test_experts_cut_over_more_ranks_are_drawn(tmp_path: Path) -> None:
     reshard(real_checkpoint("moe_legacy_pp2ep2"), tmp_path / "dist", to="torch_dist", pp=2, ep=2)
     model = identify(tmp_path / "dist")
     assert layout_data(model, None) is not None
     elsewhere = {**model.args, "expert_tensor_parallel_size": 2}
-    assert layout_data(dataclasses.replace(model, args=elsewhere), None) is None
+    data = layout_data(dataclasses.replace(model, args=elsewhere), None)
+    assert data is not None
+    assert data["saved"]["etp"] == 2
+    assert {len(cut["boxes"]) for cut in data["expertCuts"]["2"].values()} == {2}
 
 
 # files and commands

@@ -68,7 +68,7 @@ def test_phases_of_conversions(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert 0 < copied < read == total == same
 
 
-def test_phases_of_looking(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_phases_of_inspections(pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, dist = pair
     recorder = Recorder()
     inspect(dist, stats=True, html=tmp_path / "page.html", progress=recorder)

@@ -17,7 +17,7 @@ QUESTIONS = {"What", "How", "Whether", "Where", "Which"}
 # Words that begin a noun phrase or a question, where the docstring of a function begins with a verb.
 NO_VERBS = QUESTIONS | {"A", "An", "The", "This", "That", "These", "Those", "Each", "Every", "All", "One", "No", "Why"}
 THINGS = ("property", "fixture", "contextmanager", "setter")  # a function that stands for a thing is called what it is
-NO_NOUNS = re.compile(r"(^|_)(found|said|told|tell|helpers?|utils?|manager|stuff)(_|$)")
+NO_NOUNS = re.compile(r"(^|_)(look(s|ed|ing)?|found|said|told|tell|helpers?|utils?|manager|stuff)(_|$)")
 FROM_ELSEWHERE = {"tell"}  # a method of Python's files
 
 
@@ -75,6 +75,12 @@ def test_values_are_named_after_what_they_hold() -> None:
         if NO_NOUNS.search(name) and name not in FROM_ELSEWHERE
     ]
     assert wrong == []
+
+
+def test_files_are_named_after_what_they_hold() -> None:
+    files = [file for room in ROOMS for suffix in ("*.py", "*.md") for file in (ROOT / room).rglob(suffix)]
+    names = {str(file.relative_to(ROOT)): re.sub(r"\W", "_", file.stem).removeprefix("test_") for file in files}
+    assert [path for path, name in names.items() if NO_NOUNS.search(name)] == []
 
 
 @pytest.mark.parametrize(

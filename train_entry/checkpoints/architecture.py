@@ -55,7 +55,7 @@ def refuse_another(args: Mapping[str, Any], stored: Mapping[str, Any], path: Pat
     differing = [
         f"{name} = {there.get(name)!r}, here {here.get(name)!r}"
         for name in _names(here)
-        if not _means_the_same(here.get(name), there.get(name))
+        if not means_the_same(here.get(name), there.get(name))
     ]
     if differing:
         raise ConfigError(
@@ -74,5 +74,6 @@ def _names(args: Mapping[str, Any]) -> Iterator[str]:
         yield from OF_EXPERTS
 
 
-def _means_the_same(here: Any, there: Any) -> bool:
+def means_the_same(here: Any, there: Any) -> bool:
+    """Return whether two values of an argument are the same, or neither says anything."""
     return bool(here == there or (not here and not there))

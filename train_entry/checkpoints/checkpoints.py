@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from mcore_convert.checkpoints.runs import CHECKPOINTS
-from mcore_convert.errors import UnwritableTarget
-from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
-from train_entry.checkpoints import carried, folder, source
+from mcore_convert.errors import ConvertError, UnwritableTarget
+from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
+from train_entry.checkpoints import carried, folder
 from train_entry.checkpoints.architecture import refuse_another
 from train_entry.checkpoints.contents import contents
 from train_entry.checkpoints.export import export_hf
 from train_entry.checkpoints.loading import load
 from train_entry.checkpoints.ranks import Ranks
+from train_entry.checkpoints.source import Source, forget, in_our_format, init_of, is_ours
 from train_entry.checkpoints.writer import Writer
 from train_entry.config.schema import Config
 from train_entry.state import TrainState
@@ -45,6 +46,19 @@ class Restored:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint in our format, open on this rank; `origin` is the one that it was converted from, or itself."""
+
+    origin: Path
+    checkpoint: TorchDistCheckpoint
+
+
+def _weights_of(stages: Sequence[Any], state: TrainState) -> TrainState:
+    """Return the stages of a reference model as what is loaded, beside the run's own."""
+    return TrainState(dict(state.args), list(stages), NoOptimizer(), None)
+
+
 class Checkpoints:
     """The checkpoints of a run. Every rank has one and makes the same calls; Megatron's groups exist.
 
@@ -61,42 +75,63 @@ class Checkpoints:
         self._saved: int | None = None  # the last iteration of which there is a checkpoint, or soon will be
         self._check_shared()
 
-    def restore(self, state: TrainState) -> Restored:
-        """Fill a run that was just built from what the configuration names.
+    def restore(self, state: TrainState, source: Source | None, reference: Sequence[Any] = ()) -> Restored:
+        """Fill a run that was just built from the checkpoint that it starts from.
+
+        Args:
+            source: `source_of(config)`; each rank has opened it, and that of rank 0 counts.
+            reference: the stages of a reference model, which are filled with the weights of `checkpoint.init`.
 
         Raises:
-            ConvertError: it is refused, on every rank.
+            ConvertError: a checkpoint is refused, on every rank.
         """
-        start = self.ranks.first(lambda: source.source_of(self.config))
-        if start is None:
-            self._carried = self.ranks.first(lambda: carried.files_of(self.config, None))
-            return Restored(None, False, 0, ())
+        start = self.ranks.first(lambda: None if source is None else source.start)
+        initial = start is not None and not start.training  # the reference has the same weights
         try:
-            path = self.ranks.first(lambda: source.in_our_format(start, self.config))
-            self._carried = self.ranks.first(lambda: carried.files_of(self.config, path))
-            self.ranks.first(lambda: refuse_another(state.args, open_torch_dist(path).common.args or {}, start.path))
-            notes = load(state, path, self.ranks, training=start.training)
+            if reference and not initial:
+                init = self.ranks.every(lambda: init_of(self.config) if self.ranks.is_first else None)
+                self._load(_weights_of(reference, state), self._stored(init), training=False)
+                self._forget()
+            if start is None:
+                self._carried = self.ranks.first(lambda: carried.files_of(self.config, None))
+                return Restored(None, False, 0, ())
+            stored = self._stored(source)
+            self._carried = self.ranks.first(lambda: carried.files_of(self.config, stored.checkpoint.path))
+            if reference and initial:
+                self._load(_weights_of(reference, state), stored, training=False)
+            notes = self._load(state, stored, training=start.training)
         finally:
-            if self.ranks.is_first:  # loading has ended on all ranks; and one that failed alone must wait for none
-                source.forget(self.config)
+            self._forget()
         if start.path.parent == self.folder:
             self._saved = state.iteration
         return Restored(start.path, start.training, state.iteration, (*start.notes, *notes))
 
-    def load_reference(self, args: Mapping[str, Any], stages: Sequence[Any]) -> None:
-        """Fill the stages of a reference model with the weights of `checkpoint.init`.
+    def _stored(self, source: Source | None) -> Stored:
+        """Return a source in our format, open on each rank: that of rank 0, which others may have open as well."""
 
-        Raises:
-            ConvertError: they cannot be read, or are of another model; on every rank.
-        """
-        start = self.ranks.first(lambda: source.init_of(self.config))
-        try:
-            path = self.ranks.first(lambda: source.in_our_format(start, self.config))
-            self.ranks.first(lambda: refuse_another(args, open_torch_dist(path).common.args or {}, start.path))
-            load(TrainState(dict(args), list(stages), NoOptimizer(), None), path, self.ranks, training=False)
-        finally:
-            if self.ranks.is_first:
-                source.forget(self.config)
+        def places() -> tuple[Path, Path]:
+            assert source is not None
+            return source.start.path, in_our_format(source, self.config)
+
+        origin, path = self.ranks.first(places)
+        ours = None if source is None else source.ours
+        checkpoint = self.ranks.every(lambda: ours if ours is not None and ours.path == path else open_torch_dist(path))
+        return Stored(origin, checkpoint)
+
+    def _load(self, state: TrainState, stored: Stored, *, training: bool) -> list[str]:
+        def check() -> None:
+            refuse_another(state.args, stored.checkpoint.common.args or {}, stored.origin)
+            if training and not is_ours(stored.checkpoint) and not stored.checkpoint.optimizer_keys:
+                hint = "`checkpoint.init` starts a new run from its weights"
+                raise ConvertError(f"`{stored.origin}` has no optimizer state to go on with", hint=hint)
+
+        self.ranks.first(check)
+        return load(state, stored.checkpoint, self.ranks, training=training)
+
+    def _forget(self) -> None:
+        """Remove what was converted: loading has ended on all ranks, and one that failed alone must wait for none."""
+        if self.ranks.is_first:
+            forget(self.config)
 
     def save(self, state: TrainState) -> Path | None:
         """Save a checkpoint of this step, or begin to; None where the run saves none.
@@ -140,7 +175,7 @@ class Checkpoints:
                 self.config.run_dir.mkdir(parents=True, exist_ok=True)
                 probe.touch()
                 folder.clean(self.folder)
-                source.forget(self.config)
+                forget(self.config)
             except OSError as error:
                 raise UnwritableTarget(f"`{error.filename}` cannot be written: {error.strerror}") from error
 

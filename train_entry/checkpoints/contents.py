@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_convert.checkpoints.runs import OURS
 from mcore_convert.megatron.checkpoint import named
 from mcore_convert.spec.config.arguments import TorchDtype
 from train_entry.checkpoints import optimizer_state, random_state
 from train_entry.config.schema import Config
 from train_entry.state import TrainState
 
-OURS = "train_entry"  # the key under which the common state has what is ours
 VERSION = 1
 
 # What says how the tensors of a run are spread over ranks: with all of it the same, a resumed run is bit-equal.

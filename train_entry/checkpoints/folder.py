@@ -12,23 +12,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_convert.checkpoints.manifest import check_manifest
 from mcore_convert.errors import ConvertError, UnreadableCheckpoint
 from mcore_convert.formats.megatron.run_directory import MAX_DIGITS, TRACKER, iterations
-from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
+from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
 from mcore_convert.storage.disk import remove_tree, sync, write_new, write_whole
 from mcore_convert.storage.marker import REMOVED, finished_name, new_id, unfinished, unfinished_ones
-from mcore_convert.storage.sources import Limit, text_of
+from mcore_convert.storage.sources import Limit, Stamp, text_of, watched
 
 
 @dataclass(frozen=True)
 class Newest:
-    """The checkpoint to go on from, if there is one, and what is wrong with each newer one."""
+    """The checkpoint to go on from, if there is one, open; and what is wrong with each newer one.
+
+    `stamps` are those of the files that were read of it.
+    """
 
     path: Path | None
     damaged: tuple[str, ...] = ()
+    checkpoint: TorchDistCheckpoint | None = field(default=None, compare=False)
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict, compare=False)
 
 
 def iteration_path(folder: Path, iteration: int) -> Path:
@@ -52,25 +58,28 @@ def newest(folder: Path) -> Newest:
         if latest is not None and iteration_of(path) > latest:
             continue
         try:
-            check(path)
+            with watched() as stamps:
+                checkpoint = open_whole(path)
         except ConvertError as error:
             damaged.append("; ".join([error.message, *error.items]))
         else:
-            return Newest(path, tuple(damaged))
+            return Newest(path, tuple(damaged), checkpoint, stamps)
     return Newest(None, tuple(damaged))
 
 
-def check(path: Path) -> None:
-    """Prove by headers and sizes that a `torch_dist` checkpoint is whole.
+def open_whole(path: Path) -> TorchDistCheckpoint:
+    """Open a `torch_dist` checkpoint, and prove by headers and sizes that it is whole.
 
     Raises:
         ConvertError: something is missing or cut short.
     """
     checkpoint = open_torch_dist(path)
     checkpoint.check_whole()
+    check_manifest(checkpoint)
     _ = checkpoint.common
     if not (path / "metadata.json").is_file():
         raise UnreadableCheckpoint(f"`{path}` has no `metadata.json`")
+    return checkpoint
 
 
 def begin(final: Path) -> Path:

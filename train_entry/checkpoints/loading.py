@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, counted, fold
-from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
+from mcore_convert.formats.torch_dist.checkpoint import TorchDistCheckpoint
 from mcore_convert.megatron.checkpoint import take_expert_norms
 from mcore_convert.storage.views import TensorMeta
 from train_entry.checkpoints import optimizer_state, random_state
@@ -25,17 +24,16 @@ from train_entry.state import TrainState
 MASTERS = ("param.", "fp32_param.")
 
 
-def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list[str]:
+def load(state: TrainState, stored: TorchDistCheckpoint, ranks: Ranks, *, training: bool) -> list[str]:
     """Load the model and, with `training`, all else that a run goes on with; returns what a user should know.
 
     Args:
-        path: an `iter_*` or `release` directory.
+        stored: the checkpoint, open on each rank.
 
     Raises:
         ConvertError: the checkpoint does not fit the model, or cannot be read; on every rank, and nothing is changed
             where it does not fit.
     """
-    stored = open_torch_dist(path)
     carries = training and bool(stored.optimizer_keys)
     request: dict[str, Any] = dict(sharded_models(state.model))
     take_expert_norms(request, stored.directory.tensors)
@@ -50,7 +48,7 @@ def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list
         request["rng_state"] = random_state.sharded(is_loading=True)
     ranks.every(lambda: _refuse_unfit(request, stored))
     notes = []
-    loaded = _load(request, path, ranks)
+    loaded = _load(request, stored, ranks)
     for number, chunk in enumerate(state.model):
         # the weights are in place already; what is left is what modules keep beside them
         bare(chunk).load_state_dict(loaded["model" if len(state.model) == 1 else f"model{number}"], strict=False)
@@ -67,16 +65,16 @@ def load(state: TrainState, path: Path, ranks: Ranks, *, training: bool) -> list
     return notes
 
 
-def _load(request: dict[str, Any], path: Path, ranks: Ranks) -> dict[str, Any]:
+def _load(request: dict[str, Any], stored: TorchDistCheckpoint, ranks: Ranks) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch, of its own classes and names
-            loaded: dict[str, Any] = dist_checkpointing.load(request, str(path), validate_access_integrity=False)
+            loaded: dict[str, Any] = dist_checkpointing.load(request, str(stored.path), validate_access_integrity=False)
     except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
-        raise ranks.once(UnreadableCheckpoint(f"`{path}` cannot be loaded: {reason_of(error)}")) from error
+        raise ranks.once(UnreadableCheckpoint(f"`{stored.path}` cannot be loaded: {reason_of(error)}")) from error
     return loaded
 
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mcore_convert.api import convert
 from mcore_convert.checkpoints.download import local_path
-from mcore_convert.checkpoints.runs import CHECKPOINTS, find_run
-from mcore_convert.errors import ConvertError, UnreadableCheckpoint
+from mcore_convert.checkpoints.identify import Model, model_of, open_checkpoint
+from mcore_convert.checkpoints.runs import CHECKPOINTS, OURS, find_run
+from mcore_convert.conversion.execute import check_unchanged, execute
+from mcore_convert.conversion.prepare import plan_conversion
+from mcore_convert.conversion.target import Target
+from mcore_convert.errors import UnreadableCheckpoint
+from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.run_directory import iterations, resolve
-from mcore_convert.formats.torch_dist.checkpoint import detect, open_torch_dist
+from mcore_convert.formats.torch_dist.checkpoint import TORCH_DIST, TorchDistCheckpoint
+from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.marker import new_id, unfinished, unfinished_ones
 from mcore_convert.storage.paths import absent
+from mcore_convert.storage.sources import Stamp, watched
+from mcore_convert.storage.views import file_errors
 from train_entry.checkpoints import folder
-from train_entry.checkpoints.contents import OURS
+from train_entry.checkpoints.folder import Newest
 from train_entry.config.schema import Config
 
 START = "start"  # becomes an unfinished file's name in a run's directory: a foreign checkpoint, in our format
 
 
 @dataclass(frozen=True)
-class Source:
+class Start:
     """Where training starts from. With `training` it goes on with all that the checkpoint has, else with its weights.
 
     `path` is a checkpoint or a directory of several, in any format; `notes` is what a user should know of it.
@@ -33,18 +41,39 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint of a start, open: a run opens it once, to learn what its model is and to load it.
+
+    `stamps` tell whether a file of it has changed since.
+    """
+
+    start: Start
+    model: Model
+    stamps: Mapping[Path, Stamp]
+
+    @property
+    def ours(self) -> TorchDistCheckpoint | None:
+        """The checkpoint where a run of this project saved it; None for others."""
+        checkpoint = self.model.checkpoint
+        return checkpoint if isinstance(checkpoint, TorchDistCheckpoint) and is_ours(checkpoint) else None
+
+
 def source_of(config: Config) -> Source | None:
-    """Return the checkpoint that a run starts from: its own, another run's, or a model's; None for new weights.
+    """Open the checkpoint that a run starts from: its own, another run's, or a model's; None for new weights.
+
+    Reads headers only.
 
     Raises:
-        ConvertError: it does not exist, or the run has checkpoints and none of them is whole.
+        ConvertError: it does not exist or cannot be read, or the run has checkpoints and none of them is whole.
     """
     wanted = config.checkpoint
     own = config.run_dir / CHECKPOINTS
     if wanted.resume and own.is_dir():
         newest = folder.newest(own)
         if newest.path is not None:
-            return Source(newest.path, True, tuple(f"damaged, and not used: {line}" for line in newest.damaged))
+            notes = tuple(f"damaged, and not used: {line}" for line in newest.damaged)
+            return _opened(newest, Start(newest.path, True, notes), config)
         if newest.damaged:
             raise UnreadableCheckpoint(
                 f"no checkpoint in `{own}` is whole",
@@ -52,18 +81,21 @@ def source_of(config: Config) -> Source | None:
                 hint="start anew with checkpoint.resume=false, or choose another `run_dir`",
             )
     if wanted.load is not None:
-        return _of_run(wanted.load)
+        if not wanted.load.exists():
+            raise absent(wanted.load)
+        return _newest_in(wanted.load, config, training=True)
     return init_of(config) if wanted.init is not None else None
 
 
 def init_of(config: Config) -> Source:
-    """Return the weights that `checkpoint.init` names.
+    """Open the weights that `checkpoint.init` names.
 
     Raises:
-        ConvertError: they do not exist.
+        ConvertError: they do not exist or cannot be read.
     """
     assert config.checkpoint.init is not None
-    return Source(_newest_in(local_path(config.checkpoint.init, config.checkpoint.revision)), False)
+    path = local_path(config.checkpoint.init, config.checkpoint.revision)
+    return _newest_in(path, config, training=False)
 
 
 def in_our_format(source: Source, config: Config) -> Path:
@@ -71,28 +103,17 @@ def in_our_format(source: Source, config: Config) -> Path:
     converted into `START` where this project did not write it.
 
     Raises:
-        ConvertError: it is refused, or it has no optimizer state to go on with.
+        ConvertError: it is refused, or its files have changed since it was opened.
     """
-    if is_ours(source.path):
-        return source.path
-    forget(config)
+    if source.ours is not None:
+        check_unchanged(source.stamps)
+        return source.ours.path
     start = unfinished(config.run_dir / START, new_id())
-    convert(
-        source.path,
-        start,
-        to="torch_dist",
-        tp=config.parallel.tp,
-        optimizer=source.training,
-        ignore_keys=config.checkpoint.ignore_keys,
-    )
-    path = resolve(start, dcp.exists, dcp.METADATA)
-    if source.training and not open_torch_dist(path).optimizer_keys:
-        forget(config)
-        raise ConvertError(
-            f"`{source.path}` has no optimizer state to go on with",
-            hint="`checkpoint.init` starts a new run from its weights",
-        )
-    return path
+    target = Target(start, TORCH_DIST, Layout(tp=config.parallel.tp), optimizer=source.start.training)
+    with file_errors():
+        plan = plan_conversion(source.model, target)
+        execute(replace(plan, stamps={**plan.stamps, **source.stamps}))
+    return resolve(start, dcp.exists, dcp.METADATA)
 
 
 def forget(config: Config) -> None:
@@ -102,25 +123,27 @@ def forget(config: Config) -> None:
             folder.remove(start)
 
 
-def is_ours(path: Path) -> bool:
-    """Return whether a directory is a checkpoint that a run of this project saved."""
-    return detect(path) and OURS in open_torch_dist(path).common.state
+def is_ours(checkpoint: Checkpoint) -> bool:
+    """Return whether a run of this project saved a checkpoint."""
+    return checkpoint.format == TORCH_DIST and OURS in checkpoint.common.state
 
 
-def _of_run(path: Path) -> Source:
-    """Return what a directory holds to go on with, which is a run's, one of checkpoints, or a checkpoint."""
-    if not path.exists():
-        raise absent(path)
-    return Source(_newest_in(path), True)
-
-
-def _newest_in(path: Path) -> Path:
-    """Return the checkpoint to take of a directory with several in our format; else the directory as it is."""
+def _newest_in(path: Path, config: Config, *, training: bool) -> Source:
+    """Open the checkpoint to take of a directory with several in our format; else the directory as it is."""
     run = find_run(path)
     path = path if run is None else run.checkpoints
-    if not any(map(dcp.exists, iterations(path))):
-        return path
-    newest = folder.newest(path)
-    if newest.path is None:
-        raise UnreadableCheckpoint(f"no checkpoint in `{path}` is whole", items=newest.damaged)
-    return newest.path
+    newest = Newest(path)
+    if any(map(dcp.exists, iterations(path))):
+        newest = folder.newest(path)
+        if newest.path is None:
+            raise UnreadableCheckpoint(f"no checkpoint in `{path}` is whole", items=newest.damaged)
+        path = newest.path
+    return _opened(newest, Start(path, training), config)
+
+
+def _opened(newest: Newest, start: Start, config: Config) -> Source:
+    """Return a checkpoint with what it is of; it is opened here where nothing has proven it whole."""
+    with file_errors(), watched() as stamps:
+        checkpoint = newest.checkpoint or open_checkpoint(start.path)
+        model = model_of(checkpoint, ignore_keys=config.checkpoint.ignore_keys)
+    return Source(start, model, {**stamps, **newest.stamps})

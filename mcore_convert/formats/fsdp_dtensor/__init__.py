@@ -4,8 +4,8 @@ from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format
 from mcore_convert.formats.fsdp_dtensor.checkpoint import FSDP_DTENSOR, detect, open_fsdp_dtensor
 from mcore_convert.formats.fsdp_dtensor.writer import reserve, resume
+from mcore_convert.formats.megatron.dcp_kinds import directory_of
 from mcore_convert.formats.megatron.options import DcpOptions
-from mcore_convert.formats.megatron.plain_dcp import directory_of
 
 FORMAT = Format(
     FSDP_DTENSOR,

@@ -27,6 +27,7 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Training
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.fsdp_dtensor.optimizer import GATE, UP, FsdpState
+from mcore_convert.formats.megatron.dcp_kinds import Kind, kind_of
 from mcore_convert.formats.megatron.modules import (
     MTP_LAYER,
     MTP_MODEL_LAYER,
@@ -35,7 +36,6 @@ from mcore_convert.formats.megatron.modules import (
     name_in_module,
 )
 from mcore_convert.formats.megatron.param_groups import WITHOUT
-from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
 from mcore_convert.formats.megatron.recorded import common_of, companions_of, progress_files
 from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.traits import LayerSpec, Storage

@@ -21,7 +21,7 @@ from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.formats.hf.checkpoint import WEIGHT_FILES
 from mcore_convert.formats.hf.names import HfNames
-from mcore_convert.formats.megatron.plain_dcp import Kind, kind_of
+from mcore_convert.formats.megatron.dcp_kinds import Kind, kind_of
 from mcore_convert.formats.traits import Storage
 from mcore_convert.spec.family import Family
 from mcore_convert.storage.views import Slot, Sum, TensorMeta

@@ -21,8 +21,8 @@ from mcore_convert.formats.base import Findings
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.flat import slots_of_flat
 from mcore_convert.formats.megatron.module_buffers import Buffer, Misfit, Place, Run, Stretch, arranged, orders_of
-from mcore_convert.formats.megatron.quantised import PACKED, is_quantised, refuse_remainders, tolerance_of
 from mcore_convert.formats.megatron.remainders import whole_masters
+from mcore_convert.formats.megatron.tolerances import PACKED, is_quantised, refuse_remainders, tolerance_of
 from mcore_convert.formats.torch_dist.keys import StateKeys
 from mcore_convert.spec import gpt
 from mcore_convert.spec.config import arguments

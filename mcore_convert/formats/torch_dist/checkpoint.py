@@ -18,11 +18,11 @@ from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Train
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.megatron import modules
-from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE, Kind, kind_of
-from mcore_convert.formats.megatron.quantised import tolerance_of
+from mcore_convert.formats.megatron.dcp_kinds import BACKEND_FILE, Kind, kind_of
 from mcore_convert.formats.megatron.random_states import random_states
 from mcore_convert.formats.megatron.recorded import common_of, companions_of, progress_files
 from mcore_convert.formats.megatron.run_directory import resolve
+from mcore_convert.formats.megatron.tolerances import tolerance_of
 from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by

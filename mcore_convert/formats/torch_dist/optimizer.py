@@ -24,8 +24,8 @@ from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Findings
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.megatron.module_buffers import Place
-from mcore_convert.formats.megatron.quantised import refuse_remainders
 from mcore_convert.formats.megatron.remainders import are_gathered, whole_masters
+from mcore_convert.formats.megatron.tolerances import refuse_remainders
 from mcore_convert.formats.torch_dist import gathered as gathered_form
 from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState, is_matrix
 from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms

@@ -18,7 +18,7 @@ from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats.files import dcp
 from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.pickles import are_counts
-from mcore_convert.formats.megatron.plain_dcp import BACKEND_FILE
+from mcore_convert.formats.megatron.dcp_kinds import BACKEND_FILE
 from mcore_convert.formats.megatron.run_directory import resolve
 from mcore_convert.formats.torch_dist.checkpoint import (
     NO_WEIGHT,

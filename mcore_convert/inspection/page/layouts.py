@@ -36,7 +36,7 @@ Data = dict[str, Any]
 def layout_data(model: Model, planned: Layout | None) -> Data | None:
     """Everything about layouts of a model; None where its weights are not known.
 
-    None too where a run does not tell its layout, or cut experts over more ranks than the rest (ETP): no grid.
+    None too where a run does not tell its layout.
 
     Args:
         planned: a layout that was asked for; else one that differs from that of the checkpoint is proposed.
@@ -55,8 +55,6 @@ def layout_data(model: Model, planned: Layout | None) -> Data | None:
     except LayoutError:
         return None
     proposed = (planned or _proposed(model.dims, start)).of_model(model.dims)
-    if start.tp % start.expert_tp or proposed.tp % proposed.expert_tp:
-        return None
     fitting = (tp for tp in TP_CHOICES if _fits(model.dims, Layout(tp=tp).of_model(model.dims)))
     tps = sorted({proposed.tp, *fitting})
     etps = _expert_tps(model.dims, start, proposed)

@@ -39,7 +39,7 @@ def render(template: str, scripts: Sequence[str], **values: Any) -> str:
     environment.filters["breakable"] = breakable
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False, "separators": (",", ":")}
     return environment.get_template(template).render(
-        css=static(["page.css"]),
+        css=static(["page.css"]).replace("/* dark.css */", static(["dark.css"])),
         theme=static(["theme.js"]),
         scripts=static(["common.js", *scripts]),
         version=VERSION,

@@ -2,7 +2,7 @@
 //
 // A layout is { cut, pipeline, ep, etp }: which of the ways to cut weights over tensor-parallel ranks, which pipeline,
 // the expert-parallel size, and over how many ranks an expert is cut, where that is not as the rest (0).
-// A rank is { tp, pp, ep }. A stage is [pp, chunk, first layer, one past the last].
+// A rank is { tp, pp, ep, etp }; etp is the part of an expert that it has. A stage is [pp, chunk, first layer, one past the last].
 function layoutNumbers(data) {
   const { weights, cuts, expertCuts, pipelines, experts } = data;
   const withExperts = weights.some((weight) => weight.expert);
@@ -32,12 +32,13 @@ function layoutNumbers(data) {
   }
 
   const expertTpOf = (layout) => layout.etp || cutOf(layout).tp;
+  const isImplied = (layout) => cutOf(layout).tp % expertTpOf(layout) === 0; // a rank's tp says its part of an expert
   const isApart = (layout) => withExperts && expertTpOf(layout) !== cutOf(layout).tp;
 
-  // How a weight is cut: its shape, and the boxes of each part. The ranks count through the parts.
+  // How a weight is cut: its shape, and the boxes of each part; and which part a rank has.
   const cutFor = (number, layout) =>
     weights[number].expert ? expertCuts[expertTpOf(layout)][number] : cutOf(layout).weights[number];
-  const partOf = (number, layout, tp) => tp % cutFor(number, layout).boxes.length;
+  const partOf = (number, rank) => (weights[number].expert ? rank.etp : rank.tp);
   const partName = (number, layout) => (weights[number].expert && isApart(layout) ? "etp" : "tp");
 
   // The ranks of a pipeline stage that hold a part of their own, in Megatron's order: they count through TP, and
@@ -46,19 +47,19 @@ function layoutNumbers(data) {
     const [{ tp }, etp] = [cutOf(layout), expertTpOf(layout)];
     const common = (left, right) => (right ? common(right, left % right) : left);
     const count = (tp * etp * layout.ep) / common(tp, etp * layout.ep);
-    const ranks = times(count, (number) => [number % tp, Math.floor(number / etp) % layout.ep].join());
-    return [...new Set(ranks)].map((rank) => rank.split(",").map(Number)).map(([rank, ep]) => ({ tp: rank, ep }))
-      .sort((left, right) => left.ep - right.ep || left.tp - right.tp);
+    const order = ({ etp: part }) => (isImplied(layout) ? 0 : part);
+    return times(count, (number) => ({ tp: number % tp, ep: Math.floor(number / etp) % layout.ep, etp: number % etp }))
+      .sort((left, right) => left.ep - right.ep || order(left) - order(right) || left.tp - right.tp);
   }
 
-  const boxesOn = (number, layout, tp) => cutFor(number, layout).boxes[partOf(number, layout, tp)];
-  const numelOn = (number, layout, tp) => sum(boxesOn(number, layout, tp).map(([, sizes]) => product(sizes)));
+  const boxesOn = (number, layout, part) => cutFor(number, layout).boxes[part];
+  const numelOn = (number, layout, part) => sum(boxesOn(number, layout, part).map(([, sizes]) => product(sizes)));
 
   // Parameters and bytes that a rank holds in some of its stages; in all of them unless told which.
   function sizesOn(layout, rank, stages = stagesOf(layout, rank.pp)) {
     let [every, trained] = [0, 0];
     weights.forEach((weight, number) => {
-      const numel = countIn(weight, layout, stages, rank.ep) * numelOn(number, layout, rank.tp);
+      const numel = countIn(weight, layout, stages, rank.ep) * numelOn(number, layout, partOf(number, rank));
       every += numel;
       if (weight.trained) trained += numel;
     });
@@ -96,18 +97,18 @@ function layoutNumbers(data) {
     return [ends.embedding && "embedding", layers, ends.output && "output"].filter(Boolean).join(", ");
   }
 
-  function sliceOf(number, layout, tp) {
+  function sliceOf(number, layout, part) {
     const { dim } = weights[number];
     const { shape, boxes: parts } = cutFor(number, layout);
     if (dim === null || parts.length === 1) return "whole";
     const what = shape.length === 1 ? "elements" : dim === 0 ? "rows" : "columns";
-    const spans = boxesOn(number, layout, tp).map(([at, sizes]) => span(at[dim], at[dim] + sizes[dim]));
+    const spans = boxesOn(number, layout, part).map(([at, sizes]) => span(at[dim], at[dim] + sizes[dim]));
     return `${what} ${spans.join(" and ")} of ${shape[dim].toLocaleString("en")}`;
   }
 
-  // The shape of what a rank has of a weight: its boxes behind one another.
-  function localShape(number, layout, tp) {
-    const boxes = boxesOn(number, layout, tp);
+  // The shape of a part of a weight: its boxes behind one another.
+  function localShape(number, layout, part) {
+    const boxes = boxesOn(number, layout, part);
     const { dim } = weights[number];
     return boxes[0][1].map((size, axis) => (axis === dim ? sum(boxes.map(([, sizes]) => sizes[dim])) : size));
   }
@@ -119,7 +120,8 @@ function layoutNumbers(data) {
     return dim === 0 ? "cut in rows (column parallel)" : "cut in columns (row parallel)";
   }
 
-  const rankName = ({ tp, pp, ep }) => `tp ${tp} · pp ${pp}${withExperts ? ` · ep ${ep}` : ""}`;
+  const rankName = (layout, { tp, pp, ep, etp }) => [`tp ${tp} · pp ${pp}`, withExperts && `ep ${ep}`,
+    withExperts && !isImplied(layout) && `etp ${etp}`].filter(Boolean).join(" · ");
   const shortName = (weight) => weight.name.replace("decoder.layers.{layer}.", "").replace("{expert}", "*");
 
   return {

@@ -6,7 +6,7 @@ function showLayouts(data) {
   const titles = { saved: data.saved.isStored ? "As stored" : "Saved", planned: "Planned" };
   const isCut = (weight) => weight.place === "layer" && weight.dim !== null;
   const state = {
-    which: "saved", rank: { tp: 0, pp: 0, ep: 0 }, weight: Math.max(0, weights.findIndex(isCut)), layer: 0, expert: 0,
+    which: "saved", rank: { tp: 0, pp: 0, ep: 0, etp: 0 }, weight: Math.max(0, weights.findIndex(isCut)), layer: 0, expert: 0,
   };
   const shown = () => layouts[state.which];
 
@@ -90,7 +90,7 @@ function showLayouts(data) {
     const layout = layouts[which];
     const { pp, ep } = numbers.holdersOf(state.weight, layout, state.layer, state.expert);
     const isThere = which === state.which && pp.includes(state.rank.pp) && ep.includes(state.rank.ep);
-    const chosen = isThere ? state.rank.tp : null;
+    const chosen = isThere ? state.rank : null;
     return make("figure", { "data-figure": which },
       make("figcaption", {}, make("b", {}, titles[which]), ` ${sizesInWords(layout)}`, make("br"),
         `on ${holders(layout)}`),
@@ -100,14 +100,16 @@ function showLayouts(data) {
   function table(which) {
     const layout = layouts[which];
     const caption = `${titles[which]} ${sizesInWords(layout)}`;
-    const size = (tp) => bytes(numbers.numelOn(state.weight, layout, tp) * data.itemsize);
+    const size = (part) => bytes(numbers.numelOn(state.weight, layout, part) * data.itemsize);
     return make("table", { class: "table", "data-table": which }, make("caption", { class: "sr" }, caption),
       make("thead", {}, make("tr", {},
         [caption, "slice", "local shape"].map((head) => make("th", { scope: "col" }, head)),
         make("th", { scope: "col", class: "n" }, "bytes"))),
-      make("tbody", {}, times(numbers.cutFor(state.weight, layout).boxes.length, (tp) => make("tr", {},
-        make("td", {}, `${numbers.partName(state.weight, layout)} ${tp}, ${holders(layout)}`), make("td", {}, numbers.sliceOf(state.weight, layout, tp)),
-        make("td", {}, shapeOf(numbers.localShape(state.weight, layout, tp))), make("td", { class: "n" }, size(tp))))));
+      make("tbody", {}, times(numbers.cutFor(state.weight, layout).boxes.length, (part) => make("tr", {},
+        make("td", {}, `${numbers.partName(state.weight, layout)} ${part}, ${holders(layout)}`),
+        make("td", {}, numbers.sliceOf(state.weight, layout, part)),
+        make("td", {}, shapeOf(numbers.localShape(state.weight, layout, part))),
+        make("td", { class: "n" }, size(part))))));
   }
 
   // The controls: which layout the map shows, and the sizes of the planned one
@@ -124,11 +126,10 @@ function showLayouts(data) {
 
   function turnTo(which) {
     state.which = which;
-    if (which === "planned" && numbers.cutOf(shown()).tp % numbers.expertTpOf(shown())) shown().etp = 0;
     const ranks = numbers.ranksOf(shown());
-    const isThere = ({ tp, ep }) => tp === state.rank.tp && ep === state.rank.ep;
-    const { tp, ep } = ranks.find(isThere) ?? ranks.find((each) => each.ep === state.rank.ep) ?? ranks.at(-1);
-    state.rank = { tp, pp: Math.min(state.rank.pp, numbers.pipelineOf(shown()).pp - 1), ep };
+    const alike = (...axes) => ranks.find((each) => axes.every((axis) => each[axis] === state.rank[axis]));
+    const rank = alike("tp", "ep", "etp") ?? alike("tp", "ep") ?? alike("ep") ?? ranks.at(-1);
+    state.rank = { ...rank, pp: Math.min(state.rank.pp, numbers.pipelineOf(shown()).pp - 1) };
     settle();
     show();
   }

@@ -11,21 +11,21 @@ function mapOfRanks(numbers, layout, chosen, choose) {
   const heads = stages.map((stage) => make("div", { class: "head", role: "columnheader" },
     make("b", {}, `pp ${stage[0]}`), vpp > 1 ? ` · chunk ${stage[1]}` : "", make("br"), contentOf(layout, [stage])));
   const tile = (rank, stage) => {
-    const isChosen = ["tp", "pp", "ep"].every((axis) => rank[axis] === chosen[axis]);
+    const isChosen = ["tp", "pp", "ep", "etp"].every((axis) => rank[axis] === chosen[axis]);
     const size = bytes(sizesOn(layout, rank, [stage]).weights);
     return make("div", { role: "cell" }, make("button", {
       type: "button", class: `tile c${rank.tp % 8}`, tabindex: -1, "aria-pressed": String(isChosen),
-      "data-rank": `${rank.tp},${rank.pp},${rank.ep}`, "data-chunk": stage[1],
-      "aria-label": `rank ${rankName(rank)}: ${contentOf(layout, [stage])}, ${size}`,
+      "data-rank": `${rank.tp},${rank.pp},${rank.ep}`, "data-etp": rank.etp, "data-chunk": stage[1],
+      "aria-label": `rank ${rankName(layout, rank)}: ${contentOf(layout, [stage])}, ${size}`,
       on: { click: () => choose(rank, stage[1]) },
     }, size));
   };
-  const rows = ranks.map(({ tp, ep }) => make("div", { role: "row" },
+  const rows = ranks.map(({ tp, ep, etp }) => make("div", { role: "row" },
     make("div", { class: "head side", role: "rowheader" }, make("span", { class: `chip c${tp % 8}` }),
       make("b", {}, `tp ${tp}`), withExperts ? [
-        ` · ep ${ep}`, numbers.isApart(layout) ? ` · etp ${tp % numbers.expertTpOf(layout)}` : null, make("br"),
+        ` · ep ${ep}`, numbers.isApart(layout) ? ` · etp ${etp}` : null, make("br"),
         `experts ${span(...numbers.expertsOf(layout, ep))}`] : null),
-    stages.map((stage) => tile({ tp, pp: stage[0], ep }, stage))));
+    stages.map((stage) => tile({ tp, pp: stage[0], ep, etp }, stage))));
   return make("div", {
     class: `map ${ranks.length <= 2 ? "few" : ranks.length > 12 ? "many" : ""}`, role: "table",
     style: `--columns:${side}px ${columns}; min-width:${side + 88 * stages.length}px`,
@@ -41,19 +41,20 @@ function contentOfRank(numbers, layout, rank, chosenWeight, choose) {
   const line = (weight, number) => {
     const count = countIn(weight, layout, stages, rank.ep);
     if (!count) return null;
+    const part = numbers.partOf(number, rank);
     const isCopy = weight.copied && !endsOf(layout, stages).embedding;
     return make("li", {}, make("button", {
       type: "button", "aria-pressed": String(number === chosenWeight), "data-weight": weight.name,
       on: { click: () => choose(number) },
-    }, thumbOf(numbers, number, layout, rank.tp),
+    }, thumbOf(numbers, number, layout, rank),
     make("span", {}, make("code", { class: "name" }, named(shortName(weight))), make("span", { class: "what" },
-      `${sliceOf(number, layout, rank.tp)} · ${shapeOf(localShape(number, layout, rank.tp))}`,
+      `${sliceOf(number, layout, part)} · ${shapeOf(localShape(number, layout, part))}`,
       isCopy ? " · the tied output" : "")),
-    make("span", { class: "bytes" }, bytes(count * numelOn(number, layout, rank.tp) * data.itemsize),
+    make("span", { class: "bytes" }, bytes(count * numelOn(number, layout, part) * data.itemsize),
       count > 1 ? make("span", { class: "what" }, `in ${count}`) : null)));
   };
   return [
-    make("h3", {}, make("span", { class: `chip c${rank.tp % 8}` }), `Rank ${numbers.rankName(rank)}`),
+    make("h3", {}, make("span", { class: `chip c${rank.tp % 8}` }), `Rank ${numbers.rankName(layout, rank)}`),
     make("p", { class: "sums" }, make("span", {}, numbers.contentOf(layout, stages)),
       make("span", {}, make("b", {}, bytes(sizes.weights)), " of weights"),
       make("span", {}, make("b", {}, sizes.parameters.toLocaleString("en")), " parameters")),
@@ -65,7 +66,7 @@ function contentOfRank(numbers, layout, rank, chosenWeight, choose) {
 function stacksOf(numbers, layouts) {
   const { data, pipelineOf, stagesOf, sizesOn, contentOf, sizesInWords } = numbers;
   const listed = layouts.map(({ title, layout }) => ({
-    title, layout, rows: times(pipelineOf(layout).pp, (pp) => ({ pp, ...sizesOn(layout, { tp: 0, pp, ep: 0 }) })),
+    title, layout, rows: times(pipelineOf(layout).pp, (pp) => ({ pp, ...sizesOn(layout, { tp: 0, pp, ep: 0, etp: 0 }) })),
   }));
   const totalOf = (row) => row.weights + row.optimizer;
   return listed.map(({ title, layout, rows }) => {

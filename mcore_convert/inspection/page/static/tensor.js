@@ -17,16 +17,16 @@ function placed([offsets, sizes], shape, { left, top, width, height }) {
   };
 }
 
-function thumbOf(numbers, number, layout, tp) {
+function thumbOf(numbers, number, layout, rank) {
   const { shape } = numbers.cutFor(number, layout);
   const [width, height] = shape.length === 1 ? [30, 8] : fitted(shape, 30, 30);
   const frame = { left: 1, top: 1, width, height };
-  return draw("svg", { class: `thumb c${tp % 8}`, width: width + 2, height: height + 2, "aria-hidden": "true" },
+  return draw("svg", { class: `thumb c${rank.tp % 8}`, width: width + 2, height: height + 2, "aria-hidden": "true" },
     draw("rect", { class: "frame", x: 1, y: 1, width, height }),
-    numbers.boxesOn(number, layout, tp).map((box) => draw("rect", { class: "mine", ...placed(box, shape, frame) })));
+    numbers.boxesOn(number, layout, numbers.partOf(number, rank)).map((box) => draw("rect", { class: "mine", ...placed(box, shape, frame) })));
 }
 
-// The whole tensor with the box of each rank. `chosen` is a tensor-parallel rank that is marked, or null.
+// The whole tensor with the box of each rank. `chosen` is a rank whose part is marked, or null.
 function pictureOf(numbers, number, layout, chosen, title) {
   const weight = numbers.weights[number];
   const { shape, boxes: parts } = numbers.cutFor(number, layout);
@@ -44,7 +44,7 @@ function pictureOf(numbers, number, layout, chosen, title) {
     const at = placed(box, shape, frame);
     const label = isWhole && tp > 1 ? `every ${axis} rank` : `${axis} ${rank}`;
     const fits = at.height >= 13 && at.width >= 6.4 * label.length;
-    const kind = isWhole ? "whole" : chosen !== null && rank === numbers.partOf(number, layout, chosen) ? "box mine" : "box";
+    const kind = isWhole ? "whole" : chosen !== null && rank === numbers.partOf(number, chosen) ? "box mine" : "box";
     return draw("g", {
       class: isWhole && tp > 1 ? "" : `c${rank % 8}`,
       "data-tp": rank, "data-offsets": box[0].join(), "data-sizes": box[1].join(),

@@ -1,6 +1,6 @@
 """Measures `inspect --stats`, `inspect --html` and `diff` against reading the same files, and memory, of `verify` too.
 
-    python -m benchmarks.look [--json FILE] [--rounds 5] [--layers 16]
+    python -m benchmarks.inspection [--json FILE] [--rounds 5] [--layers 16]
 
 Exits with 1 when a target of `benchmarks/README.md` is missed.
 """
@@ -20,7 +20,7 @@ from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 # Llama 3 8B's embedding, the largest tensor that most models have, over one small layer.
 EMBEDDING = LLAMA | {"num_hidden_layers": 1, "hidden_size": 4096, "intermediate_size": 512, "num_attention_heads": 64}
 DIFFERENT = 1  # the exit code of `diff` and `verify`
-READ_RATIO = 2.0  # a look may take this often the time of reading the files, beside the time of a look at headers
+READ_RATIO = 2.0  # it may take this often the time of reading the files, beside that of reading headers
 
 
 def read(*folders: Path) -> Command:

@@ -37,8 +37,7 @@ DTYPE_SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class TensorMeta:
+class TensorMeta(NamedTuple):
     """Shape and dtype of a tensor."""
 
     shape: Shape

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Checkpoint
@@ -37,8 +37,7 @@ Taken = TypeVar("Taken")
 UNCOVERED = (CARD, MANIFEST)  # a model card is there to be edited
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Bytes `start` to `end` of a file, which hold a box of a tensor; `sums` are the checksums of its blocks."""
 
     tensor: str
@@ -314,7 +313,8 @@ def sizes_that_differ(manifest: Manifest, names: Iterable[str]) -> Iterator[str]
 
 def _elsewhere(manifest: Manifest, views: Mapping[str, View]) -> Iterator[str]:
     """Yield the tensors that lie in another place of a file than they were written to."""
+    paths = {name: manifest.folder / name for name in manifest.files}
     for part in manifest.parts:
         view = views.get(part.tensor)
-        if view is not None and view.nbytes and (view.path, view.offset) != (manifest.folder / part.file, part.start):
+        if view is not None and view.nbytes and (view.offset != part.start or view.path != paths[part.file]):
             yield f"{part.tensor}: at byte {view.offset:,} of {view.path.name}, and not {part.start:,} of {part.file}"

@@ -1,4 +1,4 @@
-"""Whether boxes tile a tensor: each of its elements is in exactly one."""
+"""Tilings: boxes of a tensor of which exactly one has each of its elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tensors of a model are in rank files: the ranks that hold a weight, and under which name.
+"""Places of the tensors of a model in rank files: the ranks that hold a weight, and under which name.
 
 Asked for every expert of every layer, so that what they have in common is computed once.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -26,7 +27,6 @@ from mcore_convert.spec.config.recorded import agreed
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 from mcore_convert.spec.names import spell
-from mcore_convert.spec.shard import Box
 from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.paths import absent
 from mcore_convert.storage.remote import located
@@ -68,7 +68,7 @@ class Model:
     def num_parameters(self) -> int:
         """Parameters of the model, without padding; a tied head counts once, and so does what is copied."""
         instances = (weight for weight, _ in self.family.instances(self.dims) if weight.copy_of is None)
-        return sum(Box.whole(self.family.shape(weight, self.dims)).numel for weight in instances)
+        return sum(prod(self.family.shape(weight, self.dims)) for weight in instances)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Checkpoint
@@ -33,11 +33,11 @@ CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"}\n')
 HEAD = 2**12  # bytes that have the beginning
 KEPT, KEPT_STRING = 250, 50  # bytes of memory that an entry takes, and each of its strings beside its text
 CHANGED_HINT = f"if the change is meant, remove `{MANIFEST}`; else copy or convert the checkpoint again"
+Taken = TypeVar("Taken")
 UNCOVERED = (CARD, MANIFEST)  # a model card is there to be edited
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Bytes `start` to `end` of a file, which hold a box of a tensor; `sums` are the checksums of its blocks."""
 
     tensor: str
@@ -137,13 +137,26 @@ def read_manifest(path: Path) -> Manifest | None:
     Raises:
         UnreadableCheckpoint: it is damaged, or no regular file.
     """
+    return _read(path, _parsed)
+
+
+def checksum_of(path: Path) -> str | None:
+    """Return the checksum of a manifest, which its lines are proven to have; nothing else is read in them.
+
+    Errors, and None, as of `read_manifest`.
+    """
+    return _read(path, _checksum)
+
+
+def _read(path: Path, taken: Callable[[Path, BufferedReader], Taken]) -> Taken | None:
+    """Return what is taken of a manifest."""
     try:
         with open_file(path) as file:
             if size_of(handle_of(file)) > Limit.MANIFEST.nbytes:
                 raise Unfit(path, "it is too large")
             begins = BEGINNING.match(file.peek(HEAD))
             if begins is not None and int(begins[1]) == FORMAT:
-                return _parsed(path, file)
+                return taken(path, file)
         if begins is None:
             _refuse_damaged(path, content_of(path, Limit.MANIFEST))
     except FileNotFoundError:
@@ -156,6 +169,13 @@ def read_manifest(path: Path) -> Manifest | None:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path) from error
     return None
+
+
+def _checksum(path: Path, file: BufferedReader) -> str:
+    lines = Unsealed(file, CHECKSUM)
+    for _ in lines:
+        pass
+    return lines.checksum
 
 
 def _refuse_damaged(path: Path, text: bytes) -> None:
@@ -293,7 +313,8 @@ def sizes_that_differ(manifest: Manifest, names: Iterable[str]) -> Iterator[str]
 
 def _elsewhere(manifest: Manifest, views: Mapping[str, View]) -> Iterator[str]:
     """Yield the tensors that lie in another place of a file than they were written to."""
+    paths = {name: manifest.folder / name for name in manifest.files}
     for part in manifest.parts:
         view = views.get(part.tensor)
-        if view is not None and view.nbytes and (view.path, view.offset) != (manifest.folder / part.file, part.start):
+        if view is not None and view.nbytes and (view.offset != part.start or view.path != paths[part.file]):
             yield f"{part.tensor}: at byte {view.offset:,} of {view.path.name}, and not {part.start:,} of {part.file}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mcore_convert.checkpoints.manifest import MANIFEST, read_manifest
+from mcore_convert.checkpoints.manifest import MANIFEST, checksum_of
 from mcore_convert.formats.base import Checkpoint
 from mcore_convert.formats.megatron.run_directory import RELEASE, iteration_of
 from mcore_convert.storage.digests import checksum_of_runs
@@ -24,9 +24,9 @@ def source_facts(checkpoint: Checkpoint, files: Iterable[Path]) -> dict[str, Any
     """
     root = checkpoint.path
     facts: dict[str, Any] = {"name": name_of(root), "format": checkpoint.format}
-    manifest = read_manifest(root / MANIFEST) if root.is_dir() else None
-    if manifest is not None:
-        facts["manifest"] = manifest.checksum
+    checksum = checksum_of(root / MANIFEST) if root.is_dir() else None
+    if checksum is not None:
+        facts["manifest"] = checksum
     named = {str(path.relative_to(root)) if path.is_relative_to(root) else path.name: path for path in files}
     facts["files"] = {name: _ends_of(named[name]) for name in sorted(named)}
     return facts

@@ -18,8 +18,9 @@ from mcore_convert.spec.family import Family, Item, Weight
 from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 from mcore_convert.spec.names import MASTER, PARAM, Index, match
 from mcore_convert.spec.shard import Box
+from mcore_convert.spec.tiling import untiled
 from mcore_convert.storage.joining import REMAINDER
-from mcore_convert.storage.views import Slot, cut, untiled
+from mcore_convert.storage.views import Slot, cut
 
 DRIFT_HINT = "old runs drift a little: --allow-drift takes the first rank's copy"
 ALONE_HINT = "the optimizer's state is not that of these weights: --no-optimizer takes the weights alone"

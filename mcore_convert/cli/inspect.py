@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Unpack
 
@@ -88,7 +87,7 @@ def grid(ranks: tuple[RankPart, ...], *, least: int = 2) -> list[str]:
     tp = 1 + max(part.rank.tp for part in ranks)
     for part in sorted(ranks, key=lambda part: (part.rank.ep, part.rank.etp or 0, part.rank.tp)):
         if part.rank.pp == columns[0]:
-            row = (cell(cells[replace(part.rank, pp=pp)]) for pp in columns)
+            row = (cell(cells[part.rank._replace(pp=pp)]) for pp in columns)
             rows.append((_row_name(part, tp), *row))
     return ["", *table(rows), *_shares(tp, ranks[0].expert_part)]
 

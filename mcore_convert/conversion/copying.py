@@ -45,10 +45,11 @@ class Disk:
 
     def wrote(self, path: Path, nbytes: int) -> None:
         """So many more bytes of a file were written."""
-        self._written[path] += nbytes
-        if self._written[path] >= WRITE_BACK:
-            self._written[path] = 0
+        written = self._written[path] + nbytes
+        if written >= WRITE_BACK:
+            written = 0
             self._waiting.append(self._pool.submit(sync_data, self._files.writing(path)))
+        self._written[path] = written
 
     def complete(self, path: Path) -> None:
         """Note that all of a file was written."""
@@ -84,7 +85,7 @@ def fill(
             item, groups = drawn
             try:
                 for group in groups:
-                    here = [copy._replace(target=copy.target.moved(recording.here)) for copy in group]
+                    here = [Copy(copy.source, copy.target.moved(recording.here)) for copy in group]
                     for done in copy_together(files, here, feed):
                         meter.add(done)
                         disk.wrote(here[0].target.path, done)

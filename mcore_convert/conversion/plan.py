@@ -20,8 +20,9 @@ from mcore_convert.formats.request import Reservation
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.shard import Box, Shape, parts_in
+from mcore_convert.spec.tiling import FEW, untiled
 from mcore_convert.storage.sources import Stamp
-from mcore_convert.storage.views import FEW, Slot, View, untiled
+from mcore_convert.storage.views import Slot, View
 
 
 class Copy(NamedTuple):

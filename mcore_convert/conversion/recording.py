@@ -100,7 +100,8 @@ class Recording:
     def __init__(self, plan: Plan, partial: Path, mine: Set[Path], *, checksums: bool = True) -> None:
         self._plan, self._partial, self.checksums = plan, partial, checksums
         self._regions: dict[Path, list[Region]] = defaultdict(list)
-        self._starts: dict[Path, list[int]] = {}
+        self._starts: dict[Path, tuple[list[int], list[Region]]] = {}
+        self._here: dict[Path, Path] = {}
         self._lock = threading.Lock()
         self._left = dict.fromkeys(map(self.here, sorted(mine)), 0)  # copies, by file
         if checksums:
@@ -129,18 +130,20 @@ class Recording:
                     regions[-1].dtype = dtype if dtype == regions[-1].dtype else None
                 else:
                     regions.append(Region(here, start, end, dtype))
-        self._starts = {path: [region.start for region in regions] for path, regions in self._regions.items()}
+        self._starts = {path: ([each.start for each in regions], regions) for path, regions in self._regions.items()}
 
     def here(self, path: Path) -> Path:
         """Return where a file of the destination is while it is written."""
-        return moved(path, self._plan.reservation.path, self._partial)
+        known = self._here.get(path)
+        if known is None:
+            known = self._here[path] = moved(path, self._plan.reservation.path, self._partial)
+        return known
 
     def _at(self, path: Path, offset: int) -> Region | None:
         """Return the region that has a byte of a file."""
-        starts = self._starts.get(path, [])
+        starts, regions = self._starts.get(path, ((), ()))
         number = bisect.bisect_right(starts, offset) - 1
-        region = self._regions[path][number] if number >= 0 else None
-        return region if region is not None and offset < region.end else None
+        return regions[number] if number >= 0 and offset < regions[number].end else None
 
     def feed(self, path: Path, at: int, part: memoryview) -> None:
         """Take bytes that were written."""

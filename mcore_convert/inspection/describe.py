@@ -73,7 +73,8 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {**asdict(self), "statistics": [weight.as_dict() for weight in self.statistics]}
+        ranks = {name: [part.as_dict() for part in getattr(self, name)] for name in ("ranks", "planned")}
+        return {**asdict(self), **ranks, "statistics": [weight.as_dict() for weight in self.statistics]}
 
 
 def inspection_of(opened: Opened) -> Inspection:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family, Weight
@@ -29,6 +30,10 @@ class RankPart:
     nbytes: int
     num_parameters: int
     expert_part: tuple[int, int] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "rank": self.rank._asdict()}
 
 
 def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[RankPart]:

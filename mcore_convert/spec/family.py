@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ class Weight:
         """Of the names, which tell the rows of a family apart: items are looked up for each expert of each layer."""
         return hash((self.mcore, self.hf))
 
-    @property
+    @cached_property
     def spellings(self) -> tuple[Spelling, ...]:
         """Every spelling in a Hugging Face directory, the one that is written first."""
         return (Spelling(self.hf, self.pack), *self.also)
@@ -76,9 +77,14 @@ class Weight:
         """What to call the row in a message."""
         return self.mcore or self.hf[0]
 
+    @cached_property
+    def per_expert(self) -> bool:
+        """Whether each expert has one."""
+        return "expert" in placeholders_of(self.name)
+
     def is_joined(self, template: str) -> bool:
         """Return whether a Hugging Face tensor of this name holds the weight of all experts of a layer."""
-        return "expert" in placeholders_of(self.name) and "expert" not in placeholders_of(template)
+        return self.per_expert and "expert" not in placeholders_of(template)
 
     @property
     def predicts(self) -> bool:
@@ -109,7 +115,7 @@ class Weight:
         if layer is not None and not self.in_layer(layer, dims):
             return []
         mtp = layer - dims.num_layers if self.predicts and layer is not None else None
-        if "expert" not in placeholders_of(self.name):
+        if not self.per_expert:
             return [Index(layer, None, mtp)]
         return [Index(layer, expert, mtp) for expert in range(dims.num_experts or 0)]
 

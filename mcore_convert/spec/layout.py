@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_convert.errors import LayoutError
 from mcore_convert.spec import hybrid
@@ -18,8 +18,7 @@ from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.layers import MLP
 
 
-@dataclass(frozen=True, order=True)
-class Rank:
+class Rank(NamedTuple):
     """The coordinates of one process that holds its own part of the model.
 
     `etp` is the part of an expert that it has; None where `tp` says it, as wherever ETP divides TP.
@@ -31,8 +30,7 @@ class Rank:
     etp: int | None = None
 
 
-@dataclass(frozen=True, order=True)
-class Stage:
+class Stage(NamedTuple):
     """One pipeline stage: virtual stage `vpp` of pipeline rank `pp`. The order is that of the forward pass."""
 
     vpp: int

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.spec.shard import Box, Shape, parts_in
+from mcore_convert.spec.tiling import FEW
 
 # Names as torch spells them, with the size of an element in bytes.
 DTYPE_SIZES = {
@@ -37,8 +38,7 @@ DTYPE_SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class TensorMeta:
+class TensorMeta(NamedTuple):
     """Shape and dtype of a tensor."""
 
     shape: Shape
@@ -153,8 +153,10 @@ class View(NamedTuple):
     @property
     def end(self) -> int:
         """The first byte of the file behind the last element."""
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return self.offset + last + self.itemsize
+        last = self.offset
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            last += (size - 1) * stride
+        return last + DTYPE_SIZES[self.dtype]
 
     @property
     def is_contiguous(self) -> bool:
@@ -218,9 +220,12 @@ class Slot(NamedTuple):
         """Return the slot at one index of each of the first dimensions, which lies in its box; they go away."""
         if not place:
             return self
-        offsets, axes = self.box.offsets, len(place)
-        inside = self.view.select(*[index - start for index, start in zip(place, offsets, strict=False)])
-        return Slot(inside, Box(offsets[axes:], self.box.sizes[axes:]))
+        (offsets, sizes), view, axes = self.box, self.view, len(place)
+        if offsets[:axes] == place and view.high is None:  # as of a chunk of one layer and expert
+            inside = view._at(view.offset, view.shape[axes:], view.strides[axes:], None)
+        else:
+            inside = view.select(*[index - start for index, start in zip(place, offsets, strict=False)])
+        return Slot(inside, Box(offsets[axes:], sizes[axes:]))
 
     def moved(self, rows: int) -> Slot:
         """Return the slot of a tensor that has so many rows before those of this one's."""
@@ -238,9 +243,6 @@ class Sum(NamedTuple):
     checksum: int
 
 
-FEW = 64  # boxes of one weight in one file: those of its experts and layers are alike, and looked at once
-
-
 def cut(slots: Sequence[Slot], box: Box) -> list[Slot]:
     """Return the parts of the slots that lie in a box of the global tensor."""
     common = (_common if len(slots) <= FEW else parts_in)(tuple(slot.box for slot in slots), box)
@@ -248,56 +250,6 @@ def cut(slots: Sequence[Slot], box: Box) -> list[Slot]:
 
 
 _common = lru_cache(maxsize=4096)(parts_in)
-
-
-def untiled(boxes: Sequence[Box], shape: Shape) -> str | None:
-    """Return why the boxes do not tile a tensor exactly, or None where they do."""
-    return (_untiled if len(boxes) <= FEW else _untiled.__wrapped__)(tuple(boxes), shape)
-
-
-@lru_cache(maxsize=4096)
-def _untiled(boxes: tuple[Box, ...], shape: Shape) -> str | None:
-    whole = Box.whole(shape)
-    for box in boxes:
-        if len(box.sizes) != len(shape) or box.intersect(whole) != box:
-            return f"a part at {list(box.offsets)} of size {list(box.sizes)} lies outside"
-    total = sum(box.numel for box in boxes)
-    overlap = _overlap(boxes)
-    if overlap is not None:
-        return f"the parts at {list(overlap[0].offsets)} and {list(overlap[1].offsets)} overlap"
-    if total != whole.numel:
-        return f"{whole.numel - total} of {whole.numel} elements are in no part"
-    return None
-
-
-def _overlap(boxes: Sequence[Box], axis: int = 0) -> tuple[Box, Box] | None:
-    """Return two boxes that share an element. Those that lie apart along one dimension or another are not compared."""
-    if len(boxes) < 2:
-        return None
-    if axis == len(boxes[0].sizes):
-        return _overlapping_pair(boxes)
-    groups: list[list[Box]] = []
-    end = -1
-    for box in sorted(boxes, key=lambda box: box.offsets[axis]):
-        if box.offsets[axis] >= end:
-            groups.append([])
-        groups[-1].append(box)
-        end = max(end, box.offsets[axis] + box.sizes[axis])
-    pairs = (_overlap(group, axis + 1) for group in groups if len(group) > 1)
-    return next(filter(None, pairs), None)
-
-
-def _overlapping_pair(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return the same of boxes of which none lies apart, sorted by their first offsets: neighbours are compared."""
-    active: list[Box] = []
-    for box in sorted(boxes):
-        start = box.offsets[0] if box.offsets else 0
-        active = [other for other in active if not box.offsets or other.offsets[0] + other.sizes[0] > start]
-        for other in active:
-            if other.intersect(box) is not None:
-                return other, box
-        active.append(box)
-    return None
 
 
 def is_inside(file: str) -> bool:

@@ -24,7 +24,8 @@ from mcore_convert.errors import ConfigError, MappingError, UnreadableCheckpoint
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.mp_rank.old_classes import arguments_from, behaved, core_tensors, is_old, named
 from mcore_convert.spec.config.arguments import normalise
-from mcore_convert.storage.views import Slot, TensorMeta, View, untiled
+from mcore_convert.spec.tiling import untiled
+from mcore_convert.storage.views import Slot, TensorMeta, View
 from tests.tensors import assert_same_tensors, hf_tensors
 
 GPT = Model()

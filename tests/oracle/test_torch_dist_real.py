@@ -17,8 +17,9 @@ from mcore_convert.formats.torch_dist.checkpoint import open_torch_dist
 from mcore_convert.formats.torch_dist.keys import StateKeys
 from mcore_convert.spec.names import EXP_AVG_SQ, MASTER, PARAM
 from mcore_convert.spec.shard import Box
+from mcore_convert.spec.tiling import untiled
 from mcore_convert.storage.elements import Files, global_tensor
-from mcore_convert.storage.views import TensorMeta, untiled
+from mcore_convert.storage.views import TensorMeta
 from tests.conftest import real_checkpoint
 from tests.oracle.test_torch_dist_optimizer import reshard, states_in
 from tests.tensors import dcp_tensors

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_convert.spec.shard import Box
-from mcore_convert.storage.views import untiled
+from mcore_convert.spec.tiling import untiled
 
 SHAPE = (4, 3, 5)
 
@@ -44,5 +44,24 @@ def test_chunks_of_experts_are_not_compared_with_each_other(monkeypatch: pytest.
 
     monkeypatch.setattr(Box, "intersect", counted)
     assert untiled(chunks, (20, 30, 2)) is None
-    assert len(calls) == len(chunks)  # each with the whole tensor
+    assert not calls  # they are the cells of a grid
+    unlike = [*chunks[:-2], Box((19, 29, 0), (1, 1, 2))]
+    assert untiled(unlike, (20, 30, 2)) is None
+    assert len(calls) == len(unlike)  # each with the whole tensor
     assert "overlap" in (untiled([*chunks, chunks[7]], (20, 30, 2)) or "")
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.tuples(*(st.sampled_from([1, 2, 3]),) * 2), st.tuples(*(st.integers(1, 3),) * 2), st.randoms())
+def test_cells_of_a_grid_tile_it_only_if_each_is_there_once(cell: Any, counts: Any, random: Any) -> None:
+    shape = tuple(size * count for size, count in zip(cell, counts, strict=True))
+    places = itertools.product(*(range(0, whole, size) for whole, size in zip(shape, cell, strict=True)))
+    cells = [Box(place, cell) for place in places]
+    random.shuffle(cells)
+    assert untiled(cells, shape) is None
+    assert "in no part" in str(untiled(cells[1:], shape))
+    assert "overlap" in str(untiled([*cells, cells[0]], shape))
+    shifted = Box((cells[0].offsets[0] + 1, *cells[0].offsets[1:]), cell)
+    assert untiled([shifted, *cells[1:]], shape) is not None
+    if len(cells) > 1:
+        assert "overlap" in str(untiled([*cells[1:], cells[-1]], shape))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mcore_convert.formats.megatron.flat import Local, boxes_of_range, local_of, slots_of_flat
 from mcore_convert.formats.mp_rank.parameters import buffer_starts
 from mcore_convert.spec import Box, Shard
-from mcore_convert.storage.views import TensorMeta, View, untiled
+from mcore_convert.spec.tiling import untiled
+from mcore_convert.storage.views import TensorMeta, View
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mcore_convert.errors import LayoutError
 from mcore_convert.spec import QKV, Box, Concat, Dims, Every, Fused, Interleaved, Pack, Same, Shard, Transposed
-from mcore_convert.storage.views import untiled
+from mcore_convert.spec.tiling import untiled
 
 PACKS = [
     *(Same(), Concat(), Concat(3), QKV(), Fused(QKV()), Fused(Concat()), Interleaved(Concat()), Interleaved(Concat(3))),

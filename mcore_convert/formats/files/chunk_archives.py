@@ -31,8 +31,8 @@ Place = TypeVar("Place", bound=tuple[str, int, int])
 class _Form(NamedTuple):
     """What archives have in common that are parsed alike.
 
-    `fixed` are the first `head` bytes and the last `tail`, which surround the tensor's own, with zeros at `free`: those
-    bytes have no say in the result, but for the tensor's checksum, which is at `checksum`.
+    `fixed` are the first `head` bytes and the last `tail`, which surround the tensor's own, as a number that has zeros
+    where `mask` has them: those bytes have no say in the result, but for the tensor's checksum, which is at `checksum`.
     """
 
     view: View
@@ -41,16 +41,13 @@ class _Form(NamedTuple):
     size: int
     head: int
     tail: int
-    free: tuple[tuple[int, int], ...]
     checksum: int
-    fixed: bytes
+    mask: int
+    fixed: int
 
     def parsed(self, around: bytes, path: Path, offset: int) -> tuple[View, tuple[Sum, ...]] | None:
         """Return the tensor of an archive that begins at `offset`, from the bytes around it; None for another form."""
-        bare = bytearray(around)
-        for begin, end in self.free:
-            bare[begin:end] = bytes(end - begin)
-        if bare != self.fixed:
+        if len(around) != self.head + self.tail or int.from_bytes(around, "little") & self.mask != self.fixed:
             return None
         _, at, shape, strides, dtype, *_ = self.view
         checksum = int.from_bytes(around[self.checksum : self.checksum + 4], "little")
@@ -146,13 +143,15 @@ def _form_of(archive: TorchFile, opened: BufferedReader, offset: int, length: in
     for other, each in archive.records.items():
         if other not in (name, "data.pkl", "byteorder"):  # it is not read
             free += [(each.header, each.until - each.header), (each.entry + CHECKSUM_IN_ENTRY, 4)]
-    ranges = tuple((place(at), place(at) + size) for at, size in free)
-    fixed = bytearray(around)
-    for first, end in ranges:
-        fixed[first:end] = bytes(end - first)
+    mask = bytearray(b"\xff" * len(around))
+    for at, size in free:
+        first = place(at)
+        mask[first : first + size] = bytes(size)
+    kept = int.from_bytes(mask, "little")
+    fixed = int.from_bytes(around, "little") & kept
     view = archive.tree._replace(offset=archive.tree.offset - offset)
     checksum = place(record.entry + CHECKSUM_IN_ENTRY)
-    return _Form(view, name, start, record.size, head, tail, ranges, checksum, bytes(fixed))
+    return _Form(view, name, start, record.size, head, tail, checksum, kept, fixed)
 
 
 def _is_plain(tail: bytes, length: int, records: Mapping[str, Record]) -> bool:

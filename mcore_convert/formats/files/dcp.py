@@ -21,9 +21,10 @@ from mcore_convert.formats.files.pickles import are_counts
 from mcore_convert.formats.files.torch_archive import scalar
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
+from mcore_convert.spec.tiling import untiled
 from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.sources import bytes_at, expect_archives, handle_of, open_file
-from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, open_error, untiled
+from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, open_error
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,14 @@ import json
 import logging
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.files.json_file import parsed
 from mcore_convert.formats.files.pickle_records import are_counts
+from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.sources import handle_of, open_file, size_of
 from mcore_convert.storage.views import TensorMeta, View, open_error
 
@@ -90,12 +92,19 @@ def _views(path: Path, header: Mapping[str, Mapping[str, Any]], start: int) -> t
             raise ValueError(f"`{name}` is not described by integers")
         if code not in DTYPES:
             raise ValueError(f"`{name}` has the dtype `{code}`, which is not supported")
-        meta = TensorMeta(shape, DTYPES[code])
-        if start + low != end or high - low != meta.nbytes:
+        whole, nbytes = _whole(shape, DTYPES[code])
+        if start + low != end or high - low != nbytes:
             raise ValueError(f"`{name}` does not lie where it should")
-        views[name] = View.of(path, start + low, meta)
+        views[name] = View(path, end, whole.shape, whole.strides, whole.dtype)
         end = start + high
     return {name: views[name] for name in header}, end
+
+
+@lru_cache(maxsize=4096)  # the tensors of a model have few shapes
+def _whole(shape: Shape, dtype: str) -> tuple[View, int]:
+    """Return the view of a tensor that begins where its file does, and its size."""
+    meta = TensorMeta(shape, dtype)
+    return View.of(Path(), 0, meta), meta.nbytes
 
 
 def header_bytes(tensors: Mapping[str, TensorMeta]) -> tuple[bytes, dict[str, int]]:

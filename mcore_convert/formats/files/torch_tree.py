@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,37 @@ class Hole:
         return Hole(TensorMeta(shape, "float32"), struct.pack("<f", value))
 
 
+@dataclass(frozen=True)
+class TreeLayout:
+    """A file laid out for a tree, wherever it will be: files of ranks that differ in values alone are laid out once."""
+
+    tree: Any
+    holes: Mapping[Hole, int]  # the number of each, in the order of the archive
+    archive: torch_file.Archive
+
+    @staticmethod
+    def of(tree: Any) -> TreeLayout:
+        """Lay out the file of a tree."""
+        holes: dict[Hole, int] = {}
+        replaced(tree, lambda hole: holes.setdefault(hole, len(holes)))
+        archive = torch_file.lay_out(
+            lambda refs: replaced(tree, lambda hole: refs[holes[hole]]), [hole.meta for hole in holes]
+        )
+        return TreeLayout(tree, holes, archive)
+
+    def reserve(self, path: Path, reservation: Reservation) -> Any:
+        """Reserve a file, and return the tree with the view of every hole."""
+        archive = self.archive
+        views = {hole: View.of(path, archive.holes[number], hole.meta) for hole, number in self.holes.items()}
+        reservation.sizes[path] = archive.size
+        reservation.literals += [(path, at, content) for at, content in archive.literals]
+        reservation.literals += [(path, views[each].offset, each.content) for each in views if each.content is not None]
+        return replaced(self.tree, views.__getitem__)
+
+
 def reserve_tree(path: Path, tree: Any, reservation: Reservation) -> Any:
     """Lay out a file for a tree, and return the tree with the view of every hole."""
-    holes: dict[Hole, int] = {}
-    replaced(tree, lambda hole: holes.setdefault(hole, len(holes)))
-    archive = torch_file.lay_out(
-        lambda refs: replaced(tree, lambda hole: refs[holes[hole]]), [hole.meta for hole in holes]
-    )
-    views = {hole: View.of(path, archive.holes[number], hole.meta) for hole, number in holes.items()}
-    reservation.sizes[path] = archive.size
-    reservation.literals += [(path, at, content) for at, content in archive.literals]
-    reservation.literals += [(path, views[hole].offset, hole.content) for hole in holes if hole.content is not None]
-    return replaced(tree, views.__getitem__)
+    return TreeLayout.of(tree).reserve(path, reservation)
 
 
 def replaced(tree: Any, by: Callable[[Hole], Any]) -> Any:

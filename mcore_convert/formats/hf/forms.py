@@ -6,6 +6,8 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.codecs import CODES, Blocks
@@ -37,32 +39,47 @@ class Form:
     transposed: bool = False
 
 
+class Kind(NamedTuple):
+    """What there is of a plain view beside its place."""
+
+    shape: Shape
+    strides: Shape
+    dtype: str
+
+
 def bind_plain(code: str, block: Block, names: tuple[str, ...], views: tuple[View, ...]) -> Blocks:
     """Codes that are elements of their own, scales, and zero points where there are some."""
-    codes, scales, *zeros = views
+    codes = views[0]
     if codes.dtype != code or len(codes.shape) < 2:
         raise Misfit(f"{codes.dtype} {list(codes.shape)} is no matrix of {code}")
-    return _blocks(code, block, names, codes.shape, (_bytes_of(codes), scales, *zeros))
+    return _blocks(code, block, names, codes.shape, views)
 
 
 def _blocks(code: str, block: Block, names: tuple[str, ...], shape: Shape, views: tuple[View, ...]) -> Blocks:
     """Matrices of a shape with their codes, scales and zero points."""
-    codes, scales, *zeros = views
-    if not all(view.is_contiguous for view in views):
+    kinds, size = _fitted(code, block, shape, tuple([Kind(view.shape, view.strides, view.dtype) for view in views]))
+    parts = [View(view.path, view.offset, *kind) for view, kind in zip(views, kinds, strict=True)]
+    return Blocks(names, tuple(parts), shape, code, size)
+
+
+@lru_cache(maxsize=4096)  # the tensors of a model have few shapes
+def _fitted(code: str, block: Block, shape: Shape, kinds: tuple[Kind, ...]) -> tuple[tuple[Kind, ...], tuple[int, int]]:
+    """Return how codes, scales and zero points are read, and the size of a block."""
+    codes, scales, *zeros = kinds
+    if not all(View(Path(), 0, *kind).is_contiguous for kind in kinds):
         raise Misfit("is not stored row by row")
     size, grid = _grid(block, shape)
     if scales.dtype not in SCALES:
         raise Misfit(f"scales in {scales.dtype}")
-    parts = [codes, _shaped(scales, grid, "scales")]
-    for view in zeros:
-        if view.dtype not in ("int8", "int32"):
-            raise Misfit(f"zero points in {view.dtype}")
-        each = 1 if view.dtype == "int8" else 32 // CODES[code].bits  # of them in a word, along the rows
-        parts.append(_shaped(view, (*grid[:-2], -(-grid[-2] // each), grid[-1]), "zero points"))
-    return Blocks(names, tuple(parts), shape, code, size)
+    parts = [_in_bytes(codes), _shaped(scales, grid, "scales")]
+    for kind in zeros:
+        if kind.dtype not in ("int8", "int32"):
+            raise Misfit(f"zero points in {kind.dtype}")
+        each = 1 if kind.dtype == "int8" else 32 // CODES[code].bits  # of them in a word, along the rows
+        parts.append(_shaped(kind, (*grid[:-2], -(-grid[-2] // each), grid[-1]), "zero points"))
+    return tuple(parts), size
 
 
-@lru_cache(maxsize=4096)
 def _grid(block: Block, shape: Shape) -> tuple[tuple[int, int], Shape]:
     """Return the size of a block of matrices, which is no larger than they are, and how many blocks they have."""
     rows, columns = shape[-2:]
@@ -72,18 +89,18 @@ def _grid(block: Block, shape: Shape) -> tuple[tuple[int, int], Shape]:
     return (high, wide), (*shape[:-2], -(-rows // high), -(-columns // wide))
 
 
-def _shaped(view: View, grid: Shape, what: str) -> View:
-    """Return the view in the shape of the blocks; where there is one for a row or for all, it may lack dimensions."""
-    if [size for size in view.shape if size != 1] != [size for size in grid if size != 1]:
-        raise Misfit(f"{what} are {list(view.shape)}, and the blocks {list(grid)}")
-    return View(view.path, view.offset, grid, contiguous_strides(grid, view.itemsize), view.dtype)
+def _shaped(kind: Kind, grid: Shape, what: str) -> Kind:
+    """Return a view in the shape of the blocks; where there is one for a row or for all, it may lack dimensions."""
+    if [size for size in kind.shape if size != 1] != [size for size in grid if size != 1]:
+        raise Misfit(f"{what} are {list(kind.shape)}, and the blocks {list(grid)}")
+    return Kind(grid, contiguous_strides(grid, DTYPE_SIZES[kind.dtype]), kind.dtype)
 
 
-def _bytes_of(view: View) -> View:
-    """Return the view of the same bytes, one to an element: the last dimension grows with the size of an element."""
-    size = DTYPE_SIZES[view.dtype]
-    shape = (*view.shape[:-1], view.shape[-1] * size) if size > 1 else view.shape
-    return View(view.path, view.offset, shape, (*view.strides[:-1], 1), "uint8")
+def _in_bytes(kind: Kind) -> Kind:
+    """Return the same bytes, one to an element: the last dimension grows with the size of an element."""
+    size = DTYPE_SIZES[kind.dtype]
+    shape = (*kind.shape[:-1], kind.shape[-1] * size) if size > 1 else kind.shape
+    return Kind(shape, (*kind.strides[:-1], 1), "uint8")
 
 
 def bind_packed(code: str, block: Block, names: tuple[str, ...], views: tuple[View, ...]) -> Blocks:
@@ -98,7 +115,7 @@ def bind_packed(code: str, block: Block, names: tuple[str, ...], views: tuple[Vi
     if rows != words.shape[0] or -(-columns // each) != words.shape[1]:
         raise Misfit(f"a shape of {[rows, columns]} does not fit words of {list(words.shape)}")
     zeros = [ends["point"]] if "point" in ends else []
-    return _blocks(code, block, names, (rows, columns), (_bytes_of(words), scales, *zeros))
+    return _blocks(code, block, names, (rows, columns), (words, scales, *zeros))
 
 
 def _shape_in(view: View) -> tuple[int, int]:
@@ -116,6 +133,8 @@ def bind_mxfp4(names: tuple[str, ...], views: tuple[View, ...]) -> Blocks:
     codes, scales = views
     if codes.dtype != "uint8" or len(codes.shape) < 3 or codes.shape[-1] != 16:
         raise Misfit(f"{codes.dtype} {list(codes.shape)} are no blocks of 16 bytes")
+    if not codes.is_contiguous:
+        raise Misfit("is not stored row by row")
     flat = (*codes.shape[:-2], codes.shape[-2] * 16)
     rows = codes._replace(shape=flat, strides=contiguous_strides(flat, 1))
     return _blocks("float4_e2m1", (1, 32), names, (*flat[:-1], 2 * flat[-1]), (rows, scales))

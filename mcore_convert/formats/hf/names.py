@@ -31,17 +31,17 @@ class HfNames(Checkpoint):
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         weight, at, _ = item
         shape = dims.shape(weight.shape)
-        spelling = self._spelling(item)
+        spelling, names = self._spelled(item)
         tensors = []
         shapes, pieces = packed(spelling.pack, shape, dims)
-        for template, one in zip(spelling.hf, shapes, strict=True):
-            name = self.name_of(spell(template, at))
+        for template, name, one in zip(spelling.hf, names, shapes, strict=True):
             joined = at.expert if weight.is_joined(template) else None
             expected = one if joined is None else (dims.num_experts or 0, *one)
             if findings.expect(self.key_of(name), self.meta_of(name), expected):
                 parts = self.parts_of(name)
-                reached = [part for part in parts if joined is None or joined in rows_of(part)]
-                tensors.append(reached if joined is None else [part.select(joined) for part in reached])
+                if joined is not None:
+                    parts = [part.select(joined) for part in parts if joined in rows_of(part)]
+                tensors.append(parts)
         if len(tensors) < len(spelling.hf):
             return []
         slots = [slot for piece in pieces for slot in _slots(piece, tensors[piece.tensor])]
@@ -53,15 +53,16 @@ class HfNames(Checkpoint):
         """Return what a tensor is called in the files."""
         return name
 
-    def _spelling(self, item: Item) -> Spelling:
-        """Return the first spelling of a weight of which the directory has a tensor; where it has none,
+    def _spelled(self, item: Item) -> tuple[Spelling, list[str]]:
+        """Return the first spelling of a weight of which the directory has a tensor, and its names; where it has none,
         the usual one.
         """
         spellings = item.weight.spellings
-        if len(spellings) == 1:
-            return spellings[0]
-        there = (s for s in spellings if any(self.meta_of(self.name_of(spell(name, item.at))) for name in s.hf))
-        return next(there, spellings[0])
+        for spelling in spellings:
+            names = [self.name_of(spell(template, item.at)) for template in spelling.hf]
+            if len(spellings) == 1 or any(self.meta_of(name) is not None for name in names):
+                return spelling, names
+        return spellings[0], [self.name_of(spell(template, item.at)) for template in spellings[0].hf]
 
     def name_of(self, name: str) -> str:
         """Return the name under which the directory has a tensor: without the optional prefix where it is stored so."""

@@ -70,17 +70,18 @@ def _bound(stored: Mapping[str, View], forms: Iterable[Form], problems: Problems
     coded: dict[str, tuple[Blocks, Form]] = {}
     wrong: dict[str, str] = {}
     for form in forms:
+        ends = (*form.stored, *form.may)
         for name in [name for name in stored if name.endswith(form.stored[1])]:
             base = name.removesuffix(form.stored[1])
             if base + form.stored[0] not in stored:
                 continue
-            names = tuple([each for end in (*form.stored, *form.may) if (each := base + end) in stored])
-            absent = [base + end for end in form.stored if base + end not in names]
+            names = tuple([each for end in ends if (each := base + end) in stored])
+            absent = [base + end for end in form.stored if base + end not in names] if len(names) < len(ends) else []
             own = base + form.name
             try:
                 if absent:
                     raise Misfit(f"lacks {', '.join(absent)}")
-                blocks = form.bind(names, tuple(stored[each] for each in names))
+                blocks = form.bind(names, tuple([stored[each] for each in names]))
             except Misfit as misfit:
                 wrong.setdefault(own, str(misfit))
                 continue

@@ -11,37 +11,27 @@ from typing import Any
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint, Common, Findings, Side, Training
-from mcore_convert.formats.megatron.flat import local_of, slots_in_global
-from mcore_convert.formats.megatron.modules import name_in_module, shard_of
+from mcore_convert.formats.megatron.flat import slots_in_global
 from mcore_convert.formats.megatron.random_states import KEY, random_states
 from mcore_convert.formats.megatron.remainders import are_gathered
 from mcore_convert.formats.megatron.run_directory import carried_in
 from mcore_convert.formats.megatron.tolerances import tolerance_of
 from mcore_convert.formats.mp_rank import optimizer as mp_rank_optimizer
 from mcore_convert.formats.mp_rank.optimizer import Proof
+from mcore_convert.formats.mp_rank.places import Place, Places
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
 from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.traits import LayerSpec, Storage
 from mcore_convert.spec.dims import Dims
-from mcore_convert.spec.family import Item, Weight
+from mcore_convert.spec.family import Item
 from mcore_convert.spec.gpt import EMBEDDING
 from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
-from mcore_convert.spec.names import MASTER, MOMENTS, PARAM, spell
+from mcore_convert.spec.names import MASTER, MOMENTS, PARAM
 from mcore_convert.spec.releases import NEWEST, Release
-from mcore_convert.spec.shard import Shape, Shard
 from mcore_convert.storage.joining import join_views
 from mcore_convert.storage.rounding import Tolerance
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a copy of a local tensor is: the rank, its model chunk, and the name in its modules."""
-
-    rank: Rank
-    chunk: int
-    name: str
 
 
 @dataclass(frozen=True)
@@ -82,7 +72,7 @@ class MpRankCheckpoint(Checkpoint):
     def keeps(self, item: Item, dims: Dims) -> bool:
         if item.state not in MOMENTS or item.weight.mcore is None:
             return True
-        place = self._places(item, dims)[0]
+        place = self._places(dims).of(item).parts[0]
         held = self._states[place.rank][place.chunk].get(place.name)
         return held is None or item.state in held  # what has none at all is missing
 
@@ -152,27 +142,29 @@ class MpRankCheckpoint(Checkpoint):
     def _first(self) -> RankFile:
         return self.files[Rank()]
 
-    @cached_property
-    def _holding(self) -> Holding:
-        return Holding(self.layout, self.layers)
-
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         """Return the boxes of one global tensor; what other ranks hold again counts as used,
         and is given by `replicas`.
         """
         if item.weight.mcore is None:
             return []
-        places = self._places(item, dims)
-        findings.used |= {self._key(place) for place in self._copies(item, dims) if self._find(place) is not None}
-        rows = self._rows(item.weight, places) if item.weight.vocab else None
-        return [slot for place in places for slot in self._slots(item, place, dims, rows, findings)]
+        places = self._places(dims)
+        parts, copies = places.of(item)
+        for place in copies:
+            local = self._find(place)
+            if local is not None:
+                findings.used.add(self._label(place) + local.key)
+        rows = self._rows(parts) if item.weight.vocab else None
+        return [slot for place in parts for slot in self._slots(item, place, places, rows, findings)]
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
         if item.weight.mcore is None:
             return
-        rows = self._rows(item.weight, self._places(item, dims)) if item.weight.vocab else None
-        for place in self._copies(item, dims):
-            for slot in self._slots(item, place, dims, rows, Findings()):
+        places = self._places(dims)
+        parts, copies = places.of(item)
+        rows = self._rows(parts) if copies and item.weight.vocab else None
+        for place in copies:
+            for slot in self._slots(item, place, places, rows, Findings()):
                 yield slot, self._key(place)
 
     def proofs(self) -> Iterator[Proof]:
@@ -204,89 +196,42 @@ class MpRankCheckpoint(Checkpoint):
         held = (states for chunks in self._states.values() for chunk in chunks for states in chunk.values())
         return are_gathered(self.args, (states[MASTER] for states in held if MASTER in states))
 
-    def _places(self, item: Item, dims: Dims) -> list[Place]:
-        """Return where the first copy of each part is: one place for each tensor rank,
-        or one where the weight is not cut.
-        """
-        stage, ep, name = self._position(item, dims)
-        return [Place(rank, stage.vpp, name) for rank in self._first_ranks(stage.pp, ep, self._shard(item.weight).dim)]
-
-    def _shard(self, weight: Weight) -> Shard:
-        """Return how the modules cut a weight."""
-        return shard_of(weight, self.implementation, self.release)
-
-    def _copies(self, item: Item, dims: Dims) -> list[Place]:
-        """Return where further copies are: on other tensor or expert ranks,
-        and a tied embedding's on the last stage.
-        """
-        stage, ep, name = self._position(item, dims)
-        ends = [(stage, name)]
-        if item.weight.mcore == EMBEDDING:
-            ends += [(at, copied_as) for copied_as, at in self._holding.copies_of_embedding(dims).items()]
-        first = self._first_ranks(stage.pp, ep, self._shard(item.weight).dim)
-        return [
-            Place(rank, end.vpp, end_name)
-            for end, end_name in ends
-            for rank in self._ranks[end.pp, ep]
-            if end is not stage or rank not in first
-        ]
-
-    def _first_ranks(self, pp: int, ep: int | None, dim: int | None) -> list[Rank]:
-        """Return the first rank with each part of a weight that is cut along `dim`, in the order of the parts."""
-        if (pp, ep, dim) not in self._first_by_cut:
-            first: dict[int, Rank] = {}
-            for rank in self._ranks[pp, ep]:
-                _, part = self.layout.cut_at(rank, is_expert=ep is not None)
-                first.setdefault(part if dim is not None else 0, rank)
-            self._first_by_cut[pp, ep, dim] = [rank for _, rank in sorted(first.items())]
-        return self._first_by_cut[pp, ep, dim]
+    def _places(self, dims: Dims) -> Places:
+        """Return the places of a model of these sizes."""
+        known = self._places_of.get(id(dims))  # which stays its own: they keep it
+        if known is None:
+            spec = self.layer_spec
+            known = self._places_of[id(dims)] = Places(Holding(self.layout, self.layers), spec, self.release, dims)
+        return known
 
     @cached_property
-    def _first_by_cut(self) -> dict[tuple[int, int | None, int | None], list[Rank]]:
+    def _places_of(self) -> dict[int, Places]:
         return {}
 
-    @cached_property
-    def _ranks(self) -> Mapping[tuple[int, int | None], list[Rank]]:
-        """The ranks of each pipeline stage, all of them under None, and those with each expert rank."""
-        ranks: dict[tuple[int, int | None], list[Rank]] = {}
-        for rank in self.layout.ranks():
-            ranks.setdefault((rank.pp, None), []).append(rank)
-            ranks.setdefault((rank.pp, rank.ep), []).append(rank)
-        return ranks
-
-    def _position(self, item: Item, dims: Dims) -> tuple[Stage, int | None, str]:
-        """Return the stage of a weight, its expert rank where it has one, and its name in the modules there."""
-        assert item.weight.mcore is not None
-        stage, ep, local = self._holding.home_of(item.weight, item.at, dims)
-        return stage, ep, spell(name_in_module(item.weight.mcore, self.implementation, self.experts), local)
+    def _label(self, place: Place) -> str:
+        return self.files[place.rank].label(place.chunk)
 
     def _key(self, place: Place) -> str:
-        file = self.files[place.rank]
         local = self._find(place)
-        return f"{file.label(place.chunk)}{place.name if local is None else local.key}"
+        return self._label(place) + (place.name if local is None else local.key)
 
     def _find(self, place: Place) -> LocalTensor | None:
         return self.files[place.rank].chunks[place.chunk].get(place.name)
 
-    def _rows(self, weight: Weight, places: list[Place]) -> int | None:
+    def _rows(self, parts: Sequence[Place]) -> int | None:
         """Return the rows of a vocabulary tensor with its padding: those that the ranks hold together."""
-        local = self._find(places[0])
+        local = self._find(parts[0])
         return None if local is None or not local.view.shape else local.view.shape[0] * self.layout.tp
 
-    def _slots(self, item: Item, place: Place, dims: Dims, rows: int | None, findings: Findings) -> list[Slot]:
-        weight, _, state = item
+    def _slots(self, item: Item, place: Place, places: Places, rows: int | None, findings: Findings) -> list[Slot]:
         key, parameter = self._key(place), self._find(place)
         if parameter is None:  # nothing that its shape, which may be without padding, could be cut by
             findings.expect(key, None, ())
             return []
-        shape: Shape = dims.shape(weight.shape)
-        if rows is not None and rows >= shape[0]:
-            shape = (rows, *shape[1:])
-        shard = dims.sized(self._shard(weight))
-        local = local_of(shard, shape, *self.layout.cut_at(place.rank, is_expert=item.at.expert is not None))
+        local = places.local(item, place.rank, rows)
         if not findings.expect(key, parameter.meta, local.shape):
             return []
-        view = parameter.view
+        view, state = parameter.view, item.state
         if state != PARAM:
             states = self._states[place.rank][place.chunk].get(place.name, {})
             if state in states:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_convert.errors import MappingError
 from mcore_convert.formats.base import Training
-from mcore_convert.formats.files.torch_tree import Hole, reserve_tree
+from mcore_convert.formats.files.torch_tree import Hole, TreeLayout, reserve_tree
 from mcore_convert.formats.format import Resume
 from mcore_convert.formats.megatron.flat import local_of
 from mcore_convert.formats.megatron.modules import (
@@ -40,13 +42,14 @@ from mcore_convert.formats.mp_rank.rank_file import (
     RankFile,
     name_of_weight,
 )
+from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.request import Request, Reservation
 from mcore_convert.formats.traits import LayerSpec
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
 from mcore_convert.spec.holding import Holding
 from mcore_convert.spec.layout import Layout, Rank, Stage
-from mcore_convert.spec.names import MASTER, MOMENTS, Index, spell
+from mcore_convert.spec.names import MASTER, MOMENTS, PARAM, Index, spell
 from mcore_convert.spec.releases import Release
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.views import TensorMeta, View
@@ -66,6 +69,52 @@ class _Model:
     experts: str
     norm_state: bool
     release: Release
+    common: Mapping[str, Any]
+    random_states: RandomStates | None = None
+    training: Training | None = None
+    chained: list[Groups] | None = None
+
+    def kind_of(self, rank: Rank) -> Rank:
+        """Return the first rank that saves the same as this one, but for values and `distrib_optim.pt`.
+
+        Tensor ranks cut each tensor into equal parts, and expert ranks number their experts from 0.
+        """
+        if self.random_states is not None:
+            return rank
+        return Rank(pp=rank.pp) if self._is_even else Rank(pp=rank.pp, ep=rank.ep)
+
+    @cached_property
+    def _is_even(self) -> bool:
+        """Whether a row has one dtype, and the same states, in all layers and experts."""
+        numbers = Counter((item.weight, item.state, dtype) for item, dtype in self.dtype_of.items())
+        of_state = {(weight, state): number for (weight, state, _), number in numbers.items()}
+        each = (of_state.get((weight, PARAM)) == number for (weight, _, _), number in numbers.items())
+        return len(of_state) == len(numbers) and all(each)
+
+    def chunks(self, rank: Rank) -> dict[str, State]:
+        """Return the state dicts of the model chunks of a rank, by their keys in its file."""
+        count = self.layout.num_virtual_stages
+        models = ["model"] if count == 1 else [f"model{vpp}" for vpp in range(count)]
+        return {key: self.state(rank, vpp) for vpp, key in enumerate(models)}
+
+    def lay_out(self, name: str, path: Path, rank: Rank) -> _LaidOut:
+        """Lay out the file of a rank, and of all that are of its kind."""
+        states = self.chunks(rank)
+        random = {} if self.random_states is None else {KEY: self.random_states.of_rank(rank)}
+        tree: dict[str, Any] = {**self.common, **random, "args": argparse.Namespace(**self.common["args"]), **states}
+        moments = (self.moments(rank, vpp) for vpp in range(len(states)))
+        held = map(_planned, repeat(path), states.values(), moments) if self.training is not None else ()
+        planned = RankFile(name, path, {}, tuple(held))
+        if self.training is not None and self.chained is not None:
+            masters = any(item.state == MASTER for item in self.dtype_of)
+            args, release = self.common["args"], self.release
+            tree["optimizer"] = optimizer_of(
+                planned, self.chained, self.training, args, masters=masters, release=release
+            )
+            if self.training.scheduler is not None:
+                tree["opt_param_scheduler"] = dict(self.training.scheduler)
+            tree |= {key: value for key, value in self.training.rest.items() if key != "grad_scaler"}
+        return _LaidOut(planned, TreeLayout.of(tree), tuple(states))
 
     def state(self, rank: Rank, vpp: int) -> State:
         """Return the state dict of a model chunk: its tensors in the order of the modules,
@@ -158,24 +207,23 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     reservation = Reservation(path)
     present = [weight for weight in request.family.weights if weight.mcore is not None and weight.exists(dims)]
     rows = in_module_order(present, spec.implementation, request.release)
-    model = _Model(rows, dims, dtype_of, layout, spec.implementation, spec.experts, request.norm_state, request.release)
     apart = bool(dims.num_experts) and layout.ep > 1
-    chained = None if training is None else groups_of(training, rows, apart=apart)
-    masters = any(item.state == MASTER for item in dtype_of)
-    files = {
-        rank: _reserve_rank(
-            folder,
-            rank,
-            model,
-            {**common, **_random(request, rank)},
-            training,
-            chained,
-            masters,
-            request.release,
-            reservation,
-        )
-        for rank in layout.ranks()
-    }
+    model = _Model(
+        rows,
+        dims,
+        dtype_of,
+        layout,
+        spec.implementation,
+        spec.experts,
+        request.norm_state,
+        request.release,
+        common,
+        request.random_states,
+        training,
+        None if training is None else groups_of(training, rows, apart=apart),
+    )
+    laid_out: dict[Rank, _LaidOut] = {}
+    files = {rank: _reserve_rank(folder, rank, model, laid_out, reservation) for rank in layout.ranks()}
     reservation.texts = {path / TRACKER: tracker_bytes(request.iteration)}
     stages = layout.stages(dims.num_layers)
     reserved = MpRankCheckpoint(
@@ -184,49 +232,32 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
     return reserved, reservation
 
 
+class _LaidOut(NamedTuple):
+    """The file of the ranks of one kind: its tree with holes, its models' keys, and what an optimizer has of them."""
+
+    planned: RankFile
+    layout: TreeLayout
+    models: tuple[str, ...]
+
+
 def _reserve_rank(
-    folder: Path,
-    rank: Rank,
-    model: _Model,
-    common: Mapping[str, Any],
-    training: Training | None,
-    chained: list[Groups] | None,
-    masters: bool,
-    release: Release,
-    reservation: Reservation,
+    folder: Path, rank: Rank, model: _Model, laid_out: dict[Rank, _LaidOut], reservation: Reservation
 ) -> RankFile:
-    """Lay out the files of one rank."""
+    """Reserve the files of one rank, which are `laid_out` for the first of its kind."""
     name = mp_rank_layout.rank_name(rank, model.layout)
     path = folder / name / MODEL_FILE
-    count = model.layout.num_virtual_stages
-    models = ["model"] if count == 1 else [f"model{vpp}" for vpp in range(count)]
-    states: dict[str, Any] = {key: model.state(rank, vpp) for vpp, key in enumerate(models)}
-    args = common["args"]
-    tree: dict[str, Any] = {**common, "args": argparse.Namespace(**args), **states}
+    kind = model.kind_of(rank)
+    if kind not in laid_out:
+        laid_out[kind] = model.lay_out(name, path, rank)
+    planned, layout, models = laid_out[kind]
     buffers = None
-    if training is not None and chained is not None:
-        planned = RankFile(
-            name,
-            path,
-            {},
-            tuple(_planned(path, state, model.moments(rank, vpp)) for vpp, state in enumerate(states.values())),
-        )
-        tree["optimizer"] = optimizer_of(planned, chained, training, args, masters=masters, release=release)
-        if training.scheduler is not None:
-            tree["opt_param_scheduler"] = dict(training.scheduler)
-        tree |= {key: value for key, value in training.rest.items() if key != "grad_scaler"}
-        if training.distributed:
-            first = next(each for each in model.layout.ranks() if (each.tp, each.pp) == (rank.tp, rank.pp))
-            content = buffers_of(planned, rank, chained, args, saves_dense=rank == first)
-            buffers = reserve_tree(path.with_name(DISTRIBUTED_FILE), content, reservation)
-    laid_out = reserve_tree(path, tree, reservation)
-    chunks = tuple(_chunk(laid_out.pop(key)) for key in models)
-    return RankFile(name, path, laid_out, chunks, buffers)
-
-
-def _random(request: Request, rank: Rank) -> dict[str, Any]:
-    """Return the random states of a rank, where they go along."""
-    return {} if request.random_states is None else {KEY: request.random_states.of_rank(rank)}
+    if model.training is not None and model.training.distributed and model.chained is not None:
+        first = next(each for each in model.layout.ranks() if (each.tp, each.pp) == (rank.tp, rank.pp))
+        content = buffers_of(planned, rank, model.chained, model.common["args"], saves_dense=rank == first)
+        buffers = reserve_tree(path.with_name(DISTRIBUTED_FILE), content, reservation)
+    tree = layout.reserve(path, reservation)
+    chunks = tuple(_chunk(tree.pop(key)) for key in models)
+    return RankFile(name, path, tree, chunks, buffers)
 
 
 def _planned(path: Path, state: State, moments: Mapping[str, tuple[str, ...]]) -> Chunk:

@@ -75,7 +75,11 @@ class StateKeys:
             by_place: dict[tuple[int, ...], list[Slot]] = {}
             for slot in self.slots(key):
                 for place in _places(slot.box, axes):
-                    by_place.setdefault(place, []).append(slot.select(*place))
+                    held, selected = by_place.get(place), slot.select(*place)
+                    if held is None:
+                        by_place[place] = [selected]
+                    else:
+                        held.append(selected)
             self._by_place[key] = by_place
         return self._by_place[key]
 

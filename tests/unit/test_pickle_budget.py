@@ -78,7 +78,7 @@ HOSTILE: dict[str, bytes] = {
     "a key of tuples that are remembered": b"})\x94" + b"".join(b"h%c\x86\x94" % n for n in range(60)) + b"Ns",
     "a key of shared tuples, in a set": b"\x8f()" + b"2\x86" * 60 + b"\x90",
     "a set of shared tuples, by a call": function("builtins.set") + b"](" + b")" + b"2\x86" * 60 + b"e\x85R",
-    "integers of one hash": b"}(" + b"".join(map(alike, range(20_000))) + b"u",
+    "integers of one hash": b"}(" + b"".join(map(alike, range(60_000))) + b"u",
     "the hash of a long integer": b"}\x8b" + struct.pack("<L", 10**6) + b"\x01" * 10**6 + b"\x94" + b"h\x00Ns" * 10**4,
     "nothing at all": b"",
 }

@@ -180,3 +180,17 @@ def test_the_dict_that_an_object_was_made_of_is_emptied() -> None:
     chunk.__setstate__(state)
     assert (chunk.offsets, chunk.sizes, state) == ((1, 2), (3, 4), {})
     assert not hasattr(chunk, "__dict__")
+
+
+@pytest.mark.parametrize("field", ["fqn", "offset", "relative_path"])
+def test_what_is_hashed_in_metadata_is_proven_before(field: str, tmp_path: Path) -> None:
+    """Tuples of 2**60 parts, in the place of a name, of a shape and of a file."""
+    values = {"fqn": word("w"), "offset": b"N", "relative_path": word("x"), field: b")" + b"2\x86" * 60}
+    index = word("fqn") + values["fqn"] + word("offset") + values["offset"]
+    place = word("relative_path") + values["relative_path"] + word("offset") + b"K\x00" + word("length") + b"K\x01"
+    storage = function("torch.distributed.checkpoint.filesystem._StorageInfo") + b")\x81}(" + place + b"ub"
+    pair = function(DCP + "MetadataIndex") + b")\x81}(" + index + b"ub" + storage
+    fields = word("state_dict_metadata") + b"}" + word("storage_data") + b"}" + pair + b"s"
+    (tmp_path / ".metadata").write_bytes(PROTO + function(DCP + "Metadata") + b")\x81}(" + fields + b"ub" + STOP)
+    with pytest.raises(UnreadableCheckpoint, match="has no name and no offset|is in no file"):
+        dcp.read(tmp_path)

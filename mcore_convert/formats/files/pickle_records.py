@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 from mcore_convert.errors import UnsafePickle
@@ -12,6 +13,7 @@ from mcore_convert.formats.files.pickle_prices import PAIR, SOME_PAIRS, Budget
 from mcore_convert.spec.config.arguments import TorchDtype
 
 INTEGERS = {int}  # and not bool
+MAX_DIMS = 64  # of a tensor, as in torch
 
 
 class Sealed(type):
@@ -196,3 +198,11 @@ def are_counts(*numbers: Any) -> bool:
     """Return whether all of these are integers that count something, as a hostile pickle need not have it."""
     # Asked for every chunk of a checkpoint: a generator would take five times as long.
     return {*map(type, numbers)} <= INTEGERS and min(numbers, default=0) >= 0
+
+
+def are_shapes(shapes: list[Any], num_dims: int | None = None) -> bool:
+    """Return whether all of these are shapes, or offsets: tuples of counts; of so many, if this is given."""
+    widths = {*map(len, shapes)} if {*map(type, shapes)} <= {tuple} else {MAX_DIMS + 1}
+    if max(widths, default=0) > MAX_DIMS or (num_dims is not None and not widths <= {num_dims}):
+        return False
+    return are_counts(*chain.from_iterable(shapes))

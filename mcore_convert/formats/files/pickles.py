@@ -35,6 +35,7 @@ from mcore_convert.formats.files.pickle_records import (
     TensorRef,
     TensorStorageMetadata,
     are_counts,
+    are_shapes,
 )
 from mcore_convert.formats.files.pickle_walk import MAX_PICKLE, Unfinished, end_of
 from mcore_convert.spec.config.arguments import TorchDtype
@@ -51,6 +52,7 @@ __all__ = [
     "TensorRef",
     "TensorStorageMetadata",
     "are_counts",
+    "are_shapes",
     "load",
     "reason_of",
 ]

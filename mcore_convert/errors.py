@@ -85,7 +85,7 @@ def fold(keys: Iterable[str]) -> list[str]:
     for _ in range(2):  # layers, then experts
         groups: dict[str, list[tuple[int, str]]] = {}
         for line in lines:
-            match = re.search(r"(?<=\.)\d+(?=\.)|(?<=\.)\d+$", line)
+            match = re.search(r"(?<=\.)\d{1,18}(?=\.)|(?<=\.)\d{1,18}$", line)  # longer ones are no indices
             template = line if match is None else f"{line[: match.start()]}\0{line[match.end() :]}"
             groups.setdefault(template, []).append((0 if match is None else int(match[0]), line))
         lines = [_folded(template, members) for template, members in groups.items()]

@@ -47,7 +47,8 @@ class Code(NamedTuple):
 def _code(bits: int, values: Any, *, offset: int = 0, most: float | None = None) -> Code:
     """Return a code by its numbers, in order. `most`: the largest magnitude that is rounded to the last of them."""
     exact = np.asarray(values, np.float32)
-    known = np.unique(exact[np.isfinite(exact)] + 0.0)  # one zero for both signs
+    # one zero for both signs; `np.unique` would import a tenth of numpy
+    known = np.array(sorted(set((exact[np.isfinite(exact)] + 0.0).tolist())), np.float32)
     middles = (known[1:] + known[:-1]) / 2
     low = np.concatenate([[2 * known[0] - middles[0] if most is None else -most], middles])
     high = np.concatenate([middles, [2 * known[-1] - middles[-1] if most is None else most]])

@@ -147,6 +147,8 @@ def test_a_layout_is_read_as_it_was_written(layout: str, made: Maker) -> None:
     assert (actual.layout["tp"], actual.layout["pp"]) == (wanted.tp, wanted.pp)
     assert actual.layout.get("vpp") == (wanted.vpp if wanted.pp > 1 else None)
     assert sum(part.nbytes for part in actual.ranks) == actual.nbytes
+    first = actual.as_dict()["ranks"][0]["rank"]
+    assert first == {"tp": 0, "pp": 0, "ep": 0, "etp": None}
     assert {part.rank: part.layers for part in actual.ranks} == {
         rank: tuple(layers for stage, layers in wanted.stages(4).items() if stage.pp == rank.pp)
         for rank in wanted.ranks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickletools
+import re
 import shutil
 import struct
 import subprocess
@@ -109,6 +110,19 @@ def test_a_number_of_5000_digits(file: str, tmp_path: Path) -> None:
     else:
         path.write_bytes(content.replace(b'"total_size": ', b'"total_size": ' + number))
     assert file in refusal(source)
+
+
+def test_names_with_a_number_of_5000_digits(tmp_path: Path) -> None:
+    """Which are listed, with those of layers folded."""
+    source = laid("hf_shards", tmp_path)
+    path = source / "model.safetensors.index.json"
+    first = re.search(rb'"[\w.-]+\.safetensors"', path.read_bytes())
+    assert first is not None
+    names = b", ".join(b'"a.%b.w": %b' % (number, first[0]) for number in (b"9" * 5000, b"0", b"1"))
+    path.write_bytes(path.read_bytes().replace(b'"weight_map": {', b'"weight_map": {' + names + b", "))
+    text = refusal(source)
+    assert f"a.{'9' * 5000}.w" in text
+    assert "a.{0...1}.w" in text
 
 
 def archive_with(path: Path, pickled: bytes) -> None:

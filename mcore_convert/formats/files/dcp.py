@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import repeat
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats.files import pickles
 from mcore_convert.formats.files.chunk_archives import ChunkArchives, opened_chunks
 from mcore_convert.formats.files.pickle_writer import Global
-from mcore_convert.formats.files.pickles import are_counts
+from mcore_convert.formats.files.pickles import are_counts, are_shapes
 from mcore_convert.formats.files.torch_archive import scalar
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.spec.shard import Box, Shape
@@ -28,6 +28,7 @@ from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, 
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 METADATA, SMALL = ".metadata", 2**12  # the latter in bytes: of an archive of one number
 SIZE, STORAGE_INFO = Global("torch", "Size"), Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
@@ -196,12 +197,8 @@ def read(path: Path) -> Directory:
 
 
 def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
-    places: dict[tuple[str, Shape | None], Place] = {}
-    for index, info in metadata.storage_data.items():
-        if info.transform_descriptors:
-            raise UnreadableCheckpoint(f"`{path}` stores its chunks compressed, which is not supported")
-        places[index.fqn, index.offset] = Place(str(info.relative_path), info.offset, info.length)
-    _check_places(places)
+    places = _places(path, metadata.storage_data)
+    metadata.storage_data.clear()  # each entry of which takes as much memory as all that is kept of it
     files = {place.file for place in places.values()}
     outside = sorted(file for file in files if not is_inside(file))
     if outside:
@@ -209,22 +206,22 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
     tensors: dict[str, TensorMeta] = {}
     chunks: dict[str, list[Chunk]] = {}
     objects: dict[str, Place] = {}
+    known: dict[Shape, Shape] = {}  # shapes, of which there are few
     lost = []
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, pickles.TensorStorageMetadata):
             dtype = entry.properties.dtype
-            if not isinstance(dtype, TorchDtype) or not are_counts(*entry.size):
+            if not isinstance(dtype, TorchDtype) or not are_shapes([entry.size]):
                 raise ValueError(f"{key} has no shape or no dtype")
             tensors[key] = TensorMeta(entry.size, dtype.name)
-            chunks[key] = []
-            if not _are_parts(entry):
+            offsets, sizes = [each.offsets for each in entry.chunks], [each.sizes for each in entry.chunks]
+            if not are_shapes([*offsets, *sizes], len(entry.size)):
                 raise ValueError(f"{key} has a chunk that is no part of it")
-            for chunk in entry.chunks:
-                place = places.get((key, chunk.offsets))
-                if place is None:
-                    lost.append(f"{key} at {list(chunk.offsets)}")
-                else:
-                    chunks[key].append(Chunk(Box(chunk.offsets, chunk.sizes), place))
+            found = list(map(places.get, zip(repeat(key), offsets)))
+            boxes = _made(Box, zip(offsets, map(known.setdefault, sizes, sizes), strict=True))
+            chunks[key] = list(_made(Chunk, zip(boxes, found, strict=True)))
+            if None in found:
+                lost += [f"{key} at {list(at)}" for at, place in zip(offsets, found, strict=True) if place is None]
         elif (key, None) in places:
             objects[key] = places[key, None]
         else:
@@ -236,27 +233,31 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
     return Directory(path, tensors, chunks, objects, _unflattened(metadata, tensors))
 
 
-def _check_places(places: Mapping[tuple[str, Shape | None], Place]) -> None:
-    """Prove that a hostile pickle has not put other values where names and numbers belong.
+def _places(path: Path, stored: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Place]:
+    """Return where each key at each offset lies, all of them at once: a checkpoint may have some hundred thousand.
 
-    All at once: a checkpoint of many ranks has some hundred thousand of them.
+    Nothing is hashed before it is proven to be a name or a shape, which a hostile pickle need not have there.
     """
-    offsets = [offset for _, offset in places if offset is not None]
-    named = {type(key) for key, _ in places} <= {str} and {*map(type, offsets)} <= {tuple}
-    if not named or not are_counts(*chain.from_iterable(offsets)):
+    keys, offsets = [index.fqn for index in stored], [index.offset for index in stored]
+    if not {*map(type, keys)} <= {str} or not are_shapes([each for each in offsets if each is not None]):
         raise ValueError("a part of it has no name and no offset")
-    if not are_counts(*chain.from_iterable((place.offset, place.length) for place in places.values())):
-        key, place = next(
-            (key, place) for (key, _), place in places.items() if not are_counts(place.offset, place.length)
-        )
-        raise ValueError(f"{key} lies at {place.offset!r}, {place.length!r} bytes long")
+    files, starts = [info.relative_path for info in stored.values()], [info.offset for info in stored.values()]
+    lengths = [info.length for info in stored.values()]
+    if any(info.transform_descriptors for info in stored.values()):
+        raise UnreadableCheckpoint(f"`{path}` stores its chunks compressed, which is not supported")
+    if not {*map(type, files)} <= {str}:
+        raise ValueError("a part of it is in no file")
+    if not are_counts(*starts, *lengths):
+        bad = next(each for each in zip(keys, starts, lengths, strict=True) if not are_counts(*each[1:]))
+        raise ValueError(f"{bad[0]} lies at {bad[1]!r}, {bad[2]!r} bytes long")
+    return dict(
+        zip(zip(keys, offsets, strict=True), _made(Place, zip(files, starts, lengths, strict=True)), strict=True)
+    )
 
 
-def _are_parts(entry: pickles.TensorStorageMetadata) -> bool:
-    """Return whether the chunks of a tensor have as many dimensions as it has, and sizes that count something."""
-    boxes = [box for chunk in entry.chunks for box in (chunk.offsets, chunk.sizes)]
-    alike = {*map(type, boxes)} <= {tuple} and {*map(len, boxes)} <= {len(entry.size)}
-    return alike and are_counts(*chain.from_iterable(boxes))
+def _made(kind: type[T], rows: Iterable[tuple[Any, ...]]) -> Iterator[T]:
+    """Return named tuples of plain ones: their own constructors would take most of the time of reading metadata."""
+    return map(tuple.__new__, repeat(kind), rows)  # type: ignore[arg-type]
 
 
 def _overlap(places: Iterable[Place]) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, ClassVar
 
 from mcore_convert.errors import UnsafePickle
+from mcore_convert.formats.files.pickle_prices import PAIR, SOME_PAIRS, Budget
 from mcore_convert.spec.config.arguments import TorchDtype
 
 INTEGERS = {int}  # and not bool
+MAX_DIMS = 64  # of a tensor, as in torch
 
 
 class Sealed(type):
@@ -20,20 +24,42 @@ class Sealed(type):
 
 
 class Record(metaclass=Sealed):
-    """An inert object: its pickled state lies in `__dict__`, and nothing can be called on it."""
+    """An inert object: it keeps the fields that are read, and nothing can be called on it.
+
+    The dict in which a pickle brings them is emptied: the reader remembers each until it has read them all, and dicts
+    were most of the memory that a large checkpoint took.
+    """
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        state.clear()
+
+
+class Namespace(argparse.Namespace, metaclass=Sealed):
+    """`argparse.Namespace`, which takes its attributes once from each dict."""
+
+    _budget: ClassVar[Budget]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._budget.take(SOME_PAIRS + PAIR * len(state), "arguments")
+        vars(self).update(state)
+        state.clear()
 
 
 class Function:
-    """A function of ours that a pickle may call. It has no state that a pickle could set."""
+    """A function of ours that a pickle may call, with the budget of that pickle. It has no state that one could set."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_budget", "_call")
     _call: Callable[..., Any]
+    _budget: Budget
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], budget: Budget) -> None:
         object.__setattr__(self, "_call", call)
+        object.__setattr__(self, "_budget", budget)
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._call(*arguments)
+        return self._call(self._budget, *arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__setstate__(value)
@@ -43,13 +69,19 @@ class Function:
 
 
 class StandIn(Record):
-    """A class or function that is not needed: it keeps its name and arguments and does nothing."""
+    """A class or function that is not needed: it keeps its name, its arguments and a state that is a tuple."""
+
+    __slots__ = ("arguments", "state")
+    _budget: ClassVar[Budget | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if self._budget is not None:
+            self._budget.take(8 * len(args), "arguments")
         self.arguments = args
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        if isinstance(state, tuple):
+            self.state = state
 
     def append(self, item: Any) -> None:
         """List items of a pickled subclass are dropped."""
@@ -58,28 +90,41 @@ class StandIn(Record):
         """Dict items of a pickled subclass are dropped."""
 
     def __repr__(self) -> str:
-        return f"<{type(self).__module__}.{type(self).__name__} {self.arguments}>"
+        return f"<{type(self).__module__}.{type(self).__name__} {getattr(self, 'arguments', ())}>"
 
 
 class Metadata(Record):
-    """`torch.distributed.checkpoint.metadata.Metadata`."""
+    """`torch.distributed.checkpoint.metadata.Metadata`, with what Megatron Core adds."""
 
+    __slots__ = ("mcore_data", "state_dict_metadata", "storage_data")
     state_dict_metadata: dict[str, Any]
     storage_data: dict[Any, Any]
+    mcore_data: dict[str, Any]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.state_dict_metadata, self.storage_data = state["state_dict_metadata"], state["storage_data"]
+        self.mcore_data = state.get("mcore_data", {})
+        state.clear()
 
 
 class TensorStorageMetadata(Record):
     """Shape, dtype and chunks of one key."""
 
+    __slots__ = ("chunks", "properties", "size")
     properties: TensorProperties
     size: tuple[int, ...]
     chunks: list[ChunkStorageMetadata]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.properties, self.size, self.chunks = state["properties"], state["size"], state["chunks"]
+        state.clear()
 
 
 class TensorProperties(Record):
     """Pickled as a tuple that begins with the dtype."""
 
-    dtype: TorchDtype | None = None
+    __slots__ = ("dtype",)
+    dtype: TorchDtype | None
 
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0] if isinstance(state, tuple) else state.get("dtype")
@@ -88,34 +133,46 @@ class TensorProperties(Record):
 class ChunkStorageMetadata(Record):
     """Offsets and sizes of one chunk."""
 
+    __slots__ = ("offsets", "sizes")
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.offsets, self.sizes = state["offsets"], state["sizes"]
+        state.clear()
 
 
 class BytesStorageMetadata(Record):
     """A key that holds an object."""
 
+    __slots__ = ()
+
 
 class MetadataIndex(Record):
-    """Which chunk of which key; the key of `storage_data`."""
+    """Which chunk of which key; the key of `storage_data`, each of which is itself: the last of equals counts."""
 
+    __slots__ = ("fqn", "offset")
     fqn: str
-    offset: tuple[int, ...] | None = None
+    offset: tuple[int, ...] | None
 
-    def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MetadataIndex) and (self.fqn, self.offset) == (other.fqn, other.offset)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.fqn, self.offset = state["fqn"], state.get("offset")
+        state.clear()
 
 
 class StorageInfo(Record):
     """File, offset and length of one chunk."""
 
+    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
     relative_path: str
     offset: int
     length: int
-    transform_descriptors: Any = None
+    transform_descriptors: Any
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.relative_path, self.offset, self.length = state["relative_path"], state["offset"], state["length"]
+        self.transform_descriptors = state.get("transform_descriptors")
+        state.clear()
 
 
 @dataclass(frozen=True)
@@ -141,3 +198,11 @@ def are_counts(*numbers: Any) -> bool:
     """Return whether all of these are integers that count something, as a hostile pickle need not have it."""
     # Asked for every chunk of a checkpoint: a generator would take five times as long.
     return {*map(type, numbers)} <= INTEGERS and min(numbers, default=0) >= 0
+
+
+def are_shapes(shapes: list[Any], num_dims: int | None = None) -> bool:
+    """Return whether all of these are shapes, or offsets: tuples of counts; of so many, if this is given."""
+    widths = {*map(len, shapes)} if {*map(type, shapes)} <= {tuple} else {MAX_DIMS + 1}
+    if max(widths, default=0) > MAX_DIMS or (num_dims is not None and not widths <= {num_dims}):
+        return False
+    return are_counts(*chain.from_iterable(shapes))

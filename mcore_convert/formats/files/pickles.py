@@ -7,25 +7,26 @@ every release), and refuses every other global by name.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import io
+import operator
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 from mcore_convert.errors import UnreadableCheckpoint, UnsafePickle
-from mcore_convert.formats.files.pickle_budget import MAX_PICKLE, Unfinished, end_of, with_stack_for
+from mcore_convert.formats.files.pickle_budget import check_keys
+from mcore_convert.formats.files.pickle_prices import ELEMENT, PAIR, Budget, TooMuch
 from mcore_convert.formats.files.pickle_records import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Function,
     Metadata,
     MetadataIndex,
-    Record,
+    Namespace,
     Sealed,
     StandIn,
     StorageInfo,
@@ -34,7 +35,9 @@ from mcore_convert.formats.files.pickle_records import (
     TensorRef,
     TensorStorageMetadata,
     are_counts,
+    are_shapes,
 )
+from mcore_convert.formats.files.pickle_walk import MAX_PICKLE, Unfinished, end_of
 from mcore_convert.spec.config.arguments import TorchDtype
 from mcore_convert.storage.views import DTYPE_SIZES
 
@@ -49,6 +52,7 @@ __all__ = [
     "TensorRef",
     "TensorStorageMetadata",
     "are_counts",
+    "are_shapes",
     "load",
     "reason_of",
 ]
@@ -103,53 +107,75 @@ class _StorageType:
     dtype: str | None  # None for an untyped storage, which counts bytes
 
 
-def _rebuild_tensor(storage: StorageRef, offset: int, shape: Any, strides: Any, *_: Any) -> TensorRef:
+def _rebuild_tensor(budget: Budget, storage: StorageRef, offset: int, shape: Any, strides: Any, *_: Any) -> TensorRef:
+    budget.take(8 * (len(shape) + len(strides)), "the shapes of tensors")
     sizes, steps = tuple(shape), tuple(strides)
     if not isinstance(storage, StorageRef) or len(sizes) != len(steps) or not are_counts(offset, *sizes, *steps):
         raise ValueError("a tensor is not described by its storage and integers")
     return TensorRef(storage, offset, sizes, steps)
 
 
-def _rebuild_tensor_v3(storage: StorageRef, offset: int, shape: Any, strides: Any, *rest: Any) -> TensorRef:
+def _rebuild_tensor_v3(
+    budget: Budget, storage: StorageRef, offset: int, shape: Any, strides: Any, *rest: Any
+) -> TensorRef:
     dtype = rest[2].name
     typed = StorageRef(storage.key, dtype, storage.numel // DTYPE_SIZES[dtype])
-    return _rebuild_tensor(typed, offset, shape, strides)
+    return _rebuild_tensor(budget, typed, offset, shape, strides)
 
 
-def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
+def _rebuild_parameter(_: Budget, data: TensorRef, *__: Any) -> TensorRef:
     return data
 
 
-def _rebuild_from_type(rebuild: Callable[..., Any], kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+def _rebuild_from_type(_: Budget, rebuild: Callable[..., Any], kind: Any, args: tuple[Any, ...], state: Any) -> Any:
     return rebuild(*args)
 
 
-def _encode(text: str, encoding: str = "utf-8") -> bytes:
+def _encode(budget: Budget, text: str, encoding: str = "utf-8") -> bytes:
     """Do what `_codecs.encode` does in pickles: return bytes written by protocol 2."""
     if encoding not in ("latin1", "latin-1", "utf-8"):
         raise UnsafePickle(f"a pickle asks for the encoding `{encoding}`")
+    budget.take(4 * len(text), "bytes")
     return text.encode(encoding)
 
 
-def _bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearray:
+def _bytearray(budget: Budget, content: bytes | str = b"", encoding: str = "latin1") -> bytearray:
     """`bytearray` without its other meaning: given a number, it takes that much memory."""
-    return bytearray(content if isinstance(content, bytes) else _encode(content, encoding))
+    budget.take(2 * len(content), "bytes")
+    return bytearray(content if isinstance(content, bytes) else _encode(budget, content, encoding))
+
+
+def _set(budget: Budget, items: Sequence[Any] = ()) -> set[Any]:
+    budget.take(ELEMENT * len(items), "sets")
+    check_keys(items)
+    return set(items)
+
+
+def _frozenset(budget: Budget, items: Sequence[Any] = ()) -> frozenset[Any]:
+    return frozenset(_set(budget, items))
+
+
+def _ordered(budget: Budget, items: Sequence[tuple[Any, Any]] = ()) -> collections.OrderedDict[Any, Any]:
+    budget.take(PAIR * len(items), "dicts")
+    check_keys(key for key, _ in items)
+    return collections.OrderedDict(items)
 
 
 _ALLOWED: dict[str, Any] = {
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
+    "builtins.set": _set,
+    "builtins.frozenset": _frozenset,
     "builtins.slice": slice,
     "builtins.complex": complex,
     "builtins.bytearray": _bytearray,
-    "__builtin__.set": set,
-    "collections.OrderedDict": collections.OrderedDict,
-    "argparse.Namespace": argparse.Namespace,
+    "__builtin__.set": _set,
+    "__builtin__.frozenset": _frozenset,
+    "collections.OrderedDict": _ordered,
+    "argparse.Namespace": Namespace,
     "_codecs.encode": _encode,
     "pathlib.PosixPath": StandIn,
     "pathlib.WindowsPath": StandIn,
     "pathlib._local.PosixPath": StandIn,
-    "torch.Size": tuple,  # three of every chunk: a function of ours would take half of the time of reading
+    "torch.Size": types.MethodType(operator.concat, ()),  # a tuple is returned as it is, and anything else refused
     "torch.Tensor": StandIn,
     "torch.nn.parameter.Parameter": StandIn,
     "torch._utils._rebuild_tensor": _rebuild_tensor,
@@ -179,9 +205,10 @@ class RestrictedUnpickler(pickle.Unpickler):
         UnsafePickle: the pickle names something else; its name is in the message.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], budget: Budget | None = None) -> None:
         super().__init__(file)
         self._globals: dict[str, Any] = {}
+        self._budget = Budget() if budget is None else budget
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -191,9 +218,9 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     def _named(self, module: str, name: str, full: str) -> Any:
         if full in _ALLOWED:
-            return _own(_ALLOWED[full])
+            return _own(_ALLOWED[full], self._budget)
         if full in STAND_IN_GLOBALS or module.split(".")[0] in STAND_IN_PACKAGES:
-            return Sealed(name, (StandIn,), {"__module__": module})
+            return _sealed(name, StandIn, module, self._budget)
         raise UnsafePickle(
             f"a pickle names `{full}`, which no checkpoint needs",
             hint="this file may try to run code; it was not loaded",
@@ -201,6 +228,8 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> StorageRef:
         kind, storage, key, _location, numel, *view = pid
+        if not isinstance(key, str | int):  # the name of which would be as long as it is
+            raise ValueError("it refers to a storage that has no name")
         if kind != "storage" or not isinstance(storage, _StorageType) or not are_counts(numel):
             raise ValueError("it refers to something that is not a tensor storage")
         if any(view):
@@ -208,14 +237,20 @@ class RestrictedUnpickler(pickle.Unpickler):
         return StorageRef(str(key), storage.dtype or "uint8", numel)
 
 
-def _own(value: Any) -> Any:
+def _own(value: Any, budget: Budget) -> Any:
     """Return a copy of what the table holds: with the opcode BUILD a pickle can change what it is given,
     and only that.
     """
     if isinstance(value, type):
-        ours = issubclass(value, Record | argparse.Namespace)
-        return Sealed(value.__name__, (value,), {"__module__": value.__module__}) if ours else value
-    return Function(value) if isinstance(value, types.FunctionType) else copy.copy(value)
+        return _sealed(value.__name__, value, value.__module__, budget) if isinstance(value, Sealed) else value
+    if isinstance(value, types.MethodType):  # of C, which has no state
+        return value
+    return Function(value, budget) if isinstance(value, types.FunctionType) else copy.copy(value)
+
+
+def _sealed(name: str, kind: type, module: str, budget: Budget) -> Sealed:
+    """Return a class that is one pickle's own."""
+    return Sealed(name, (kind,), {"__module__": module, "__slots__": (), "_budget": budget})
 
 
 # What damaged bytes can make an unpickler raise; anything else is a defect of ours and must be seen.
@@ -242,22 +277,28 @@ def load(file: IO[bytes], where: str) -> Any:
         UnreadableCheckpoint: it is damaged. `where` is said in either message.
     """
     try:
-        data = _one_pickle(file)
-        return with_stack_for(data, RestrictedUnpickler(io.BytesIO(data)).load)
+        budget = Budget()
+        return RestrictedUnpickler(io.BytesIO(_one_pickle(file, budget)), budget).load()
     except UnsafePickle as error:
         raise UnsafePickle(f"{error.message}, in {where}", hint=error.hint) from None
+    except TooMuch as error:
+        raise UnreadableCheckpoint(
+            f"{where} is not read: {error}",
+            hint="no checkpoint is known that needs as much; if this is a real one, please report its size",
+        ) from None
     except DAMAGE as error:
         raise UnreadableCheckpoint(f"{where} is damaged: {reason_of(error)}") from error
 
 
-def _one_pickle(file: IO[bytes]) -> bytes:
+def _one_pickle(file: IO[bytes], budget: Budget) -> bytes:
     """Return the bytes of the pickle at which a file stands, looked through; the file stands behind it then."""
-    start, window = file.tell(), 2**20
+    start, window, whole = file.tell(), 2**20, budget.left
     while True:
         file.seek(start)
         data = file.read(window)
+        budget.left = whole - 2 * len(data)  # a pickle within a longer file is copied
         try:
-            end = end_of(data)
+            end = end_of(data, budget)
         except Unfinished:
             if len(data) < window:
                 raise

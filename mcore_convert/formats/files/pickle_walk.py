@@ -1,0 +1,285 @@
+"""What reading a pickle takes, known before it is read.
+
+Python's own reader takes whatever memory a pickle asks for, and computes for ever where one asks for the hash of tuples
+that hold each other again and again. So its opcodes are walked over first. Nothing is built: the stack has a number for
+each object, how many parts its hash visits, and each opcode has a price.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable
+
+from mcore_convert.formats.files.pickle_prices import (
+    CALL,
+    CLASS,
+    COLLECTS,
+    FORGETTING,
+    HEAVY,
+    IN_RECORD,
+    INTEGER,
+    MAKES,
+    MARK,
+    PUSHED,
+    PUSHES,
+    RECORDS,
+    REMEMBERED,
+    REMEMBERING,
+    SIZED,
+    SOME_ITEMS,
+    SOME_PAIRS,
+    TEXT,
+    WIDE,
+    Budget,
+    TooMuch,
+)
+
+MAX_PICKLE = 2**28  # bytes
+MAX_KEY = 10_000  # parts of one key of a dict, and so how deep its hash recurses
+MAX_KEYS = 500_000_000  # parts of all keys: their hashes take seconds
+MAX_INTEGER = 1024  # bytes of an integer: hashing it takes as long as it is
+SMALL_INTEGER = 8  # bytes, beyond which thousands of integers can have one hash
+FLAT = 12  # parts of what is remembered and not known to have more
+ENDLESS = 2**62
+MAX_STEPS = 12_000_000  # opcodes beside those of records: they take seconds
+
+_INTEGERS = b"\x8a\x8b"
+
+
+class Unfinished(ValueError):
+    """Opcodes that go on beyond what was given."""
+
+
+def end_of(data: bytes, budget: Budget) -> int:
+    """Return where the pickle at the beginning of `data` ends, and take from the budget what reading it takes.
+
+    Raises:
+        Unfinished: not in `data`.
+        TooMuch: it takes more than is left.
+        ValueError: it is none, or asks for more than its size justifies, or for hashes that take too long.
+    """
+    walk = _Walk(data)
+    try:
+        walk.run(budget.left)
+    except IndexError:
+        raise ValueError("an opcode takes more than there is") from None
+    finally:
+        budget.left -= walk.spent
+    if budget.left < 0:
+        what = f"{walk.records:,} records" if walk.records else "what lies"
+        budget.take(0, f"{what} in its first {walk.at:,} bytes")
+    if walk.at > len(data) or not walk.is_done:
+        raise Unfinished("Ran out of input")  # these are the words of Python's own reader
+    return walk.at
+
+
+class _Walk:
+    """A walk over the opcodes of a pickle: where it stands, and what was counted."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = self.spent = self.records = self.hashed = 0
+        self.remembered = self.numbers = 0  # how many objects are, and how many there is room for
+        self.stack: list[int] = []  # how many parts the hash of each object visits
+        self.below: list[list[int]] = []  # the stacks below the marks
+        self.heavy: dict[int, int] = {}  # how many of what is remembered, where more than FLAT
+        self.numbered: set[bool] = set()  # whether the pickle numbers what it remembers
+        self.record = REMEMBERING
+        self.is_done = False
+
+    def run(self, limit: int) -> None:
+        """Walk to the end of the pickle, or of the data, or until more than the limit was spent."""
+        data, size = self.data, len(self.data)
+        for _ in range(MAX_STEPS):
+            if self.at >= size or self.spent > limit or self.is_done:
+                return
+            step = _STEPS.get(data[self.at])
+            if step is None:
+                raise ValueError(f"invalid load key, {chr(data[self.at])!r}.")
+            step(self, data[self.at])
+        raise TooMuch(f"it has more than {MAX_STEPS:,} opcodes beside those of records")
+
+    def _argument(self, width: int) -> int:
+        return int.from_bytes(self.data[self.at + 1 : self.at + width], "little")
+
+    def _push(self, parts: int, price: int) -> None:
+        self.stack.append(min(parts, ENDLESS))
+        self.spent += price + PUSHED
+
+    def _get(self, code: int) -> None:
+        width = 2 if code == ord("h") else 5
+        if self.data.startswith(b")\x81", self.at + width) and self._records():
+            return
+        self._push(self.heavy.get(self._argument(width), FLAT), 0)
+        self.at += width
+
+    def _records(self) -> int:
+        """Step over the records that begin here, and return how many there are."""
+        data, at = self.data, self.at
+        match = self.record.match
+        counts = [0, 0, 0]  # by how many shapes they have
+        found = match(data, at)
+        if found is None:
+            self.record = FORGETTING if self.record is REMEMBERING else REMEMBERING
+            match = self.record.match
+            found = match(data, at)
+        while found is not None:
+            counts[found.lastindex or 0] += 1
+            at = found.end()
+            found = match(data, at)
+        self.at, count = at, sum(counts)
+        if count and self.record is REMEMBERING:
+            self.remembered += sum(map(operator.mul, counts, IN_RECORD))
+            self.numbers = max(self.numbers, self.remembered)
+            self.numbered.add(False)
+        self.spent += sum(map(operator.mul, counts, RECORDS[self.record]))
+        self.stack += [1] * count
+        self.records += count
+        return count
+
+    def _simple(self, code: int) -> None:
+        width, price = PUSHES[code]
+        self._push(1, price)
+        self.at += width
+
+    def _memoize(self, _: int) -> None:
+        self._remember(self.remembered, is_numbered=False)
+        self.at += 1
+
+    def _put(self, code: int) -> None:
+        width = 2 if code == ord("q") else 5
+        self._remember(self._argument(width), is_numbered=True)
+        self.at += width
+
+    def _remember(self, number: int, *, is_numbered: bool) -> None:
+        if number > self.at:
+            raise ValueError(f"it remembers something as number {number:,}")
+        self.numbered.add(is_numbered)
+        self.remembered += 1
+        if number >= self.numbers:
+            self.spent += REMEMBERED * (number + 1 - self.numbers)
+            self.numbers = number + 1
+        parts = self.stack[-1]
+        if parts > FLAT:
+            self.heavy[number] = parts
+            self.spent += HEAVY
+        else:
+            self.heavy.pop(number, None)
+
+    def _make(self, code: int) -> None:
+        count, price = MAKES[code]
+        parts = [self.stack.pop() for _ in range(count)]
+        self._push(1 if code in b"\x81\x92Q\x93" else 1 + sum(parts), price)
+        self.at += 1
+
+    def _mark(self, _: int) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+        self.spent += MARK
+        self.at += 1
+
+    def _collect(self, code: int) -> None:
+        price, each = COLLECTS[code]
+        items = self._collected()
+        self.spent += price + each * len(items)
+        if code in b"ud":
+            self._hash(items[::2])
+        elif code in b"\x90\x91":
+            self._hash(items)
+        if code in b"ue\x90":
+            self.stack[-1]  # what they are added to
+        elif code != ord("1"):
+            self._push(1 + sum(items) if code == ord("t") else 1, 0)
+        self.at += 1
+
+    def _collected(self) -> list[int]:
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def _hash(self, keys: list[int]) -> None:
+        self.hashed += sum(keys)
+        if max(keys, default=0) > MAX_KEY or self.hashed > MAX_KEYS:
+            raise ValueError(f"it has a key of more than {MAX_KEY:,} parts, or {MAX_KEYS:,} in all")
+
+    def _add(self, code: int) -> None:
+        """Add one item to a list, one pair to a dict, or a state to an object."""
+        self.stack.pop()
+        if code == ord("s"):
+            self._hash([self.stack.pop()])
+        self.stack[-1]
+        self.spent += {ord("a"): SOME_ITEMS, ord("s"): SOME_PAIRS}.get(code, 0)
+        self.at += 1
+
+    def _pop(self, _: int) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self._collected()
+        self.at += 1
+
+    def _duplicate(self, _: int) -> None:
+        self._push(self.stack[-1], 0)
+        self.at += 1
+
+    def _sized(self, code: int) -> None:
+        form, each = SIZED[code]
+        start = self.at + 1 + struct.calcsize(form)
+        length = self._argument(start - self.at)
+        if length > MAX_PICKLE:
+            raise ValueError(f"it claims a part of {length:,} bytes")
+        if code in _INTEGERS and length > MAX_INTEGER:
+            raise ValueError(f"it has an integer of {length:,} bytes")
+        if each == 5 and self.data[start : start + length].isascii():
+            each = 1
+        self._push(MAX_KEY if code in _INTEGERS and length > SMALL_INTEGER else 1, TEXT + each * length)
+        self.at = start + length
+
+    def _line(self, code: int) -> None:
+        start = self.at + 1
+        end = start
+        for _ in range(2 if code in b"ci" else 1):
+            end = self.data.find(b"\n", end) + 1
+            if not end:
+                self.at = len(self.data) + 1
+                return
+        line = self.data[start : end - 1]
+        if code == ord("p"):
+            self._remember(int(line[:20]), is_numbered=True)
+        elif code == ord("g"):
+            self._push(self.heavy.get(int(line[:20]), FLAT), 0)
+        elif code in b"ci":
+            self._push(1, CLASS + (CALL + 8 * len(self._collected()) if code == ord("i") else 0))
+        else:
+            self._push(MAX_KEY if code in b"IL" and len(line) > 2 * SMALL_INTEGER else 1, TEXT + 5 * len(line))
+        self.at = end
+
+    def _skip(self, code: int) -> None:
+        self.at += 2 if code == 0x80 else 9
+
+    def _stop(self, _: int) -> None:
+        self.is_done = True
+        self.at += 1
+        if len(self.numbered) > 1:
+            raise ValueError("it numbers some of what it remembers, and not all")
+        if self.records:  # whose integers and wide tuples were not counted
+            self.spent += INTEGER * sum(self.data.count(each, 0, self.at) for each in (b"M", b"J", b"\x8a"))
+            self.spent += WIDE * sum(self.data.count(each, 0, self.at) for each in (b"t\x85", b"t\x94\x85"))
+
+
+_STEPS: dict[int, Callable[[_Walk, int], None]] = {
+    **dict.fromkeys(b"hj", _Walk._get),
+    **dict.fromkeys(PUSHES, _Walk._simple),
+    **dict.fromkeys(MAKES, _Walk._make),
+    **dict.fromkeys(COLLECTS, _Walk._collect),
+    **dict.fromkeys(SIZED, _Walk._sized),
+    **dict.fromkeys(b"FILSVgpPci", _Walk._line),
+    **dict.fromkeys(b"asb", _Walk._add),
+    **dict.fromkeys(b"qr", _Walk._put),
+    **dict.fromkeys(b"\x80\x95", _Walk._skip),
+    0x94: _Walk._memoize,
+    ord("("): _Walk._mark,
+    ord("0"): _Walk._pop,
+    ord("2"): _Walk._duplicate,
+    ord("."): _Walk._stop,
+}

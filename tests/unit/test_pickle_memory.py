@@ -192,5 +192,5 @@ def test_what_is_hashed_in_metadata_is_proven_before(field: str, tmp_path: Path)
     pair = function(DCP + "MetadataIndex") + b")\x81}(" + index + b"ub" + storage
     fields = word("state_dict_metadata") + b"}" + word("storage_data") + b"}" + pair + b"s"
     (tmp_path / ".metadata").write_bytes(PROTO + function(DCP + "Metadata") + b")\x81}(" + fields + b"ub" + STOP)
-    with pytest.raises(UnreadableCheckpoint, match="has no name and no offset|is in no file"):
+    with pytest.raises(UnreadableCheckpoint, match=r"has no name and no offset|is in no file"):
         dcp.read(tmp_path)

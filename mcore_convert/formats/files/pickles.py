@@ -296,7 +296,7 @@ def _one_pickle(file: IO[bytes], budget: Budget) -> bytes:
     while True:
         file.seek(start)
         data = file.read(window)
-        budget.left = whole - 2 * len(data)  # a pickle within a longer file is copied
+        budget.left = whole - len(data)
         try:
             end = end_of(data, budget)
         except Unfinished:
@@ -307,6 +307,7 @@ def _one_pickle(file: IO[bytes], budget: Budget) -> bytes:
             window = min(window * 32, MAX_PICKLE)
         else:
             file.seek(start + end)
+            budget.take(end if end < len(data) else 0, "a copy of its own")  # out of a longer file
             return data[:end]
 
 

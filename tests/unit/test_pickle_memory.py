@@ -159,8 +159,11 @@ def test_metadata_that_is_too_large_is_refused_by_name(tmp_path: Path, monkeypat
     assert len(dcp.read(tmp_path).chunks["w"]) == N
     monkeypatch.setattr(pickle_prices, "MEMORY", 2**22)
     expected = r"\.metadata` is not read: it takes more than 4,194,304 bytes of memory, with \d+,\d{3} records in its"
-    with pytest.raises(UnreadableCheckpoint, match=expected):
+    with pytest.raises(UnreadableCheckpoint, match=expected) as refused:
         dcp.read(tmp_path)
+    assert f"(a larger `{pickle_prices.VARIABLE}` in the environment allows it)" in str(refused.value)
+    monkeypatch.setenv(pickle_prices.VARIABLE, "64")
+    assert len(dcp.read(tmp_path).chunks["w"]) == N
 
 
 def test_opcodes_that_make_nothing_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

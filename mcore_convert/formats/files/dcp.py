@@ -1,7 +1,6 @@
 """Directories of `torch.distributed.checkpoint`: `.metadata` and the `.distcp` files, without torch.
 
-A key is an object, or a tensor cut into chunks, each a `torch.save` archive somewhere in one of the files (torch,
-`distributed/checkpoint/filesystem.py`).
+A key is an object, or a tensor cut into chunks, each an archive in a file (torch, `checkpoint/filesystem.py`).
 """
 
 from __future__ import annotations
@@ -217,11 +216,11 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
             offsets, sizes = [each.offsets for each in entry.chunks], [each.sizes for each in entry.chunks]
             if not are_shapes([*offsets, *sizes], len(entry.size)):
                 raise ValueError(f"{key} has a chunk that is no part of it")
-            found = list(map(places.get, zip(repeat(key), offsets)))
+            held = list(map(places.get, zip(repeat(key), offsets)))
             boxes = _made(Box, zip(offsets, map(known.setdefault, sizes, sizes), strict=True))
-            chunks[key] = list(_made(Chunk, zip(boxes, found, strict=True)))
-            if None in found:
-                lost += [f"{key} at {list(at)}" for at, place in zip(offsets, found, strict=True) if place is None]
+            chunks[key] = list(_made(Chunk, zip(boxes, held, strict=True)))
+            if None in held:
+                lost += [f"{key} at {list(at)}" for at, place in zip(offsets, held, strict=True) if place is None]
         elif (key, None) in places:
             objects[key] = places[key, None]
         else:

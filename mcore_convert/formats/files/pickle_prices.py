@@ -5,9 +5,11 @@ Measured of CPython 3.11, of 64 bits, with the room that lists and dicts keep fo
 
 from __future__ import annotations
 
+import os
 import re
 
 MEMORY = 448 * 2**20  # bytes that one pickle may take: a process that reads it stays below 512 MiB
+VARIABLE = "MCORE_CONVERT_PICKLE_MIB"  # of the environment: another limit, where a checkpoint that one trusts needs it
 
 # Prices in bytes.
 RECORD, CALL, CLASS, REMEMBERED, PUSHED = 80, 272, 3000, 16, 10
@@ -100,7 +102,9 @@ class Budget:
     __slots__ = ("left", "limit")
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit = self.left = MEMORY if limit is None else limit
+        allowed = os.environ.get(VARIABLE, "")
+        default = int(allowed) * 2**20 if allowed.isdecimal() else MEMORY
+        self.limit = self.left = default if limit is None else limit
 
     def take(self, nbytes: int, what: str) -> None:
         """Take some bytes for what is named.
@@ -110,4 +114,5 @@ class Budget:
         """
         self.left -= nbytes
         if self.left < 0:
-            raise TooMuch(f"it takes more than {self.limit:,} bytes of memory, with {what}")
+            more = f"a larger `{VARIABLE}` in the environment allows it"
+            raise TooMuch(f"it takes more than {self.limit:,} bytes of memory, with {what} ({more})")

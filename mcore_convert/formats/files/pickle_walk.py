@@ -1,4 +1,4 @@
-"""What reading a pickle takes, known before it is read.
+"""The memory and the time that reading a pickle takes, known before it is read.
 
 Python's own reader takes whatever memory a pickle asks for, and computes for ever where one asks for the hash of tuples
 that hold each other again and again. So its opcodes are walked over first. Nothing is built: the stack has a number for
@@ -70,7 +70,9 @@ def end_of(data: bytes, budget: Budget) -> int:
         what = f"{walk.records:,} records" if walk.records else "what lies"
         budget.take(0, f"{what} in its first {walk.at:,} bytes")
     if walk.at > len(data) or not walk.is_done:
-        raise Unfinished("Ran out of input")  # these are the words of Python's own reader
+        raise Unfinished(
+            "pickle data was truncated" if walk.at > len(data) else "Ran out of input"
+        )  # as pickle says it
     return walk.at
 
 
@@ -119,15 +121,15 @@ class _Walk:
         data, at = self.data, self.at
         match = self.record.match
         counts = [0, 0, 0]  # by how many shapes they have
-        found = match(data, at)
-        if found is None:
+        row = match(data, at)
+        if row is None:
             self.record = FORGETTING if self.record is REMEMBERING else REMEMBERING
             match = self.record.match
-            found = match(data, at)
-        while found is not None:
-            counts[found.lastindex or 0] += 1
-            at = found.end()
-            found = match(data, at)
+            row = match(data, at)
+        while row is not None:
+            counts[row.lastindex or 0] += 1
+            at = row.end()
+            row = match(data, at)
         self.at, count = at, sum(counts)
         if count and self.record is REMEMBERING:
             self.remembered += sum(map(operator.mul, counts, IN_RECORD))

@@ -21,8 +21,8 @@ PAIR, ITEM, ELEMENT = 160, 18, 140
 HEAVY = 160  # for what is remembered here of a tuple
 
 _GET = b"(?:j....|h.)"
-_INTEGER = b"(?:M..|K.|J....|\x8a(?:\x05.....|\x06......|\x04....|\x07.......))"
-_SIZES = b"(?:(?:%b){1,3}+[\x85-\x87]|\\((?:%b){4,8}+t)" % (_INTEGER, _INTEGER)
+INTEGERS = b"(?:M..|K.|J....|\x8a(?:\x05.....|\x06......|\x04....|\x07.......))"
+SIZES = b"(?:(?:%b){1,3}+[\x85-\x87]|\\((?:%b){4,8}+t)" % (INTEGERS, INTEGERS)
 
 
 def _record(memo: bytes) -> re.Pattern[bytes]:
@@ -30,8 +30,8 @@ def _record(memo: bytes) -> re.Pattern[bytes]:
 
     Its groups are the shapes. `memo` is the opcode behind whatever is remembered.
     """
-    plain = b"(?:%b(?:%b(?![MKJ\x8a(])|%b|N))" % (_GET, _GET, _INTEGER)
-    shape = b"(%b%b%b%b\x85%bR%b)" % (_GET, _GET, _SIZES, memo, memo, memo)
+    plain = b"(?:%b(?:%b(?![MKJ\x8a(])|%b|N))" % (_GET, _GET, INTEGERS)
+    shape = b"(%b%b%b%b\x85%bR%b)" % (_GET, _GET, SIZES, memo, memo, memo)
     pairs = b"%b{0,3}+(?:%b%b?+(?:%b%b?+)?)?" % (plain, shape, plain, shape, plain)
     return re.compile(b"%b\\)\x81%b}%b\\(%bub" % (_GET, memo, memo, pairs), re.DOTALL)
 

@@ -34,13 +34,15 @@ from mcore_convert.formats.files.pickle_prices import (
     Budget,
     TooMuch,
 )
+from mcore_convert.formats.files.pickle_tensors import VISITED, tensor_at
 
 MAX_PICKLE = 2**28  # bytes
 MAX_KEY = 10_000  # parts of one key of a dict, and so how deep its hash recurses
 MAX_KEYS = 500_000_000  # parts of all keys: their hashes take seconds
 MAX_INTEGER = 1024  # bytes of an integer: hashing it takes as long as it is
 SMALL_INTEGER = 8  # bytes, beyond which thousands of integers can have one hash
-FLAT = 12  # parts of what is remembered and not known to have more
+FLAT = 12  # parts of what is remembered and not known to have more: half of what a tensor's have
+MAX_ATOMS = 1000  # a tensor refers to a few names and classes
 ENDLESS = 2**62
 MAX_STEPS = 12_000_000  # opcodes beside those of records: they take seconds
 
@@ -86,6 +88,7 @@ class _Walk:
         self.stack: list[int] = []  # how many parts the hash of each object visits
         self.below: list[list[int]] = []  # the stacks below the marks
         self.heavy: dict[int, int] = {}  # how many of what is remembered, where more than FLAT
+        self.atoms: set[int] = set()  # numbers of what visits itself alone, though not of all
         self.numbered: set[bool] = set()  # whether the pickle numbers what it remembers
         self.record = REMEMBERING
         self.is_done = False
@@ -112,6 +115,8 @@ class _Walk:
     def _get(self, code: int) -> None:
         width = 2 if code == ord("h") else 5
         if self.data.startswith(b")\x81", self.at + width) and self._records():
+            return
+        if self.data.startswith(b"((", self.at + width) and self._is_tensor():
             return
         self._push(self.heavy.get(self._argument(width), FLAT), 0)
         self.at += width
@@ -140,6 +145,26 @@ class _Walk:
         self.records += count
         return count
 
+    def _is_tensor(self) -> bool:
+        """Step over the tensor that begins here, if it is of atoms that were remembered, and of new numbers.
+
+        Nothing of it is an atom, so that no tensor that is stepped over has another one in it.
+        """
+        tensor = tensor_at(self.data, self.at)
+        if tensor is None or not self.atoms.issuperset(tensor.gets):
+            return False
+        numbers = max(tensor.puts, default=self.numbers - 1) + 1
+        if min(tensor.puts, default=self.numbers) < self.numbers or numbers > self.at:
+            return False
+        self.spent += tensor.price + REMEMBERED * (numbers - self.numbers)
+        self.numbers = numbers
+        self.remembered += len(tensor.puts)
+        if tensor.puts:
+            self.numbered.add(True)
+        self.stack.append(VISITED)
+        self.at = tensor.end
+        return True
+
     def _simple(self, code: int) -> None:
         width, price = PUSHES[code]
         self._push(1, price)
@@ -163,6 +188,10 @@ class _Walk:
             self.spent += REMEMBERED * (number + 1 - self.numbers)
             self.numbers = number + 1
         parts = self.stack[-1]
+        if parts > 1:
+            self.atoms.discard(number)
+        elif len(self.atoms) < MAX_ATOMS:
+            self.atoms.add(number)
         if parts > FLAT:
             self.heavy[number] = parts
             self.spent += HEAVY

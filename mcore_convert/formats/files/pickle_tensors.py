@@ -1,0 +1,40 @@
+"""The opcodes of one tensor in torch's pickles, matched at once: a checkpoint has up to a hundred thousand of them."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from mcore_convert.formats.files.pickle_prices import CALL, INTEGER, INTEGERS, MARK, PUSHED, SIZES, TEXT, TUPLE, WIDE
+
+VISITED = 27  # parts that the hash of what a tensor is made of visits, at most
+
+# `_rebuild_tensor_v2((storage, class, name, location, count), offset, sizes, strides, requires_grad, OrderedDict())`
+# (torch, `torch/_tensor.py`). The groups are what is got, what is put, and both shapes.
+_NAME = b"X(?:%b)" % b"|".join(b"%b\0\0\0[0-9]{%d}" % (bytes([length]), length) for length in range(1, 8))
+_GET, _PUT, _SHAPE = b"(h.|j....)", b"(q.|r....)?", rb"(%b|\))" % SIZES
+_STORAGE = _GET + _GET + b"(?:%b%b|%b)" % (_NAME, _PUT, _GET) + _GET + INTEGERS + b"t" + _PUT + b"Q"
+_ARGUMENTS = INTEGERS + _SHAPE + _PUT + _SHAPE + _PUT + b"[\x88\x89]" + _GET + rb"\)R" + _PUT
+_TENSOR = re.compile(rb"%b\(\(%b%bt%bR%b" % (_GET, _STORAGE, _ARGUMENTS, _PUT, _PUT), re.DOTALL)
+_GETS, _PUTS, _SHAPES = (1, 2, 3, 5, 6, 12), (4, 7, 9, 11, 13, 14, 15), (8, 10)
+_PRICE = 17 * PUSHED + 2 * MARK + TEXT + 7 + 2 * INTEGER + 3 * CALL + 2 * TUPLE + 11 * 8 + 2 * (MARK + TUPLE + WIDE)
+_DIMENSION = INTEGER + PUSHED + 8
+
+
+class Tensor(NamedTuple):
+    """A tensor's opcodes: the numbers of what they get and put, what they take in bytes, and where they end."""
+
+    gets: list[int]
+    puts: list[int]
+    price: int
+    end: int
+
+
+def tensor_at(data: bytes, at: int) -> Tensor | None:
+    """Return the tensor that begins there, or None, as where it has hooks."""
+    tensor = _TENSOR.match(data, at)
+    if tensor is None:
+        return None
+    gets, puts = ([int.from_bytes(each[1:], "little") for each in tensor.group(*of) if each] for of in (_GETS, _PUTS))
+    dimensions = sum(tensor.end(shape) - tensor.start(shape) for shape in _SHAPES) // 2  # of two bytes at least
+    return Tensor(gets, puts, _PRICE + _DIMENSION * dimensions, tensor.end())

@@ -158,7 +158,7 @@ def demo_output(folder: Path, warm: Path) -> Path:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("$ mcore-convert ") == 6
     assert done.stdout.count("$ torchrun ") == 1
     assert done.stdout.count("\nequal\n") == 2

@@ -143,7 +143,7 @@ def assert_whole(path: Path) -> None:
     assert torch.load(path / "common.pt", weights_only=False)["iteration"] == int(path.name[5:])
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("kills", [6, pytest.param(10, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["foreground", "background"])
 def test_killed_while_saving(asynchronous: bool, kills: int, uninterrupted: Uninterrupted, tmp_path: Path) -> None:
     """So many times, at moments that are random within a save or the removal of an older checkpoint."""

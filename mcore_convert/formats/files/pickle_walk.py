@@ -1,8 +1,8 @@
 """The memory and the time that reading a pickle takes, known before it is read.
 
 Python's own reader takes whatever memory a pickle asks for, and computes for ever where one asks for the hash of tuples
-that hold each other again and again. So its opcodes are walked over first. Nothing is built: the stack has a number for
-each object, how many parts its hash visits, and each opcode has a price.
+that hold each other again and again. So its opcodes, each with a price, are walked over first. Nothing is built:
+the stack has a number for each object, how many parts its hash visits.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ MAX_KEYS = 500_000_000  # parts of all keys: their hashes take seconds
 MAX_INTEGER = 1024  # bytes of an integer: hashing it takes as long as it is
 SMALL_INTEGER = 8  # bytes, beyond which thousands of integers can have one hash
 FLAT = 12  # parts of what is remembered and not known to have more: half of what a tensor's have
+MANY = 1000  # opcodes that are stepped over at once
 MAX_ATOMS = 1000  # a tensor refers to a few names and classes
 ENDLESS = 2**62
 MAX_STEPS = 12_000_000  # opcodes beside those of records: they take seconds
@@ -146,10 +147,7 @@ class _Walk:
         return count
 
     def _is_tensor(self) -> bool:
-        """Step over the tensor that begins here, if it is of atoms that were remembered, and of new numbers.
-
-        Nothing of it is an atom, so that no tensor that is stepped over has another one in it.
-        """
+        """Step over the tensor that begins here, if it is of atoms: what is remembered of it is none, so none nests."""
         tensor = tensor_at(self.data, self.at)
         if tensor is None or not self.atoms.issuperset(tensor.gets):
             return False
@@ -159,16 +157,20 @@ class _Walk:
         self.spent += tensor.price + REMEMBERED * (numbers - self.numbers)
         self.numbers = numbers
         self.remembered += len(tensor.puts)
-        if tensor.puts:
-            self.numbered.add(True)
+        self.numbered |= {True} if tensor.puts else set()
         self.stack.append(VISITED)
         self.at = tensor.end
         return True
 
     def _simple(self, code: int) -> None:
         width, price = PUSHES[code]
-        self._push(1, price)
-        self.at += width
+        ahead = (
+            self.data[self.at : self.at + MANY] if width == 1 else b""
+        )  # a hostile pickle may have millions in a row
+        count = len(ahead) - len(ahead.lstrip(ahead[:1])) or 1
+        self.stack += [1] * count
+        self.spent += count * (price + PUSHED)
+        self.at += count * width
 
     def _memoize(self, _: int) -> None:
         self._remember(self.remembered, is_numbered=False)

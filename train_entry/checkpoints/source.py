@@ -108,6 +108,7 @@ def in_our_format(source: Source, config: Config) -> Path:
     if source.ours is not None:
         check_unchanged(source.stamps)
         return source.ours.path
+    forget(config)  # what a killed start left takes as much room as this one
     start = unfinished(config.run_dir / START, new_id())
     target = Target(start, TORCH_DIST, Layout(tp=config.parallel.tp), optimizer=source.start.training)
     with file_errors():

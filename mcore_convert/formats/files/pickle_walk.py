@@ -8,6 +8,7 @@ the stack has a number for each object, how many parts its hash visits.
 from __future__ import annotations
 
 import operator
+import re
 import struct
 from collections.abc import Callable
 
@@ -42,12 +43,12 @@ MAX_KEYS = 500_000_000  # parts of all keys: their hashes take seconds
 MAX_INTEGER = 1024  # bytes of an integer: hashing it takes as long as it is
 SMALL_INTEGER = 8  # bytes, beyond which thousands of integers can have one hash
 FLAT = 12  # parts of what is remembered and not known to have more: half of what a tensor's have
-MANY = 1000  # opcodes that are stepped over at once
 MAX_ATOMS = 1000  # a tensor refers to a few names and classes
 ENDLESS = 2**62
 MAX_STEPS = 12_000_000  # opcodes beside those of records: they take seconds
 
 _INTEGERS = b"\x8a\x8b"
+_RUN = re.compile(rb"(.)\1{0,999}", re.DOTALL)  # of one byte; no longer, since what is spent is judged between runs
 
 
 class Unfinished(ValueError):
@@ -164,10 +165,8 @@ class _Walk:
 
     def _simple(self, code: int) -> None:
         width, price = PUSHES[code]
-        ahead = (
-            self.data[self.at : self.at + MANY] if width == 1 else b""
-        )  # a hostile pickle may have millions in a row
-        count = len(ahead) - len(ahead.lstrip(ahead[:1])) or 1
+        run = _RUN.match(self.data, self.at) if width == 1 else None  # a hostile pickle may have millions in a row
+        count = len(run[0]) if run else 1
         self.stack += [1] * count
         self.spent += count * (price + PUSHED)
         self.at += count * width

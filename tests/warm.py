@@ -71,6 +71,11 @@ os._exit(code)
 REQUEST = 4  # bytes of a request's length
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """Return that of a command of `folder`, without the Hub, which starts the ranks of torchrun by it as well."""
+    return {**os.environ, **OFFLINE, "PYTHON_EXEC": str(folder / "python")}
+
+
 @contextlib.contextmanager
 def commands(folder: Path, settings: Mapping[str, str] = OFFLINE) -> Iterator[Path]:
     """A folder with the commands, which are there while this lasts.
@@ -85,13 +90,13 @@ def commands(folder: Path, settings: Mapping[str, str] = OFFLINE) -> Iterator[Pa
         (folder / name).write_text(CLIENT.format(name=name, module=words, **common))
         (folder / name).chmod(0o755)
     command = [sys.executable, "-m", "tests.warm", path]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
+    others = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env={**environment, **settings},
+        env={**others, **settings},
         start_new_session=True,
     ) as server:
         try:
@@ -125,14 +130,14 @@ def serve(path: str) -> Callable[[], object]:
             return lambda: None
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, descriptors, *_ = socket.recv_fds(client, REQUEST, 3)
-    name, arguments, folder, environment = json.loads(_exactly(client, int.from_bytes(length, "big")))
+    name, arguments, folder, variables = json.loads(_exactly(client, int.from_bytes(length, "big")))
     if command := os.fork():
         _wait(command, client)
     client.close()
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    _enter(folder, environment)
+    _enter(folder, variables)
     return _program(name, arguments)
 
 
@@ -152,12 +157,12 @@ def _exactly(client: socket.socket, length: int) -> bytes:
         return file.read(length)
 
 
-def _enter(folder: str, environment: dict[str, str]) -> None:
+def _enter(folder: str, variables: dict[str, str]) -> None:
     """Make this process one that was started there, with these variables, unbuffered."""
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    os.environ.update(variables)
+    sys.path[:0] = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
     sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0), encoding="utf-8", write_through=True)  # noqa: SIM115
     sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0), encoding="utf-8", write_through=True)  # noqa: SIM115

@@ -26,7 +26,7 @@ from fixtures.subjects import make_before_and_after, make_models, make_old_run, 
 from fixtures.tokenizer import END, stories
 from tests.kinds import ROOT
 from tests.unit.test_imports import MODULES, ROOMS, room_of
-from tests.warm import commands
+from tests.warm import commands, environment
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDER = "/data"  # how a page writes the folder that its commands run in
@@ -149,12 +149,7 @@ def demo_output(folder: Path, warm: Path) -> Path:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-            "PYTHON_EXEC": str(warm / "python"),
-            "HF_HUB_OFFLINE": "1",
-        },
+        env={**environment(warm), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         timeout=300,
         check=False,
     )

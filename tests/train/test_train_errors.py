@@ -12,6 +12,7 @@ from mcore_convert.errors import ConvertError
 from tests.conftest import HfMaker
 from tests.ranks import run_ranks
 from tests.ready import prepared
+from tests.warm import environment
 from train_entry.config.compose import load_config
 from train_entry.initialize import OtherRankError
 from train_entry.pretrain import pretrain
@@ -108,7 +109,7 @@ def test_torchrun_ends_with_the_error(warm: Path, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(warm / "python"), "HF_HUB_OFFLINE": "1"},
+        env={**environment(warm), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [error_of(done.stderr)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.sources import Handle
 from tests.conftest import HfMaker
 from tests.unit.test_go_on import contents
+from tests.warm import environment
 
 
 class MemoryStore:
@@ -248,5 +248,4 @@ def test_under_torchrun(hf_checkpoint: HfMaker, warm: Path, tmp_path: Path) -> N
 def torchrun(warm: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a script or a module in two processes."""
     command = [str(warm / "torchrun"), "--standalone", "--nproc-per-node", "2", *words]
-    environment = {**os.environ, "PYTHON_EXEC": str(warm / "python"), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment(warm))

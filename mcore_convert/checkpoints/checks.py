@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mcore_convert.errors import ConvertError
-from mcore_convert.storage.elements import CAST_BLOCK, WORKERS, Files, blocks_of, differing
+from mcore_convert.storage.elements import CAST_BLOCK, Files, blocks_of, differing
 from mcore_convert.storage.rounding import Tolerance, are_masters
+from mcore_convert.storage.threads import in_threads
 from mcore_convert.storage.views import View
 
 
@@ -34,9 +34,8 @@ def prove(checks: Iterable[Check]) -> None:
     Raises:
         ConvertError: the first that fails, in its own words.
     """
-    with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
-        for _ in pool.map(lambda check: _check(check, files), checks):
-            pass
+    with Files() as files:
+        in_threads(lambda check: _check(check, files), checks)
 
 
 def _check(check: Check, files: Files) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Checkpoint
-from mcore_convert.storage.elements import CAST_BLOCK, WORKERS, Files
+from mcore_convert.storage.elements import CAST_BLOCK, Files
+from mcore_convert.storage.threads import in_threads
 from mcore_convert.storage.views import Sum
 
 
@@ -19,13 +19,14 @@ def check_sums(checkpoint: Checkpoint) -> int:
     Raises:
         UnreadableCheckpoint: with every record that has another.
     """
-    with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
+    every = list(checkpoint.sums)
+    problems: list[str] = []
+    with Files() as files:
 
-        def damaged(sums: list[Sum]) -> list[str]:
-            return [f"{each.record} of {each.path}" for each in sums if _crc(files, each) != each.checksum]
+        def damage(stored: Sum) -> list[str]:
+            return [] if _crc(files, stored) == stored.checksum else [f"{stored.record} of {stored.path}"]
 
-        every = list(checkpoint.sums)
-        problems = [line for lines in pool.map(damaged, ([each] for each in every)) for line in lines]
+        in_threads(damage, every, problems.extend)
     if problems:
         raise UnreadableCheckpoint(
             "tensors do not have the checksums that are stored with them",

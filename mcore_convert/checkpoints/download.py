@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mcore_convert.errors import UnreadableCheckpoint, UnwritableTarget
 from mcore_convert.formats.files.model_folder import CARRIED_FILES, CONFIG, INDEX, TOKENIZER_FILES
+from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.paths import absent, near_miss
 from mcore_convert.storage.remote import RemotePath, located
 from mcore_convert.storage.sending import source_at
@@ -93,7 +94,8 @@ def _no_sign_of(endpoint: str) -> str | None:
             reasons.append(first_line(error))
 
     asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
+    with Deferral():
+        asking.start()
     asking.join(patience)
     return reasons[0] if reasons else f"no answer in {patience:g} s"
 

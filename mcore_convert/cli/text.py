@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from mcore_convert.errors import MAX_ITEMS
+from mcore_convert.storage.deferral import Deferral
 from mcore_convert.text.quantities import in_bytes, in_parameters
 
 __all__ = ["in_bytes", "in_parameters", "printable", "progress", "say", "show", "table"]
@@ -81,7 +82,8 @@ class Bar:
         self._is_drawn = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._draw_on, daemon=True)
-        self._thread.start()
+        with Deferral():
+            self._thread.start()
 
     def __call__(self, done: int, total: int) -> None:
         """So many bytes of all are done."""
@@ -105,8 +107,9 @@ class Bar:
 
     def close(self) -> None:
         """End, and leave nothing on the terminal."""
-        self._end.set()
-        self._thread.join()
+        with Deferral():
+            self._end.set()
+            self._thread.join()
         with self._lock:
             self._erase()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +12,11 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.megatron.run_directory import TRACKER, iterations, parse_tracker
 from mcore_convert.formats.registry import directory_of
 from mcore_convert.storage.digests import checksum_of_runs, gaps_between
-from mcore_convert.storage.elements import WORKERS, Files
+from mcore_convert.storage.elements import Files
 from mcore_convert.storage.paths import absent, files_in
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
+from mcore_convert.storage.threads import in_threads
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,8 @@ def check_integrity(path: Path, progress: Progress | None = None) -> Integrity:
     damages: list[Damage] = []
     if manifest.has_checksums:
         meter = Meter(nbytes, progress)
-        with phase(progress, "reading", nbytes), Files() as files, ThreadPoolExecutor(WORKERS) as pool:
-            for batch in pool.map(lambda job: list(_damages(manifest, job, files, meter)), _jobs(manifest, whole)):
-                damages += batch
+        with phase(progress, "reading", nbytes), Files() as files:
+            in_threads(lambda job: list(_damages(manifest, job, files, meter)), _jobs(manifest, whole), damages.extend)
     known = {*manifest.files, *UNCOVERED}
     unlisted = tuple(name for name in files_in(folder) if name not in known and not Path(name).name.startswith("."))
     return Integrity(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from mcore_convert.spec.family import Item
 from mcore_convert.storage.disk import sync_data
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.progress import Meter
+from mcore_convert.storage.threads import WORKERS, Line, in_threads
 
 BEYOND_HINT = "--dtype bfloat16 has the range of float32"
 WRITE_BACK = 2**28  # bytes of a file after which the disk begins to take them, while the next are copied
@@ -34,13 +34,12 @@ class Record(Protocol):
         """Take a file that is complete."""
 
 
-class Disk:
-    """A thread that brings files to the disk while others copy: what waits until the end waits for the disk alone."""
+class Disk(Line):
+    """What brings files to the disk while others copy: what waits until the end waits for the disk alone."""
 
     def __init__(self, files: Files, journal: Record, recording: Recording) -> None:
+        super().__init__()
         self._files, self._journal, self._recording = files, journal, recording
-        self._pool = ThreadPoolExecutor(1)
-        self._waiting: list[Future[None]] = []
         self._written: Counter[Path] = Counter()
 
     def wrote(self, path: Path, nbytes: int) -> None:
@@ -48,27 +47,27 @@ class Disk:
         written = self._written[path] + nbytes
         if written >= WRITE_BACK:
             written = 0
-            self._waiting.append(self._pool.submit(sync_data, self._files.writing(path)))
+            file = self._files.writing(path)
+            self.add(lambda: sync_data(file))
         self._written[path] = written
 
     def complete(self, path: Path) -> None:
         """Note that all of a file was written."""
-        self._waiting.append(self._pool.submit(self._journal.add, path, self._recording.facts_of(path)))
-
-    def close(self, *, wait: bool) -> None:
-        """Wait until all is on the disk, or give up what has not begun."""
-        self._pool.shutdown(cancel_futures=not wait)
-
-    def check(self) -> None:
-        """Raise what went wrong on the disk."""
-        for each in self._waiting:
-            each.result()
+        facts = self._recording.facts_of(path)
+        self.add(lambda: self._journal.add(path, facts))
 
 
 def fill(
-    plan: Plan, mine: Set[Path], files: Files, meter: Meter, recording: Recording, journal: Record, workers: int
+    plan: Plan,
+    mine: Set[Path],
+    files: Files,
+    meter: Meter,
+    recording: Recording,
+    journal: Record,
+    workers: int | None = None,
 ) -> None:
     """Run every copy into the files `mine`. The threads draw from one queue, so that its length costs no memory."""
+    workers = workers or WORKERS
     drawing, stop = threading.Lock(), meter.stop
     copies = (
         (item, groups) for item, copies in journal.work(plan, mine, stop) for groups in recording.in_order(copies)
@@ -101,13 +100,7 @@ def fill(
                 raise
 
     try:
-        with ThreadPoolExecutor(workers) as pool:
-            try:
-                for worker in [pool.submit(work) for _ in range(workers)]:
-                    worker.result()
-            except BaseException:
-                stop.set()
-                raise
+        in_threads(lambda _: work(), range(workers), workers=workers, stop=stop)
         if not stop.is_set():
             for path in recording.untouched(files):
                 disk.complete(path)

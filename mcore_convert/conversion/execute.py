@@ -23,7 +23,7 @@ from mcore_convert.errors import MAX_ITEMS, ConvertError, UnreadableCheckpoint, 
 from mcore_convert.storage.asking import StoreError
 from mcore_convert.storage.destination import check_free, claimed, partial_path
 from mcore_convert.storage.disk import copy_file, remove_tree, reserve, stamped, sync, write_new
-from mcore_convert.storage.elements import WORKERS, Files
+from mcore_convert.storage.elements import Files
 from mcore_convert.storage.paths import moved
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
@@ -90,7 +90,7 @@ def execute(
     ranks.meet("proven")
     partial, resume = partial_path(staged(final)), resume or ranks.size > 1
     journal = Journal(partial, fingerprint(plan, checksums=checksums), stays=resume, rank=ranks.rank)
-    run = _Run(plan, ranks, progress, journal, checksums, workers or WORKERS)
+    run = _Run(plan, ranks, progress, journal, checksums, workers)
     if not ranks.is_first:
         with _as_errors(final, sources):
             run.help()
@@ -129,7 +129,13 @@ class _Run:
     """The copying of one plan by this process."""
 
     def __init__(
-        self, plan: Plan, ranks: Ranks, progress: Progress | None, journal: Journal, checksums: bool, workers: int
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        progress: Progress | None,
+        journal: Journal,
+        checksums: bool,
+        workers: int | None,
     ) -> None:
         self._plan, self._ranks, self._progress, self._journal = plan, ranks, progress, journal
         self._partial = partial_path(staged(plan.reservation.path))

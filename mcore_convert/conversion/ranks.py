@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_convert.errors import ConvertError
+from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.progress import Meter
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set for each process
@@ -100,12 +101,14 @@ class Ranks:
             return
         end = threading.Event()
         watching = threading.Thread(target=self._watch, args=(meter, end), daemon=True)
-        watching.start()
+        with Deferral():
+            watching.start()
         try:
             yield
         finally:
-            end.set()
-            watching.join()
+            with Deferral():
+                end.set()
+                watching.join()
         self._check()
 
     def fail(self, error: BaseException) -> None:

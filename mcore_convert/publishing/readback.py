@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -19,8 +18,9 @@ from mcore_convert.errors import UnwritableTarget
 from mcore_convert.publishing.hf_tensors import HfTensor
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.codecs import Blocks
-from mcore_convert.storage.elements import WORKERS, Bytes, Files
+from mcore_convert.storage.elements import Bytes, Files
 from mcore_convert.storage.progress import Meter
+from mcore_convert.storage.threads import in_threads
 from mcore_convert.storage.views import View
 
 BLOCK = 2 * 2**20  # bytes that are hashed and compared at once, while they are in the cache
@@ -52,12 +52,9 @@ def read_back(tensors: Sequence[HfTensor], written: Mapping[str, View], meter: M
             meter.add(block.nbytes)
         return f"{tensor.name} {tensor.meta.dtype} {list(tensor.meta.shape)} {digest.hexdigest()}\n"
 
-    with Files() as files, ThreadPoolExecutor(WORKERS) as pool:
-        try:
-            lines = list(pool.map(line_of, tensors))
-        except BaseException:
-            stop.set()  # what waits ends at once
-            raise
+    lines: list[str] = []
+    with Files() as files:
+        in_threads(line_of, tensors, lines.append, stop=stop)
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 

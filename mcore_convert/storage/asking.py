@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from mcore_convert.storage.threads import aside
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -41,7 +43,7 @@ def asked(path: Path, question: Callable[[], Result]) -> Result:
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return question()
+            return aside(question)
         except Exception as error:  # each package has kinds of its own
             if attempt == ATTEMPTS or is_final(error):
                 raise _refusal_of(path, error) from error

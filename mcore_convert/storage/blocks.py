@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Self, TypeVar
@@ -18,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_convert.spec.shard import Shape
-from mcore_convert.storage.elements import WORKERS, Bytes, Files
+from mcore_convert.storage.elements import Bytes, Files
 from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.spans import Block, Part, Span, parts_of
+from mcore_convert.storage.threads import in_threads
 from mcore_convert.storage.values import as_float
 from mcore_convert.storage.views import View
 
@@ -29,8 +29,6 @@ LEAST_SQUARES, MOST_SQUARES = 1e-24, 1e36  # sums of squares of a block that fp3
 ADDABLE = 1e30  # magnitudes that fp32 can add up
 
 Floats = NDArray[np.float32]
-Job = TypeVar("Job")
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -217,25 +215,6 @@ def sum_of(lane: Lane) -> float:
     return float(np.matmul(lane.rows[:, None, :], ONES).sum(dtype=np.float64))
 
 
-def each(jobs: Iterable[Job], work: Callable[[Job, Scratch], Result]) -> Iterator[Result]:
-    """Yield the results of a function for each job, in order, computed by a few threads that each have their buffers.
-
-    An error, or the end of the caller's interest, ends what has not begun.
-    """
-    own = threading.local()
-
-    def run(job: Job) -> Result:
-        if not hasattr(own, "scratch"):
-            own.scratch = Scratch()
-        return work(job, own.scratch)
-
-    pool = ThreadPoolExecutor(WORKERS)
-    try:
-        yield from pool.map(run, jobs)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 class Step(NamedTuple):
     """A block of a span, with its elements in each file of the span.
 
@@ -268,16 +247,18 @@ def summed(
     listed = list(spans)
     jobs = [(place, part) for place, of in enumerate(listed) for part in parts_of(of)]
     totals = [start() for _ in listed]
+    of_thread = threading.local()
 
-    def run(job: tuple[int, Part], scratch: Scratch) -> Total:
-        _, part = job
-        total = start()
+    def work(job: tuple[int, Part]) -> tuple[int, Total]:
+        place, part = job
+        if not hasattr(of_thread, "scratch"):
+            of_thread.scratch = Scratch()
+        scratch, total = of_thread.scratch, start()
         for block in part.blocks:
             bits = tuple(read(files, v, block, scratch, f"file {number}") for number, v in enumerate(part.span.views))
             total.add(summary_of(Step(bits, part.span, block, total.largest, scratch)))
         meter.add(part.nbytes)
-        return total
+        return place, total
 
-    for (place, _), total in zip(jobs, each(jobs, run), strict=True):
-        totals[place].add(total)
+    in_threads(work, jobs, lambda summary: totals[summary[0]].add(summary[1]))
     return totals

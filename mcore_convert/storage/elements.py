@@ -40,16 +40,6 @@ CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its
 MOST_FILES = 10_240  # open at once, where the system names no limit
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
 
-
-def _processors() -> int:
-    """Return the processors of this process; torchrun says how many processes of a machine share them."""
-    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, every // max(1, int(sharing if sharing.isdigit() else 1)))
-
-
-WORKERS = _processors()
-
 Bytes = NDArray[Any]
 
 

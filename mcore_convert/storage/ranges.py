@@ -12,11 +12,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from mcore_convert.storage.asking import asked
+from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.remote import RemotePath
+from mcore_convert.storage.threads import aside
 
 REQUEST = 8 * 2**20  # bytes of a request, at most
 CONNECTIONS = 16
@@ -43,9 +45,9 @@ class Cache:
         for start in range(at, end, AT_ONCE):
             stop = min(start + AT_ONCE, end)
             first = start // self.block
-            for number, future in enumerate(self._wanted(file, first, (stop - 1) // self.block), first):
-                low = number * self.block
-                content = memoryview(future.result())
+            wanted = self._wanted(file, first, (stop - 1) // self.block)
+            for number, block in enumerate(aside(partial(_results, wanted)), first):
+                low, content = number * self.block, memoryview(block)
                 here, there = max(start, low), min(stop, low + len(content))
                 into[here - at : there - at] = content[here - low : there - low]
         return max(0, end - at)
@@ -57,24 +59,26 @@ class Cache:
 
     def expect(self, file: Ranges, numbers: Iterable[int]) -> None:
         """Let blocks be on their way, as many as are kept."""
-        with self._lock:
-            work = self._begin(file, sorted(numbers)[: self._most])
-        self._submit(file, work)
+        with Deferral():  # or a block would be awaited that nobody fetches
+            with self._lock:
+                work = self._begin(file, sorted(numbers)[: self._most])
+            self._submit(file, work)
 
     def _wanted(self, file: Ranges, first: int, last: int) -> list[Future[bytes]]:
         """Return the blocks from `first` to `last`; those that are not here are on their way then, with some ahead."""
         wanted = range(first, last + 1)
-        with self._lock:
-            further = self._further(file, first)
-            topped_up = (file.identity, last + further // 2 + 1) in self._held
-            end = min(last + (0 if topped_up else further), (file.size - 1) // self.block)
-            work = self._begin(file, range(first, end + 1))
-            for number in wanted:
-                self._held.move_to_end((file.identity, number))
-            futures = [self._held[file.identity, number] for number in wanted]
-            while len(self._held) > self._most:
-                self._held.popitem(last=False)
-        self._submit(file, work)
+        with Deferral():
+            with self._lock:
+                further = self._further(file, first)
+                topped_up = (file.identity, last + further // 2 + 1) in self._held
+                end = min(last + (0 if topped_up else further), (file.size - 1) // self.block)
+                work = self._begin(file, range(first, end + 1))
+                for number in wanted:
+                    self._held.move_to_end((file.identity, number))
+                futures = [self._held[file.identity, number] for number in wanted]
+                while len(self._held) > self._most:
+                    self._held.popitem(last=False)
+            self._submit(file, work)
         return futures
 
     def _further(self, file: Ranges, first: int) -> int:
@@ -179,6 +183,10 @@ class Ranges(io.RawIOBase):
 
     def tell(self) -> int:
         return self._at
+
+
+def _results(futures: Iterable[Future[bytes]]) -> list[bytes]:
+    return [future.result() for future in futures]
 
 
 @cache

@@ -15,7 +15,7 @@ from unittest import mock
 
 from mcore_convert.cli.failures import BUG
 from tests.faults import FAULTS, Fault, counted
-from tests.fuzz.checkpoints import COMMANDS, GOOD, Case, Subject, alarm
+from tests.fuzz.checkpoints import COMMANDS, GOOD, Case, Hung, Subject, alarm
 from tests.refusals import tree
 
 SUBJECTS = ("hf", "dist_state", "ranks_distributed", "fsdp")
@@ -82,7 +82,12 @@ def killed(rng: random.Random, home: Path, command: tuple[str, ...], seconds: fl
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS[2:])
     time.sleep(moment)
     os.kill(child, number)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except Hung:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return "hang", f"{number.name} after {moment:.3f} s, {words[-1]}"
     err = (home / "stderr").read_text()
     (home / "stderr").unlink()
     left = {path.name for path in home.iterdir()} - {"SRC", *(name.partition("/")[0] for name in STRANGERS)}
@@ -122,11 +127,7 @@ def failed(rng: random.Random, subject: Subject, command: tuple[str, ...], calls
     """Have one call fail; which, and whether what is left is what was said."""
     function = rng.choice([name for name in FAULTS if calls[name]])
     fault = Fault(function, rng.randrange(calls[function]), rng.choice(FAULTS[function]))
-    with (
-        mock.patch("mcore_convert.storage.elements.WORKERS", 1),
-        mock.patch("mcore_convert.conversion.execute.WORKERS", 1),
-        counted(fault),
-    ):
+    with mock.patch("mcore_convert.conversion.copying.WORKERS", 1), counted(fault):
         code, err = subject.run(command)
     left = {path.name for path in subject.home.iterdir() if path.name not in ("SRC", "DST.partial.old", "DST-2")}
     what = f"{fault}: code {code}, left {sorted(left)}\n{err}"

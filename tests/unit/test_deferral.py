@@ -8,13 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -24,44 +21,10 @@ from mcore_convert.storage.destination import claimed
 from mcore_convert.storage.disk import write_new, write_whole
 from mcore_convert.storage.locking import locked
 from tests.refusals import tree
+from tests.stopping import SignalAt, Stopped
 
 EACH = int(os.environ.get("SIGNALS_EACH", "41"))
 TRACED = {module.__file__ for module in (deferral, destination, disk, marker, contextlib)}
-
-
-class Stopped(BaseException):
-    """What the handler of a command raises."""
-
-
-class SignalAt:
-    """A scope in which SIGINT comes before one instruction of these modules; counts them."""
-
-    def __init__(self, number: int | None = None) -> None:
-        self.number, self.count, self.first = number, 0, True
-
-    def __enter__(self) -> SignalAt:
-        self.before, self.tracing = signal.signal(signal.SIGINT, self.handle), sys.gettrace()
-        sys.settrace(self.trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self.tracing)
-        signal.signal(signal.SIGINT, self.before)
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.first:  # as the command's: the next would stop the cleaning up
-            self.first = False
-            raise Stopped
-
-    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in TRACED:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            self.count += 1
-            if self.count - 1 == self.number:
-                signal.raise_signal(signal.SIGINT)
-        return self.trace
 
 
 def make(folder: Path) -> None:
@@ -98,12 +61,12 @@ def test_a_signal_at_any_instruction(action: Callable[[Path], None], tmp_path: P
 
     reset()
     before = signal.getsignal(signal.SIGINT)
-    with SignalAt() as counted:
+    with SignalAt(TRACED) as counted:
         action(tmp_path)
     reached = set()
     for number in range(0, counted.count, EACH):
         reset()
-        with SignalAt(number):
+        with SignalAt(TRACED, number):
             try:
                 action(tmp_path)
             except Stopped as stop:
@@ -127,9 +90,9 @@ def test_a_signal_waits_and_then_comes() -> None:
                 signals.admit()
             order.append("to the end")
 
-    with SignalAt(), pytest.raises(Stopped):
+    with SignalAt(TRACED), pytest.raises(Stopped):
         work(admits=True)
-    with SignalAt(), pytest.raises(Stopped):
+    with SignalAt(TRACED), pytest.raises(Stopped):
         work(admits=False)
     assert order == ["held", "held", "to the end"]
 

@@ -13,8 +13,8 @@ from typing import Any
 from mcore_convert.errors import DataError, UnwritableTarget
 from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.disk import sync
-from mcore_convert.storage.elements import WORKERS
 from mcore_convert.storage.locking import locked
+from mcore_convert.storage.threads import WORKERS
 from train_entry.data.bin_idx import SUFFIXES, PairWriter, dtype_for
 from train_entry.data.chunks import Chunk
 from train_entry.data.encode import Encoding, encode_all

@@ -1,0 +1,178 @@
+"""Work that a few threads do while the main one waits for them, or for a signal.
+
+A handler that raises, as those of Ctrl-C and of the command do, may do so inside the classes of `threading`: a lock
+that the main thread has just taken then stays taken, and all who need it wait for ever. So threads are started and
+joined while signals wait, and what the main thread waits for is a queue of the interpreter's own, which holds no lock
+when a signal comes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from mcore_convert.storage.deferral import Deferral
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+Outcome = tuple[Any, BaseException | None]  # what a function has returned, or raised
+
+
+def _processors() -> int:
+    """Return the processors of this process; torchrun says how many processes of a machine share them."""
+    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, every // max(1, int(sharing if sharing.isdigit() else 1)))
+
+
+WORKERS = _processors()
+
+
+def in_threads(
+    work: Callable[[Job], Result],
+    jobs: Iterable[Job],
+    take: Callable[[Result], object] = lambda result: None,
+    *,
+    workers: int | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Run a function for each job in a few threads, and hand the results on in the order of the jobs.
+
+    An error or a signal ends what has not begun, and is raised when what has begun is over.
+
+    Args:
+        work: the function, which may run in several threads at once.
+        jobs: drawn one by one, when a thread is free.
+        take: gets the results, in the thread that called.
+        workers: how many threads; WORKERS unless given.
+        stop: is set when an error or a signal ends the work, so that what has begun may end early.
+    """
+    done: SimpleQueue[tuple[int, Outcome] | None] = SimpleQueue()
+    drawing, source = threading.Lock(), iter(jobs)
+    ended, drawn = False, 0
+
+    def run() -> None:
+        nonlocal ended, drawn
+        while not ended:
+            with drawing:
+                number, drawn = drawn, drawn + 1
+                job, error = _outcome(lambda: next(source, done))
+            if job is done:  # which stands for the end
+                break
+            outcome = (None, error) if error is not None else _outcome(partial(work, job))
+            ended = ended or outcome[1] is not None
+            done.put((number, outcome))
+        done.put(None)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(workers or WORKERS)]
+    with Deferral() as signals:
+        started = 0
+        try:
+            for thread in threads:
+                thread.start()
+                started += 1
+            try:
+                signals.admit()
+                _hand_on(done, take, started)
+            finally:
+                signals.hold()
+        except BaseException:
+            ended = True
+            if stop is not None:
+                stop.set()
+            raise
+        finally:
+            for thread in threads[:started]:
+                thread.join()
+
+
+def _outcome(function: Callable[[], Any]) -> Outcome:
+    try:
+        return function(), None
+    except BaseException as error:
+        return None, error
+
+
+def _hand_on(done: SimpleQueue[tuple[int, Outcome] | None], take: Callable[[Any], object], running: int) -> None:
+    """Hand results on as they come, in order, until each thread has said that it has no more."""
+    early: dict[int, Outcome] = {}
+    following = 0
+    while running:
+        came = done.get()
+        if came is None:
+            running -= 1
+            continue
+        early[came[0]] = came[1]
+        while following in early:
+            result, error = early.pop(following)
+            following += 1
+            if error is not None:
+                raise error
+            take(result)
+
+
+def aside(question: Callable[[], Result]) -> Result:
+    """Return the answer to a question that other people's code may wait for with locks of `threading`.
+
+    It is asked in a thread of its own if this is the main one, which a signal leaves behind: the answer may take long.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return question()
+    answer: SimpleQueue[Outcome] = SimpleQueue()
+    with Deferral():
+        threading.Thread(target=lambda: answer.put(_outcome(question)), daemon=True).start()
+    result, error = answer.get()
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+class Line:
+    """A thread that runs functions one after the other, while others go on.
+
+    The first error is raised by `check`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._given_up = False
+        self._thread = threading.Thread(target=self._run, name="line", daemon=True)
+        with Deferral():
+            self._thread.start()
+
+    def add(self, function: Callable[[], object]) -> None:
+        """Run a function when those before it are over."""
+        self._waiting.put(function)
+
+    def close(self, *, wait: bool) -> None:
+        """Wait until all is done, or give up what has not begun."""
+        with Deferral() as signals:
+            self._given_up = not wait
+            self._waiting.put(None)
+            try:
+                signals.admit()
+                self._ended.get()
+            except BaseException:
+                self._given_up = True
+                raise
+            finally:
+                signals.hold()
+                self._thread.join()
+
+    def check(self) -> None:
+        """Raise what went wrong."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (function := self._waiting.get()) is not None:
+            if not self._given_up:
+                _, error = _outcome(function)
+                self._error = self._error or error
+        self._ended.put(None)

@@ -20,6 +20,7 @@ NEWEST: Release = (0, 19)
 PIPELINE_LAYOUT: Release = (0, 13)  # --pipeline-model-parallel-layout
 GROUPS_OF_ALL_RANKS: Release = (0, 14)  # every rank has every parameter group, some of them without parameters
 CHAINS_WITHOUT_PREFIX: Release = (0, 14)  # keys of chained optimizers are told apart by their parameters alone
+ORIGINAL_POSITIONS: Release = (0, 14)  # of latent attention's YaRN; before, it takes `max_position_embeddings` for them
 WHOLE_DOWN_PROJECTIONS: Release = (0, 14)  # latent attention's are no longer cut where they are Transformer Engine's
 SINKS: Release = (0, 15)  # offsets of softmax, and biases of the router of experts
 FULLY_RESHARDABLE: Release = (0, 15)  # that form of state; before, `fully_sharded_model_space`

@@ -24,6 +24,7 @@ ORIGINAL_POSITIONS: Release = (0, 14)  # of latent attention's YaRN; before, it 
 WHOLE_DOWN_PROJECTIONS: Release = (0, 14)  # latent attention's are no longer cut where they are Transformer Engine's
 SINKS: Release = (0, 15)  # offsets of softmax, and biases of the router of experts
 FULLY_RESHARDABLE: Release = (0, 15)  # that form of state; before, `fully_sharded_model_space`
+INTERPOLATION: Release = (0, 19)  # `pretrain_gpt.py` hands on --rotary-seq-len-interpolation-factor
 LION: Release = (0, 19)  # its distributed state is gathered; before, that of Adam alone
 MTP_MODEL_LAYER: Release = (0, 17)  # the name of the module; `transformer_layer` before, and in `torch_dist`
 OWN_CONVOLUTIONS: Release = (0, 19)  # a Mamba mixer's weights of convolution are its own, and no module's

@@ -12,7 +12,7 @@ from mcore_convert.conversion.target import Target, lay_out_hf, lay_out_megatron
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.registry import target_named
 from mcore_convert.spec import gpt
-from mcore_convert.spec.config import arguments, hybrid, latent
+from mcore_convert.spec.config import arguments, hybrid, latent, rope
 from mcore_convert.spec.names import PARAM
 from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.disk import stamped
@@ -52,7 +52,7 @@ def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
     if model.refusal is not None:
         raise model.refusal
     source = model.checkpoint
-    notes += [*latent.remarks(model.args), *hybrid.remarks(model.args)]
+    notes += [*latent.remarks(model.args), *rope.remarks(model.args), *hybrid.remarks(model.args)]
     if target.from_master:
         notes.append("weights are the optimizer's fp32 master copies; the rest of its state is left behind")
     elif source.optimizer_keys:

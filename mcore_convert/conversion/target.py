@@ -19,8 +19,8 @@ from mcore_convert.conversion.target_arguments import (
     modules_of,
     optimizer_arguments,
     pattern_arguments,
+    refuse_young,
 )
-from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Checkpoint, Side, Training
 from mcore_convert.formats.files.json_file import json_bytes
 from mcore_convert.formats.files.model_folder import CARD, CONFIG, carried_files
@@ -151,7 +151,8 @@ def lay_out_megatron(
     layout = target.layout.of_model(dims)
     layout.check(dims)
     target = replace(target, layout=layout)
-    _refuse_young(model, dims, target)
+    if target.release is not None:
+        refuse_young(model.args, dims, layout, target.release)
     folder = model.folder
     carried = [] if folder is None else [*carried_files(folder), CONFIG]
     name = name_of(target.iteration)
@@ -206,19 +207,6 @@ def lay_out_megatron(
         if model.checkpoint.quantised is not None and model.config is not None:
             reservation.texts[hf_folder / CONFIG] = json_bytes(model.config)  # of the weights that are written
     return checkpoint, reservation
-
-
-def _refuse_young(model: Model, dims: Dims, target: Target) -> None:
-    """Refuse what the release to write for, where one is given, has not yet."""
-    young = {
-        "a pipeline layout": (target.layout.pipeline_layout is not None, releases.PIPELINE_LAYOUT),
-        "attention with sinks": (model.args.get("softmax_type") == "learnable", releases.SINKS),
-        "a router with a bias": (dims.expert_bias, releases.SINKS),
-    }
-    for what, (is_there, since) in young.items():
-        if is_there and target.release is not None and target.release < since:
-            given = releases.spelled(target.release)
-            raise LayoutError(f"{what} needs Megatron-LM {releases.spelled(since)} or later, not {given}")
 
 
 def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:

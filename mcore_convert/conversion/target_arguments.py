@@ -9,7 +9,8 @@ from mcore_convert.errors import LayoutError
 from mcore_convert.formats.base import Training
 from mcore_convert.formats.megatron import modules
 from mcore_convert.formats.traits import LayerSpec
-from mcore_convert.spec import hybrid
+from mcore_convert.spec import hybrid, releases
+from mcore_convert.spec.config.latent import has_original_positions
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.layers import EXPERTS
 from mcore_convert.spec.layout import Layout
@@ -128,3 +129,16 @@ def pattern_arguments(layout: Layout, dims: Dims, release: Release) -> dict[str,
         )
     pattern = hybrid.with_stages(dims.pattern, map(len, layout.stages(dims.num_layers).values()))
     return {**fixed, **NO_STAGES, hybrid.PATTERN: pattern, hybrid.OLD_PATTERN: None}
+
+
+def refuse_young(args: Mapping[str, Any], dims: Dims, layout: Layout, release: Release) -> None:
+    """Refuse what the release to write for has not yet."""
+    young = {
+        "a pipeline layout": (layout.pipeline_layout is not None, releases.PIPELINE_LAYOUT),
+        "attention with sinks": (args.get("softmax_type") == "learnable", releases.SINKS),
+        "a router with a bias": (dims.expert_bias, releases.SINKS),
+        "YaRN with original positions of its own": (has_original_positions(args), releases.ORIGINAL_POSITIONS),
+    }
+    for what, (is_there, since) in young.items():
+        if is_there and release < since:
+            raise LayoutError(f"{what} needs Megatron-LM {spelled(since)} or later, not {spelled(release)}")

@@ -15,6 +15,7 @@ from mcore_convert.spec.config.arguments import TorchDtype, normalise, padded_vo
 from mcore_convert.spec.config.bridge import MIXED_LAYERS, run_config
 from mcore_convert.spec.config.command_line import caveats, command_line
 from mcore_convert.spec.config.completion import complete
+from mcore_convert.spec.config.rope import remarks
 from mcore_convert.spec.dims import Dims
 
 LLAMA31 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -145,6 +146,12 @@ def test_a_scaling_factor_that_megatron_lm_does_not_hand_on_is_reported() -> Non
     [line] = caveats(LLAMA | {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": 4})
     assert line.startswith("`rotary_seq_len_interpolation_factor` = 4")
     assert not caveats(GPT2)
+    of_megatron_lm = normalise(LLAMA | {"dist_ckpt_strictness": "log_all"})
+    [line] = remarks(of_megatron_lm)
+    assert line.startswith("`rope_scaling_factor` = 32.0 is what config.json says")
+    assert line.endswith("scaled by 8.0")
+    assert not remarks(of_megatron_lm | {"rope_scaling_factor": 8.0})
+    assert not remarks(normalise(LLAMA))  # of another program, which may hand it on
 
 
 def test_the_command_line_of_an_exact_gelu() -> None:

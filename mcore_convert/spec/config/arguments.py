@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_convert.errors import ConfigError
-from mcore_convert.spec import hybrid
+from mcore_convert.spec import hybrid, releases
 from mcore_convert.spec.layers import plain_frequency
 
 Values = Mapping[str, Any]
@@ -138,6 +138,8 @@ def normalise(stored: Values) -> dict[str, Any]:
         if args.get(name) is None:
             args[name] = value
 
+    if args.get("multi_latent_attention") and scales_by_all_positions(args):
+        _rename(args, "max_position_embeddings", "original_max_position_embeddings")
     of_positions = YARN_DEFAULTS if args["position_embedding_type"] == "yarn" else {}
     for name, value in (LATENT_DEFAULTS if args.get("multi_latent_attention") else of_positions).items():
         if args.get(name) is None:
@@ -165,6 +167,16 @@ def normalise(stored: Values) -> dict[str, Any]:
     if args.get("num_experts") and args.get("moe_ffn_hidden_size") is None:
         args["moe_ffn_hidden_size"] = args.get("ffn_hidden_size")
     return args
+
+
+def scales_by_all_positions(stored: Values) -> bool:
+    """Return whether the release that stored these arguments has no original positions for latent attention's YaRN.
+
+    Up to 0.13 it takes `max_position_embeddings` for them, and scales scores by `mscale`, not `mscale_all_dim`
+    (`multi_latent_attention.py`).
+    """
+    release = releases.of_run(stored)
+    return release is not None and release < releases.ORIGINAL_POSITIONS
 
 
 def _rename(args: dict[str, Any], old: str, new: str) -> None:

@@ -9,16 +9,13 @@ from mcore_convert.spec import hybrid
 from mcore_convert.spec.config.arguments import Values, normalise
 from mcore_convert.spec.config.flags import ALL, BUFFERS, OPTIMIZER, YARN, Flags, named
 from mcore_convert.spec.config.latent import WITHOUT_FLAG
+from mcore_convert.spec.config.rope import SCRIPTS_ROPE_SCALING_FACTOR
 
 # Flags whose value is one list of layers, written without spaces, and those whose value is one pair, written without
 # brackets, which a shell would want quoted; a list elsewhere is several words.
 PATTERNS = ("--moe-layer-freq", "--no-rope-freq", "--window-attn-skip-freq", "--linear-attention-freq")
 PAIRS = ("--window-size",)
 INTEGERS = ("--rotary-base",)  # which a configuration may hold as 10000.0
-
-# pretrain_gpt.py and gpt_builders.py give GPTModel `rope_scaling` alone, so that its own default holds.
-SCRIPTS_ROPE_SCALING_FACTOR = 8.0
-
 
 # Flags that 0.12 does not have.
 YOUNG = {"no_rope_freq": "0.13", "window_size": "0.15", "softmax_type": "0.15"}

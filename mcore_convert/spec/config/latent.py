@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_convert.spec.config.arguments import LATENT_DEFAULTS
+from mcore_convert.spec.config.arguments import LATENT_DEFAULTS, scales_by_all_positions
 from mcore_convert.spec.config.fields import constant, inert, only, same, stated
 from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
 from mcore_convert.spec.config.rope import Rope, number_from_one
@@ -30,6 +30,16 @@ def remarks(args: Values) -> list[str]:
         f"norms within latent attention have an epsilon of {EPSILON} in transformers, and in Megatron Core that of all "
         f"others, {epsilon}: logits differ by as much"
     ]
+
+
+def has_original_positions(args: Values) -> bool:
+    """Return whether YaRN of latent attention has what releases up to 0.13 cannot be told
+    (`arguments.scales_by_all_positions`).
+    """
+    if not args.get("multi_latent_attention") or args["rope_type"] != "yarn" or args["rotary_scaling_factor"] == 1:
+        return False
+    is_own = args["original_max_position_embeddings"] != args.get("max_position_embeddings")
+    return is_own or args["mscale"] != args["mscale_all_dim"]
 
 
 def latent_attention(*, queries: int | None = 1536) -> tuple[Field, ...]:
@@ -119,6 +129,11 @@ class _LatentRope(Rope):
             if stated(args, "mscale_all_dim"):
                 raise Refused(f"`rotary_scaling_factor` = {factor} beside `rope_type` = 'rope' scales attention alone")
             return "default", None
+        if scales_by_all_positions(args) and args["mscale"] != args["mscale_all_dim"]:
+            raise Refused(
+                f"`mscale` = {args['mscale']} beside `mscale_all_dim` = {args['mscale_all_dim']}: Megatron Core up to "
+                "0.13 scales scores of attention by the first, and transformers by the second"
+            )
         scaling = {"factor": factor, **{name: stated(args, name) for name in WITHOUT_FLAG}, **written_mscales(args)}
         return "yarn", {"rope_type": "yarn", "type": "yarn", **scaling}
 

@@ -10,12 +10,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore_convert.spec import releases
 from mcore_convert.spec.config.fields import stated
 from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
 
 THETA = 10000.0  # the class default of transformers
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# pretrain_gpt.py and gpt_builders.py give GPTModel `rope_scaling` alone, so that its own default holds.
+SCRIPTS_ROPE_SCALING_FACTOR = 8.0
 DICTS = ("rope_parameters", "rope_scaling")
+
+
+def remarks(args: Values) -> list[str]:
+    """Return which scalings a run of Megatron-LM stored that its training script may not have scaled by."""
+    release = releases.of_run(args)
+    if release is None or args.get("position_embedding_type") != "rope" or args.get("multi_latent_attention"):
+        return []
+    unused = {
+        "rope_scaling_factor": (bool(args.get("use_rope_scaling")), SCRIPTS_ROPE_SCALING_FACTOR),
+        "rotary_seq_len_interpolation_factor": (release < releases.INTERPOLATION, 1),
+    }
+    return [
+        f"`{name}` = {args[name]} is what config.json says: `pretrain_gpt.py` of Megatron-LM does not hand it on, "
+        f"and a run by that script was scaled by {scripts}"
+        for name, (is_unused, scripts) in unused.items()
+        if is_unused and args.get(name) not in (None, scripts)
+    ]
 
 
 def rope(

@@ -25,7 +25,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return curve
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_compiled_layers_train_as_others(
     overlap: bool, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

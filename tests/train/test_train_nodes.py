@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
+from tests.warm import environment
 from train_entry.config.compose import load_config
 from train_entry.pretrain import pretrain
 
@@ -84,7 +84,7 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-def test_two_nodes_follow_the_curve_of_one_rank(tmp_path: Path) -> None:
+def test_two_nodes_follow_the_curve_of_one_rank(warm: Path, tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     run_ranks(1, pretrain, load_config("tiny-gpt2", [*WORDS, f"run_dir={alone}"]))
     port = free_port()
@@ -92,15 +92,15 @@ def test_two_nodes_follow_the_curve_of_one_rank(tmp_path: Path) -> None:
         agents = []
         for number, node in enumerate(pair):
             command = [
-                *(*node.prefix, sys.executable, "-m", "torch.distributed.run"),
+                *(*node.prefix, str(warm / "torchrun")),
                 *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "test"),
                 *("--rdzv-endpoint", f"{pair[0].address}:{port}", "--local-addr", node.address),
                 *("--rdzv-conf", f"is_host={number == 0}"),
                 *("-m", "train_entry", "tiny-gpt2", "parallel=tp2-pp2", *WORDS, f"run_dir={together}"),
             ]
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": node.interface, "OMP_NUM_THREADS": "1"}
+            variables = {**environment(warm), "GLOO_SOCKET_IFNAME": node.interface, "OMP_NUM_THREADS": "1"}
             log = processes.enter_context((tmp_path / f"node{number}.log").open("w"))
-            agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+            agents.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True))
         try:
             codes = [agent.wait(SECONDS) for agent in agents]
         finally:

@@ -30,7 +30,7 @@ from mcore_convert.storage.progress import Meter, Progress
 from mcore_convert.storage.remote import RemotePath
 from mcore_convert.storage.sending import sending, staged, staging
 from mcore_convert.storage.sources import Stamp
-from mcore_convert.storage.views import open_error
+from mcore_convert.storage.views import bytes_of, open_error
 
 # Two threads and their blocks need next to nothing: what is anonymous is the interpreter and the plan itself.
 BASE_MEMORY = 64 * 2**20
@@ -174,7 +174,7 @@ class _Run:
         plan, ranks = self._plan, self._ranks
         sizes = {path: size for path, size in plan.reservation.sizes.items() if path not in kept}
         mine = ranks.part(sizes)
-        there = sum(c.source.nbytes for move in plan.moves for c in move.copies if c.target.path in kept)
+        there = bytes_of(c.source for move in plan.moves for c in move.copies if c.target.path in kept)
         meter = Meter(plan.nbytes, self._progress, there)
         with phase(self._progress, "copying", plan.nbytes), Files() as files, ranks.counting(meter):
             recording = Recording(plan, self._partial, mine, checksums=self._checksums)

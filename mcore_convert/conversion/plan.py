@@ -22,7 +22,7 @@ from mcore_convert.spec.family import Family, Item
 from mcore_convert.spec.shard import Box, Shape, parts_in
 from mcore_convert.spec.tiling import FEW, untiled
 from mcore_convert.storage.sources import Stamp
-from mcore_convert.storage.views import Slot, View
+from mcore_convert.storage.views import Slot, View, bytes_of
 
 
 class Copy(NamedTuple):
@@ -39,10 +39,6 @@ class Move(NamedTuple):
     copies: tuple[Copy, ...]
     slots: tuple[Slot, ...] = ()
     replicas: tuple[Slot, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(copy.source.nbytes for copy in self.copies)
 
 
 @dataclass(frozen=True)
@@ -74,12 +70,13 @@ class Plan:
     @property
     def source_files(self) -> set[Path]:
         """The files that tensors are copied from."""
-        return {view.path for move in self.moves for copy in move.copies for view in copy.source.stored}
+        views = (view for move in self.moves for copy in move.copies for view in copy.source.stored)
+        return {*{id(view.path): view.path for view in views}.values()}  # views of a file share its path
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of tensors that are copied."""
-        return sum(move.nbytes for move in self.moves)
+        return bytes_of(copy.source for move in self.moves for copy in move.copies)
 
 
 class _Parts(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ class Box(NamedTuple):
     sizes: Shape
 
     @staticmethod
+    @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
     def whole(shape: Shape) -> Box:
         """Return the box that is all of a tensor."""
         return Box((0,) * len(shape), shape)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import repeat
 from math import prod
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
@@ -36,6 +39,12 @@ DTYPE_SIZES = {
     "uint8": 1,
     "bool": 1,
 }
+T = TypeVar("T")
+
+
+def made(kind: type[T], rows: Iterable[tuple[Any, ...]]) -> Iterator[T]:
+    """Return named tuples of plain ones, whole rows of them: their own constructors would take twice as long."""
+    return map(tuple.__new__, repeat(kind), rows)  # type: ignore[arg-type]
 
 
 class TensorMeta(NamedTuple):
@@ -54,6 +63,12 @@ class TensorMeta(NamedTuple):
 
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
+def meta_of(shape: Shape, dtype: str) -> TensorMeta:
+    """Return the same object for all tensors that are alike."""
+    return TensorMeta(shape, dtype)
+
+
+@lru_cache(maxsize=4096)
 def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
     """Byte strides of a row-major tensor."""
     strides = []
@@ -143,6 +158,10 @@ class View(NamedTuple):
         return self._replace(path=place(self.path), coded=coded, high=self.high and self.high.moved(place))
 
     @property
+    def meta(self) -> TensorMeta:
+        return meta_of(self.shape, self.dtype)
+
+    @property
     def itemsize(self) -> int:
         return DTYPE_SIZES[self.dtype]
 
@@ -204,6 +223,12 @@ class View(NamedTuple):
     def low(self) -> View:
         """The bytes here, of elements that are rebuilt from two places."""
         return self._replace(dtype=self.low_dtype, high=None, low_dtype="")
+
+
+def bytes_of(views: Iterable[View]) -> int:
+    """Return the bytes of all of these: many are alike, which are counted first."""
+    alike = Counter(map(attrgetter("shape", "dtype"), views))
+    return sum(meta_of(*kind).nbytes * count for kind, count in alike.items())
 
 
 class Slot(NamedTuple):

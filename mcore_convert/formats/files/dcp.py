@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from mcore_convert.errors import UnreadableCheckpoint, fold
 from mcore_convert.formats.files import pickles
@@ -23,11 +23,10 @@ from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.spec.tiling import untiled
 from mcore_convert.storage.collection import without_collection
 from mcore_convert.storage.sources import bytes_at, expect_archives, handle_of, open_file
-from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, open_error
+from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, made, open_error
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 METADATA, SMALL = ".metadata", 2**12  # the latter in bytes: of an archive of one number
 SIZE, STORAGE_INFO = Global("torch", "Size"), Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
@@ -217,8 +216,8 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
             if not are_shapes([*offsets, *sizes], len(entry.size)):
                 raise ValueError(f"{key} has a chunk that is no part of it")
             held = list(map(places.get, zip(repeat(key), offsets)))
-            boxes = _made(Box, zip(offsets, map(known.setdefault, sizes, sizes), strict=True))
-            chunks[key] = list(_made(Chunk, zip(boxes, held, strict=True)))
+            boxes = made(Box, zip(offsets, map(known.setdefault, sizes, sizes), strict=True))
+            chunks[key] = list(made(Chunk, zip(boxes, held, strict=True)))
             if None in held:
                 lost += [f"{key} at {list(at)}" for at, place in zip(offsets, held, strict=True) if place is None]
         elif (key, None) in places:
@@ -250,13 +249,8 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> dict[tuple[str, Shape | No
         bad = next(each for each in zip(keys, starts, lengths, strict=True) if not are_counts(*each[1:]))
         raise ValueError(f"{bad[0]} lies at {bad[1]!r}, {bad[2]!r} bytes long")
     return dict(
-        zip(zip(keys, offsets, strict=True), _made(Place, zip(files, starts, lengths, strict=True)), strict=True)
+        zip(zip(keys, offsets, strict=True), made(Place, zip(files, starts, lengths, strict=True)), strict=True)
     )
-
-
-def _made(kind: type[T], rows: Iterable[tuple[Any, ...]]) -> Iterator[T]:
-    """Return named tuples of plain ones: their own constructors would take most of the time of reading metadata."""
-    return map(tuple.__new__, repeat(kind), rows)  # type: ignore[arg-type]
 
 
 def _overlap(places: Iterable[Place]) -> bool:

@@ -30,20 +30,25 @@ class DcpFiles:
     limit: int
     number: int = 0
     end: int = 0
-    path: Path = field(init=False)  # of the current file
+    name: str = field(init=False)  # of the current file
+    path: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.path = self.folder / f"__{self.number}_0.distcp"
+        self._begin()
 
     def place(self, archive: torch_archive.Archive) -> Place:
         """Append an archive to the current file, or to a new one."""
         start = -(-self.end // ALIGNMENT) * ALIGNMENT
         if start and start + archive.size > self.limit:
             self.number, start = self.number + 1, 0
-            self.path = self.folder / f"__{self.number}_0.distcp"
+            self._begin()
         self.end = self.reservation.sizes[self.path] = start + archive.size
         self.reservation.literals += [(self.path, start + at, content) for at, content in archive.literals]
-        return Place(self.path.name, start, archive.size)
+        return Place(self.name, start, archive.size)
+
+    def _begin(self) -> None:
+        self.name = f"__{self.number}_0.distcp"
+        self.path = self.folder / self.name
 
 
 @lru_cache(maxsize=4096)

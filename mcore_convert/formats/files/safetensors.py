@@ -10,6 +10,7 @@ import logging
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mcore_convert.formats.files.json_file import parsed
 from mcore_convert.formats.files.pickle_records import are_counts
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.sources import handle_of, open_file, size_of
-from mcore_convert.storage.views import TensorMeta, View, open_error
+from mcore_convert.storage.views import TensorMeta, View, made, open_error
 
 logger = logging.getLogger(__name__)
 
@@ -80,31 +81,32 @@ def read(path: Path) -> dict[str, View]:
 
 
 def _views(path: Path, header: Mapping[str, Mapping[str, Any]], start: int) -> tuple[dict[str, View], int]:
-    views: dict[str, View] = {}
-    end = start
     strange = [name for name, entry in header.items() if not isinstance(entry, dict)]
     if strange:
         raise ValueError(f"`{strange[0]}` is not described")
+    numbers = ((*entry["data_offsets"], *entry["shape"]) for entry in header.values())
+    if not are_counts(*chain.from_iterable(numbers)):
+        bad = (name for name, each in header.items() if not are_counts(*each["data_offsets"], *each["shape"]))
+        raise ValueError(f"`{next(bad)}` is not described by integers")
+    rows: dict[str, tuple[Any, ...]] = {}
+    end = start
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        low, high = entry["data_offsets"]
-        shape, code = tuple(entry["shape"]), entry["dtype"]
-        if not are_counts(low, high, *shape):
-            raise ValueError(f"`{name}` is not described by integers")
+        (low, high), code = entry["data_offsets"], entry["dtype"]
         if code not in DTYPES:
             raise ValueError(f"`{name}` has the dtype `{code}`, which is not supported")
-        whole, nbytes = _whole(shape, DTYPES[code])
+        kind, nbytes = _whole(tuple(entry["shape"]), DTYPES[code])
         if start + low != end or high - low != nbytes:
             raise ValueError(f"`{name}` does not lie where it should")
-        views[name] = View(path, end, whole.shape, whole.strides, whole.dtype)
+        rows[name] = (path, end, *kind)
         end = start + high
-    return {name: views[name] for name in header}, end
+    return dict(zip(header, made(View, map(rows.__getitem__, header)), strict=True)), end
 
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
-def _whole(shape: Shape, dtype: str) -> tuple[View, int]:
-    """Return the view of a tensor that begins where its file does, and its size."""
+def _whole(shape: Shape, dtype: str) -> tuple[tuple[Any, ...], int]:
+    """Return what the view of a tensor has beside its place, and its size."""
     meta = TensorMeta(shape, dtype)
-    return View.of(Path(), 0, meta), meta.nbytes
+    return View.of(Path(), 0, meta)[2:], meta.nbytes
 
 
 def header_bytes(tensors: Mapping[str, TensorMeta]) -> tuple[bytes, dict[str, int]]:

@@ -87,11 +87,11 @@ class HfCheckpoint(HfNames):
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorMeta]:
-        return {name: TensorMeta(view.shape, view.dtype) for name, view in self.views.items()}
+        return {name: view.meta for name, view in self.views.items()}
 
     @cached_property
     def headers(self) -> Mapping[str, TensorMeta]:
-        return {name: TensorMeta(view.shape, view.dtype) for name, view in self.whole_views.items()}
+        return {name: view.meta for name, view in self.whole_views.items()}
 
     @property
     def original_config(self) -> Mapping[str, Any]:

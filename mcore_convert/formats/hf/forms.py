@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.codecs import CODES, Blocks
 from mcore_convert.storage.sources import open_file
-from mcore_convert.storage.views import DTYPE_SIZES, View, contiguous_strides
+from mcore_convert.storage.views import DTYPE_SIZES, View, contiguous_strides, made
 
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None for all there are
 SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")  # bytes are exponents
@@ -57,15 +57,17 @@ def bind_plain(code: str, block: Block, names: tuple[str, ...], views: tuple[Vie
 
 def _blocks(code: str, block: Block, names: tuple[str, ...], shape: Shape, views: tuple[View, ...]) -> Blocks:
     """Matrices of a shape with their codes, scales and zero points."""
-    kinds, size = _fitted(code, block, shape, tuple([Kind(view.shape, view.strides, view.dtype) for view in views]))
-    parts = [View(view.path, view.offset, *kind) for view, kind in zip(views, kinds, strict=True)]
-    return Blocks(names, tuple(parts), shape, code, size)
+    kinds, size = _fitted(code, block, shape, tuple([view[2:5] for view in views]))
+    rows = [(*view[:2], *kind, *view[5:]) for view, kind in zip(views, kinds, strict=True)]
+    return Blocks(names, tuple(made(View, rows)), shape, code, size)
 
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
-def _fitted(code: str, block: Block, shape: Shape, kinds: tuple[Kind, ...]) -> tuple[tuple[Kind, ...], tuple[int, int]]:
+def _fitted(
+    code: str, block: Block, shape: Shape, stored: tuple[tuple[Shape, Shape, str], ...]
+) -> tuple[tuple[Kind, ...], tuple[int, int]]:
     """Return how codes, scales and zero points are read, and the size of a block."""
-    codes, scales, *zeros = kinds
+    codes, scales, *zeros = kinds = [Kind(*each) for each in stored]
     if not all(View(Path(), 0, *kind).is_contiguous for kind in kinds):
         raise Misfit("is not stored row by row")
     size, grid = _grid(block, shape)

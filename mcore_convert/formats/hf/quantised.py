@@ -13,7 +13,7 @@ from mcore_convert.formats.hf.forms import Form, Misfit
 from mcore_convert.formats.hf.schemes import METHODS, Problems, Values
 from mcore_convert.spec.config.mapping import shown
 from mcore_convert.storage.codecs import Blocks, Quantised
-from mcore_convert.storage.views import View
+from mcore_convert.storage.views import View, bytes_of
 
 KEY = "quantization_config"
 DTYPES = ("bfloat16", "float16", "float32")  # that a quantised model says it computes in
@@ -60,8 +60,7 @@ def read_quantised(stored: Mapping[str, View], config: Values) -> Reading:
     if not coded:
         return Reading(views)
     texts = dict.fromkeys(form.text for _, form in coded.values())
-    nbytes = sum(stored[name].nbytes for name in hidden)
-    decoded = sum(views[name].nbytes for name in coded)
+    nbytes, decoded = bytes_of(map(stored.__getitem__, hidden)), bytes_of(map(views.__getitem__, coded))
     return Reading(views, Quantised(str(method), tuple(texts), len(coded), nbytes, decoded, dtype))
 
 

@@ -27,7 +27,7 @@ from mcore_convert.formats.random_states import RandomStates
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, common_state
 from mcore_convert.formats.torch_dist.description import optimizer_form, written_by
 from mcore_convert.formats.torch_dist.directories import inner_directory, optimizer_beside, with_optimizer
-from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
+from mcore_convert.formats.torch_dist.keys import SlotsByPlace, StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.optimizer import OptimizerState, find
 from mcore_convert.formats.torch_dist.training import training_of
 from mcore_convert.formats.traits import Storage
@@ -80,7 +80,7 @@ class TorchDistCheckpoint(Checkpoint):
     directory: dcp.Directory
     keys: Mapping[str, str]
     prefix: str
-    reserved: Mapping[str, list[Slot]] | None = None
+    reserved: Mapping[str, SlotsByPlace] | None = None
     described: Mapping[str, Any] | None = None
     format: str = TORCH_DIST
     side: Side = Side.MEGATRON
@@ -105,10 +105,6 @@ class TorchDistCheckpoint(Checkpoint):
     @property
     def tensors(self) -> Mapping[str, TensorMeta]:
         return self.weights.tensors
-
-    def slots(self, key: str) -> list[Slot]:
-        """Return the chunks of a weight's key; their headers are read once."""
-        return self.weights.slots(key)
 
     @property
     def dialect(self) -> str:

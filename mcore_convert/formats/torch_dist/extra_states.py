@@ -31,19 +31,31 @@ def extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
     asks for that of the output layer, too, which a `GPTModel` leaves out (`gpt_model.py`, `sharded_state_dict`).
     """
     keys: dict[str, None] = {}
+    known: dict[str, list[tuple[str, tuple[str, ...], str]]] = {}  # of the weights: what layers and experts share
     for weight, at, state in items:
         if weight.mcore is None or state != PARAM:
             continue
-        module = weight.mcore.rpartition(".")[0]
-        last = module.rpartition(".")[2]
-        modules = [module] if has_extra_state(last, norms=True) else []
-        if weight.mcore == HYBRID_FINAL_NORM:
-            modules.append(OUTPUT.removesuffix(".weight"))
-        if last == "linear_proj":
-            modules.append(f"{module.rpartition('.')[0]}.core_attention")
-        for each in modules:
-            axes = axes_written(each, dims)
-            place = [getattr(at, axis) for axis in axes] or [0]
-            shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, sizes_of(axes, dims) or (1,)))}"
-            keys[f"{spell(drop(each, *axes), at)}._extra_state/{shard}"] = None
+        if weight.mcore not in known:
+            known[weight.mcore] = [_shared(module, dims) for module in _modules(weight.mcore)]
+        for template, axes, sizes in known[weight.mcore]:
+            place = ".".join([str(getattr(at, axis)) for axis in axes]) or "0"
+            keys[f"{spell(template, at)}._extra_state/shard_{place}_{sizes}"] = None
     return keys
+
+
+def _modules(name: str) -> list[str]:
+    """Return the modules that have such an object, of those that a weight stands for."""
+    module = name.rpartition(".")[0]
+    last = module.rpartition(".")[2]
+    modules = [module] if has_extra_state(last, norms=True) else []
+    if name == HYBRID_FINAL_NORM:
+        modules.append(OUTPUT.removesuffix(".weight"))
+    if last == "linear_proj":
+        modules.append(f"{module.rpartition('.')[0]}.core_attention")
+    return modules
+
+
+def _shared(module: str, dims: Dims) -> tuple[str, tuple[str, ...], str]:
+    """Return the template of a module's key, its leading axes, and how many there are along these."""
+    axes = axes_written(module, dims)
+    return drop(module, *axes), axes, ".".join(map(str, sizes_of(axes, dims) or (1,)))

@@ -28,6 +28,9 @@ from mcore_convert.storage.views import Slot, TensorMeta
 
 ROUTER = "mlp.router.weight"
 
+# Those of a key by the indices of its leading axes, which they leave out.
+SlotsByPlace = dict[tuple[int, ...], list[Slot]]
+
 
 @dataclass(frozen=True)
 class StateKeys:
@@ -39,7 +42,7 @@ class StateKeys:
     directory: dcp.Directory
     keys: Mapping[str, str]
     label: str = ""
-    reserved: Mapping[str, list[Slot]] | None = None
+    reserved: Mapping[str, SlotsByPlace] | None = None
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorMeta]:
@@ -56,8 +59,6 @@ class StateKeys:
 
     def slots(self, key: str) -> list[Slot]:
         """Return the chunks of a key; their headers are read once."""
-        if self.reserved is not None:
-            return self.reserved[self.keys[key]]
         if key not in self._slots:
             on_disk = self.keys[key]
             slots = self.directory.slots(on_disk)
@@ -67,12 +68,14 @@ class StateKeys:
             self._slots[key] = slots
         return self._slots[key]
 
-    def _slots_at(self, key: str, axes: int) -> Mapping[tuple[int, ...], list[Slot]]:
+    def _slots_at(self, key: str, axes: int) -> SlotsByPlace:
         """Return the chunks of a key by the indices of its leading axes, and without these:
         a key may have one for each layer and expert.
         """
+        if self.reserved is not None:
+            return self.reserved[self.keys[key]]
         if key not in self._by_place:
-            by_place: dict[tuple[int, ...], list[Slot]] = {}
+            by_place: SlotsByPlace = {}
             for slot in self.slots(key):
                 for place in _places(slot.box, axes):
                     held, selected = by_place.get(place), slot.select(*place)
@@ -84,7 +87,7 @@ class StateKeys:
         return self._by_place[key]
 
     @cached_property
-    def _by_place(self) -> dict[str, dict[tuple[int, ...], list[Slot]]]:
+    def _by_place(self) -> dict[str, SlotsByPlace]:
         return {}
 
     @cached_property

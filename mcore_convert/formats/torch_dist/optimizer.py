@@ -28,7 +28,7 @@ from mcore_convert.formats.megatron.remainders import are_gathered, whole_master
 from mcore_convert.formats.megatron.tolerances import refuse_remainders
 from mcore_convert.formats.torch_dist import gathered as gathered_form
 from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState, is_matrix
-from mcore_convert.formats.torch_dist.keys import StateKeys, with_fused_norms
+from mcore_convert.formats.torch_dist.keys import SlotsByPlace, StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
@@ -133,7 +133,7 @@ def find(
     weights: StateKeys,
     keys: Iterable[str],
     common: Mapping[str, Any],
-    reserved: Mapping[str, list[Slot]] | None = None,
+    reserved: Mapping[str, SlotsByPlace] | None = None,
 ) -> OptimizerState | None:
     """Return the optimizer state of a checkpoint; None where it has none.
 
@@ -191,7 +191,7 @@ def _named_state(
     directory: dcp.Directory,
     weights: StateKeys,
     named: Mapping[str, Mapping[str, str]],
-    reserved: Mapping[str, list[Slot]] | None,
+    reserved: Mapping[str, SlotsByPlace] | None,
 ) -> NamedState:
     if named.get("param", {}).keys() & named.get("fp32_param", {}).keys():
         raise UnreadableCheckpoint(f"`{directory.path}` holds two master copies of its weights", hint=WITHOUT)

@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_convert.errors import MappingError, fold
@@ -34,7 +35,7 @@ from mcore_convert.formats.torch_dist.checkpoint import NO_WEIGHT, TorchDistChec
 from mcore_convert.formats.torch_dist.common_state import COMMON, COMMON_STATE, random_archives
 from mcore_convert.formats.torch_dist.extra_states import axes_written, extra_state_keys, sizes_of
 from mcore_convert.formats.torch_dist.form import Form
-from mcore_convert.formats.torch_dist.keys import keyed_parts
+from mcore_convert.formats.torch_dist.keys import SlotsByPlace, keyed_parts
 from mcore_convert.formats.torch_dist.training import common_of
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item, Weight
@@ -50,8 +51,19 @@ METADATA_JSON = {
 }
 
 
+class _Chunk(NamedTuple):
+    """A box of the tensor of one layer and expert, as a chunk of its own: `sizes` are those in the key's tensor, and
+    `kind` what its view has beside its place.
+    """
+
+    box: Box
+    sizes: Shape
+    archive: torch_file.Archive
+    kind: tuple[Any, ...]
+
+
 class _Part(NamedTuple):
-    """What each layer and expert adds to a key whose name ends so: the chunks of what one of them has, and archives.
+    """What each layer and expert adds to a key whose name ends so.
 
     `shape` is that of the key's tensor, `cell` that of what one tensor-parallel rank has of one layer.
     """
@@ -59,16 +71,17 @@ class _Part(NamedTuple):
     end: str
     shape: Shape
     cell: Shape
-    chunks: list[tuple[Box, TensorMeta, torch_file.Archive]]
+    chunks: list[_Chunk]
 
 
 @dataclass
 class _Content:
-    """The keys of the checkpoint as they are laid out."""
+    """The keys of the checkpoint as they are laid out, and the dtypes of each name, with the first that has it."""
 
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
     chunks: dict[str, list[dcp.Chunk]] = field(default_factory=dict)
-    slots: dict[str, list[Slot]] = field(default_factory=dict)
+    slots: dict[str, SlotsByPlace] = field(default_factory=dict)
+    dtypes: dict[str, dict[str, Item]] = field(default_factory=dict)
     cells: dict[str, Shape] = field(default_factory=dict)  # of what one tensor-parallel rank has of one layer
     objects: dict[str, dcp.Place] = field(default_factory=dict)
     laid: dict[Any, tuple[tuple[str, ...], str, list[_Part]]] = field(default_factory=dict)  # by what is alike
@@ -94,7 +107,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
             if form.is_flat:  # its cells are what a rank holds
                 shard = shard_of(item.weight, common["args"].get("transformer_impl") or "", request.release)
             _reserve_weight(item, shard, form, dtype, dims, cut, files, content)
-    _refuse_mixed(dtype_of, dims)
+    _refuse_mixed(content)
     blob = torch_file.lay_out(list, [TensorMeta((len(EXTRA_STATE),), "uint8")]).filled(EXTRA_STATE)
     content.objects |= {key: files.place(blob) for key in extra_state_keys(dtype_of, dims)}
     content.objects |= {key: files.place(archive) for key, archive in random_archives(request.random_states)}
@@ -181,18 +194,18 @@ def _reserve_weight(
     if alike not in content.laid:
         content.laid[alike] = _laid(weight, dims.sized(shard), prefix, form, dtype, dims, tp)
     axes, template, parts = content.laid[alike]
-    place, name = tuple(getattr(at, axis) for axis in axes), prefix + spell(template, at)
+    place, name = tuple([getattr(at, axis) for axis in axes]), prefix + spell(template, at)
+    content.dtypes.setdefault(name, {}).setdefault(dtype, item)
     for part in parts:
         key = name + part.end
         if key not in content.tensors:
             content.tensors[key], content.cells[key] = TensorMeta(part.shape, dtype), part.cell
-            content.chunks[key], content.slots[key] = [], []
-        chunks, slots = content.chunks[key], content.slots[key]
-        for box, meta, archive in part.chunks:
-            chunk = Box(place + box.offsets, meta.shape)
+            content.chunks[key], content.slots[key] = [], {}
+        chunks, slots = content.chunks[key], content.slots[key].setdefault(place, [])
+        for box, sizes, archive, kind in part.chunks:
             where = files.place(archive)
-            chunks.append(dcp.Chunk(chunk, where))
-            slots.append(Slot(View.of(files.path, where.offset + archive.holes[0], meta), chunk))
+            chunks.append(dcp.Chunk(Box(place + box.offsets, sizes), where))
+            slots.append(Slot(View(files.path, where.offset + archive.holes[0], *kind), box))
 
 
 def _laid(
@@ -210,21 +223,17 @@ def _laid(
         flat = form.flattens(f"{prefix}{template}{end}")
         chunks = []
         for box in (box for cell in cells for box in bounded(cell, dtype)):
-            meta = TensorMeta((*ones, *box.sizes), dtype)
-            stored = (*(1 for _ in meta.shape), meta.numel) if flat else meta.shape
-            chunks.append((box, meta, archive_of(TensorMeta(stored, dtype))))
+            sizes = (*ones, *box.sizes)
+            archive = archive_of(TensorMeta((*(1 for _ in sizes), box.numel) if flat else sizes, dtype))
+            chunks.append(_Chunk(box, sizes, archive, View.of(Path(), 0, TensorMeta(box.sizes, dtype))[2:]))
         parts.append(_Part(end, (*lead, *shape), (*ones, *cells[0].sizes), chunks))
     return axes, template, parts
 
 
-def _refuse_mixed(dtype_of: Mapping[Item, str], dims: Dims) -> None:
+def _refuse_mixed(content: _Content) -> None:
     """Refuse keys of several dtypes: a key has one for all its layers and experts."""
-    dtypes_of: dict[tuple[str, str], dict[str, Item]] = {}
-    for item, dtype in dtype_of.items():
-        if item.weight.mcore is not None:
-            key = spell(drop(item.weight.mcore, *axes_written(item.weight.mcore, dims)), item.at)
-            dtypes_of.setdefault((key, item.state), {}).setdefault(dtype, item)
-    mixed = [f"{name} is {dtype}" for dtypes in dtypes_of.values() if len(dtypes) > 1 for dtype, name in dtypes.items()]
+    several = (dtypes for dtypes in content.dtypes.values() if len(dtypes) > 1)
+    mixed = [f"{item} is {dtype}" for dtypes in several for dtype, item in dtypes.items()]
     if mixed:
         raise MappingError(
             "a weight has another dtype in other layers, which `torch_dist` cannot hold", items=fold(mixed)

@@ -22,7 +22,14 @@ from tests.warm import environment
 from train_entry.config.compose import load_config
 from train_entry.pretrain import pretrain
 
-WORDS = ("training.steps=6", "logging.tensorboard=false", "logging.plot=false", "checkpoint.save=false")
+WORDS = (
+    "training.steps=6",
+    "training.seq_length=64",
+    "training.global_batch_size=4",
+    "logging.tensorboard=false",
+    "logging.plot=false",
+    "checkpoint.save=false",
+)
 SECONDS = 240
 
 

@@ -79,6 +79,12 @@ def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
     return tuple(reversed(strides))
 
 
+@lru_cache(maxsize=4096)
+def _span(shape: Shape, strides: Shape, dtype: str) -> int:
+    """Return the bytes from the first of the first element to the last of the last one."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + DTYPE_SIZES[dtype]
+
+
 class Access(Protocol):
     """Open files, as `elements.Files` has them."""
 
@@ -172,10 +178,7 @@ class View(NamedTuple):
     @property
     def end(self) -> int:
         """The first byte of the file behind the last element."""
-        last = self.offset
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            last += (size - 1) * stride
-        return last + DTYPE_SIZES[self.dtype]
+        return self.offset + _span(self.shape, self.strides, self.dtype)
 
     @property
     def is_contiguous(self) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
-from mcore_convert.formats.files.pickle_records import Record
+from mcore_convert.formats.files.pickle_records import Record, TensorRef
 from mcore_convert.spec.config.arguments import TorchDtype
 
 MAX_DEPTH = 200  # of what a checkpoint holds beside its metadata
 MAX_PARTS = 20_000_000  # of the same, with every part counted wherever it occurs
+PLAIN = frozenset({str, bytes, int, float, bool, type(None)})  # of which most keys are
+LEAVES = PLAIN | {TensorRef}
+KEYS = (str, bytes, int, float, TorchDtype, type(None))
 
 
 def check_tree(tree: Any) -> None:
@@ -40,7 +43,7 @@ def check_tree(tree: Any) -> None:
             if len(path) > MAX_DEPTH:
                 raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
             pending.append((part, True))
-            pending += [(child, False) for child in children]
+            pending += [(child, False) for child in children if type(child) not in LEAVES]
 
 
 def _children(part: Any) -> list[Any] | None:
@@ -60,13 +63,15 @@ def _children(part: Any) -> list[Any] | None:
     return None
 
 
-def check_keys(keys: Iterable[Any]) -> None:
+def check_keys(keys: Collection[Any]) -> None:
     """Prove that the keys of a dict, or the parts of a set, are plain values, or tuples of such.
 
     Raises:
         ValueError: one is not.
     """
+    if {*map(type, keys)} <= PLAIN:
+        return
     for key in keys:
         for each in key if type(key) is tuple else (key,):
-            if type(each) is tuple or not isinstance(each, str | bytes | int | float | TorchDtype | None):
+            if type(each) is tuple or not isinstance(each, KEYS):
                 raise ValueError(f"it has a key that is a {type(each).__name__}")

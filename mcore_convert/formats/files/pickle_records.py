@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from mcore_convert.errors import UnsafePickle
 from mcore_convert.formats.files.pickle_prices import PAIR, SOME_PAIRS, Budget
@@ -175,8 +174,7 @@ class StorageInfo(Record):
         state.clear()
 
 
-@dataclass(frozen=True)
-class StorageRef:
+class StorageRef(NamedTuple):
     """A storage of a torch file: its record, dtype and size in elements."""
 
     key: str
@@ -184,8 +182,7 @@ class StorageRef:
     numel: int
 
 
-@dataclass(frozen=True)
-class TensorRef:
+class TensorRef(NamedTuple):
     """A tensor of a torch file, in elements of its storage. No byte of it has been read."""
 
     storage: StorageRef

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from mcore_convert.formats.files.pickle_prices import CALL, INTEGER, INTEGERS, MARK, PUSHED, SIZES, TEXT, TUPLE, WIDE
@@ -24,8 +25,8 @@ _DIMENSION = INTEGER + PUSHED + 8
 class Tensor(NamedTuple):
     """A tensor's opcodes: the numbers of what they get and put, what they take in bytes, and where they end."""
 
-    gets: list[int]
-    puts: list[int]
+    gets: tuple[int, ...]
+    puts: tuple[int, ...]
     price: int
     end: int
 
@@ -35,6 +36,15 @@ def tensor_at(data: bytes, at: int) -> Tensor | None:
     tensor = _TENSOR.match(data, at)
     if tensor is None:
         return None
-    gets, puts = ([int.from_bytes(each[1:], "little") for each in tensor.group(*of) if each] for of in (_GETS, _PUTS))
-    dimensions = sum(tensor.end(shape) - tensor.start(shape) for shape in _SHAPES) // 2  # of two bytes at least
+    first, second = tensor.group(*_SHAPES)
+    dimensions = (len(first) + len(second)) // 2  # of two bytes at least
+    gets, puts = _same_numbers(tensor.group(*_GETS)), _numbers(tensor.group(*_PUTS))
     return Tensor(gets, puts, _PRICE + _DIMENSION * dimensions, tensor.end())
+
+
+def _numbers(opcodes: tuple[bytes | None, ...]) -> tuple[int, ...]:
+    """Return the numbers that some opcodes have for arguments."""
+    return tuple([int.from_bytes(each[1:], "little") for each in opcodes if each])
+
+
+_same_numbers = lru_cache(maxsize=1024)(_numbers)  # tensors of a file get the same names and classes

@@ -152,13 +152,15 @@ class _Walk:
         tensor = tensor_at(self.data, self.at)
         if tensor is None or not self.atoms.issuperset(tensor.gets):
             return False
-        numbers = max(tensor.puts, default=self.numbers - 1) + 1
-        if min(tensor.puts, default=self.numbers) < self.numbers or numbers > self.at:
-            return False
-        self.spent += tensor.price + REMEMBERED * (numbers - self.numbers)
-        self.numbers = numbers
-        self.remembered += len(tensor.puts)
-        self.numbered |= {True} if tensor.puts else set()
+        if tensor.puts:
+            numbers = max(tensor.puts) + 1
+            if min(tensor.puts) < self.numbers or numbers > self.at:
+                return False
+            self.spent += REMEMBERED * (numbers - self.numbers)
+            self.numbers = numbers
+            self.remembered += len(tensor.puts)
+            self.numbered.add(True)
+        self.spent += tensor.price
         self.stack.append(VISITED)
         self.at = tensor.end
         return True

@@ -156,8 +156,9 @@ def _frozenset(budget: Budget, items: Sequence[Any] = ()) -> frozenset[Any]:
 
 
 def _ordered(budget: Budget, items: Sequence[tuple[Any, Any]] = ()) -> collections.OrderedDict[Any, Any]:
-    budget.take(PAIR * len(items), "dicts")
-    check_keys(key for key, _ in items)
+    if items:  # of a tensor's hooks there are none
+        budget.take(PAIR * len(items), "dicts")
+        check_keys([key for key, _ in items])
     return collections.OrderedDict(items)
 
 
@@ -228,9 +229,9 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> StorageRef:
         kind, storage, key, _location, numel, *view = pid
-        if not isinstance(key, str | int):  # the name of which would be as long as it is
+        if not isinstance(key, (str, int)):  # the name of which would be as long as it is
             raise ValueError("it refers to a storage that has no name")
-        if kind != "storage" or not isinstance(storage, _StorageType) or not are_counts(numel):
+        if kind != "storage" or not isinstance(storage, _StorageType) or type(numel) is not int or numel < 0:
             raise ValueError("it refers to something that is not a tensor storage")
         if any(view):
             raise ValueError("it has views of storages, which torch has not written since 0.4")

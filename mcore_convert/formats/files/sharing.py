@@ -18,7 +18,7 @@ def refuse_shared(path: Path, views: Mapping[str, View]) -> None:
     Raises:
         UnreadableCheckpoint: a byte belongs to two that are not the same.
     """
-    held = sorted(((view.offset, view.end, name) for name, view in views.items() if view.nbytes), key=lambda each: each)
+    held = sorted([(view.offset, view.end, name) for name, view in views.items() if view.nbytes])
     shared = []
     for (start, end, name), (following, _, other) in itertools.pairwise(held):
         if following < end and views[name] != views[other]:

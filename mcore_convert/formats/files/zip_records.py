@@ -11,6 +11,8 @@ TAIL = 4096  # bytes read from the end at first: they hold the whole directory o
 MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # what is as large or larger has its place in fields of zip64
 
 HEADER = 30  # bytes of a record's own header, before its name
+MOST = 256  # of the same with the name and the padding, which are read at once where they are no more
+ENTRY, OWN = struct.Struct("<10xH4xLLLHHH8xL"), struct.Struct("<4s22xHH")  # of the directory, and of a record
 DESCRIPTORS = (16, 24)  # bytes that may follow a record: its checksum and sizes once more
 MAX_DIRECTORY = 64 * 2**20  # bytes; those of a million tensors
 
@@ -53,12 +55,10 @@ def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str
         if size > MAX_DIRECTORY:
             raise ValueError(f"its directory has {size:,} bytes")
         raw = bytes_at(start, size)
-    records = {}
+    records: dict[str, Record] = {}
     at = 0
     for _ in range(count):
-        method, checksum, stored, full, name_size, extra_size, note_size, header = struct.unpack_from(
-            "<10xH4xLLLHHH8xL", raw, at
-        )
+        method, checksum, stored, full, name_size, extra_size, note_size, header = ENTRY.unpack_from(raw, at)
         name = raw[at + 46 : at + 46 + name_size].decode()
         extra = raw[at + 46 + name_size : at + 46 + name_size + extra_size]
         if MAX_ZIP in (full, stored, header):
@@ -68,12 +68,12 @@ def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str
         short = name.partition("/")[2]
         if short in records:
             raise ValueError(f"it has `{name}` twice")
-        records[short] = Record(header, full, checksum, name.encode(), entry=start + at)
+        records[short] = Record(header, full, checksum, name.encode(), 0, start + at)
         at += 46 + name_size + extra_size + note_size
     _refuse_shared(records)
     following = start
     for short, record in sorted(records.items(), key=lambda item: -item[1].header):
-        records[short] = record._replace(until=following)
+        records[short] = Record(*record[:4], following, record.entry)
         following = record.header
     return records
 
@@ -86,7 +86,8 @@ def start_of(bytes_at: Callable[[int, int], bytes], record: Record) -> int:
     Raises:
         ValueError, EOFError: the header is damaged.
     """
-    signature, name_size, extra_size = struct.unpack("<4s22xHH", bytes_at(record.header, HEADER))
+    content = bytes_at(record.header, max(HEADER, min(record.until - record.header - record.size, MOST)))
+    signature, name_size, extra_size = OWN.unpack_from(content)
     if signature != b"PK\x03\x04":
         raise ValueError(f"there is no record at byte {record.header:,}")
     start = record.header + HEADER + int(name_size) + int(extra_size)
@@ -94,7 +95,9 @@ def start_of(bytes_at: Callable[[int, int], bytes], record: Record) -> int:
     if left < 0:
         raise EOFError(f"a record of {record.size} bytes does not fit")
     behind = bytes_at(start + record.size, 4) if left else b""
-    extra = bytes_at(record.header + HEADER, int(name_size) + int(extra_size))
+    extra = content[HEADER : start - record.header]
+    if start - record.header > len(content):
+        extra = bytes_at(record.header + HEADER, int(name_size) + int(extra_size))
     sound = extra.startswith(record.name) and name_size == len(record.name) and _is_tiled(extra[name_size:])
     if not sound or (left and (left not in DESCRIPTORS or behind != b"PK\x07\x08")):
         raise ValueError(f"the header at byte {record.header:,} does not fit its record")

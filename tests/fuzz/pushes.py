@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from typing import ClassVar
@@ -21,6 +22,7 @@ REQUESTS = (
 )  # fmt: skip
 STATUSES = (400, 401, 403, 404, 409, 412, 429, 500, 502, 503, 504)
 TIMES = (1, 1, 2, 5, 1000)
+OF_THE_CLIENT = re.compile(r"^(.* thrown while requesting .*|Retrying in .*)\n", re.MULTILINE)
 STARTS = ("error: ", "note: ", "warning: ", "interrupted; ")
 
 
@@ -61,7 +63,7 @@ class Pushes:
                 return Case("TAG OF NOTHING", what, messages)
             if code == DONE and there != sent:
                 return Case("WRONG WORD", what, messages)
-            if code == BUG or (code != DONE and not messages.startswith(STARTS)):
+            if code == BUG or (code != DONE and not OF_THE_CLIENT.sub("", messages).startswith(STARTS)):
                 return Case("bug" if code == BUG else "wrong end", what, messages)
             hub.faults.clear()
             again, text = subject.run(command)

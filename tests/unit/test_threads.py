@@ -141,7 +141,7 @@ def read() -> None:
 
 @pytest.mark.parametrize("action", [many, one_after_the_other, question, read])
 def test_a_signal_at_any_instruction_leaves_no_lock_taken(action: Callable[[], None]) -> None:
-    before = signal.getsignal(signal.SIGINT)
+    before, others = signal.getsignal(signal.SIGINT), threading.enumerate()
     with SignalAt(TRACED) as counted:
         action()
     stopped = 0
@@ -156,5 +156,5 @@ def test_a_signal_at_any_instruction_leaves_no_lock_taken(action: Callable[[], N
         assert signal.getsignal(signal.SIGINT) is before
     assert stopped
     for each in threading.enumerate():
-        if each is not threading.main_thread() and not each.name.startswith(("line", "ranges")):  # which wait for work
+        if each not in others and not each.name.startswith(("line", "ranges")):  # which wait for work
             each.join()

@@ -190,12 +190,13 @@ class _Writer:
         for row in rows:
             content += first
             for value, after in zip(row, behind, strict=True):
-                if type(value) is int:
-                    content += _integer(value)
-                elif type(value) is tuple:
+                kind = type(value)
+                if kind is tuple:
                     content += _integers(value)
-                elif value in memo:
-                    content += memo[value]
+                elif kind is int:
+                    content += _integer(value)
+                elif (known := memo.get(value)) is not None:
+                    content += known
                 else:
                     self._string(value)
                 content += after
@@ -305,10 +306,13 @@ def _integer(item: int) -> bytes:
     return pickle.LONG4 + struct.pack("<i", len(encoded)) + encoded
 
 
+_dimension = lru_cache(maxsize=4096)(_integer)  # numbers of layers and experts, and sizes
+
+
 @lru_cache(maxsize=4096)
 def _integers(items: tuple[int, ...]) -> bytes:
     """Return a tuple of integers alone, as shapes are: many are equal."""
-    parts = b"".join(map(_integer, items))
+    parts = b"".join(map(_dimension, items))
     return parts + _TUPLES[len(items)] if len(items) <= 3 else pickle.MARK + parts + pickle.TUPLE
 
 

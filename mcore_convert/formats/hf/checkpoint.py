@@ -174,8 +174,8 @@ def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, .
     absent = [name for name, file in weight_map.items() if name not in by_file[file]]
     if absent:
         raise UnreadableCheckpoint(f"`{path / index}` names tensors that its files do not hold", items=fold(absent))
-    extra = [name for file, views in by_file.items() for name in views if weight_map.get(name) != file]
-    if extra:
+    if len(weight_map) < sum(map(len, by_file.values())):
+        extra = [name for file, views in by_file.items() for name in views if weight_map.get(name) != file]
         raise UnreadableCheckpoint(f"`{path / index}` does not name tensors that its files hold", items=fold(extra))
     views = {name: by_file[file][name] for name, file in weight_map.items()}
     return views, tuple(each for _, sums in read.values() for each in sums)

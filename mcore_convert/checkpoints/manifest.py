@@ -99,7 +99,7 @@ def manifest_lines(
     def pairs(entries: Iterable[tuple[str, Any]]) -> Iterator[str]:
         before = "\n"
         for name, value in entries:
-            yield f"{before}{json.dumps(name)}: {json.dumps(value)}"
+            yield f"{before}{json.dumps({name: value})[1:-1]}"
             before = ",\n"
 
     named = {"mcore_convert": VERSION, "manifest": FORMAT, **facts, "checksums": {"kind": ALGORITHM, "block": BLOCK}}

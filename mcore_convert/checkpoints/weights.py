@@ -22,6 +22,7 @@ from mcore_convert.spec.tiling import untiled
 from mcore_convert.storage.joining import REMAINDER
 from mcore_convert.storage.views import Slot, cut
 
+CONVERTED = frozenset(DTYPES)
 DRIFT_HINT = "old runs drift a little: --allow-drift takes the first rank's copy"
 ALONE_HINT = "the optimizer's state is not that of these weights: --no-optimizer takes the weights alone"
 
@@ -94,7 +95,7 @@ def find_weights(
         dtypes = {slot.view.dtype for slot in places}
         if reason is not None:
             broken.append(f"{item}: {reason}")
-        if not dtypes <= DTYPES.keys():
+        if not dtypes <= CONVERTED:
             broken.append(f"{item} is stored as {' and '.join(sorted(dtypes))}: codes without scales are not converted")
         elif len(dtypes) > 1:
             broken.append(f"{item} is made of {' and '.join(sorted(dtypes))} parts")

@@ -225,9 +225,10 @@ class Dims:
 
     def shape(self, words: tuple[str, ...]) -> Shape:
         """Return the shape that the words of a row describe."""
-        if words not in self._shapes:
-            self._shapes[words] = tuple(self.size(word) for word in words)
-        return self._shapes[words]
+        shape = self._shapes.get(words)
+        if shape is None:
+            shape = self._shapes[words] = tuple(self.size(word) for word in words)
+        return shape
 
     @cached_property
     def _shapes(self) -> dict[tuple[str, ...], Shape]:

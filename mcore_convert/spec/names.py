@@ -42,6 +42,8 @@ def placeholders_of(template: str) -> tuple[str, ...]:
 
 def spell(template: str, at: Index) -> str:
     """Return the key of one index: `spell("h.{layer}.ln", Index(3))` is `h.3.ln`."""
+    if "{" not in template:  # as where layers and experts are axes
+        return template
     name = template.replace("{layer}", str(at.layer)).replace("{expert}", str(at.expert))
     return name if at.mtp is None else name.replace("{mtp}", str(at.mtp))
 

@@ -64,9 +64,9 @@ class Pack(Protocol):
 def packed(pack: Pack, shape: Shape, dims: Dims) -> tuple[list[Shape], list[Piece]]:
     """Return the shapes and the pieces of a pack, computed once for all layers and experts of a model."""
     key = (pack, shape)
-    if key not in dims.packed:
-        dims.packed[key] = (pack.shapes(shape, dims), pack.pieces(shape, dims))
-    pieces: tuple[list[Shape], list[Piece]] = dims.packed[key]
+    pieces: tuple[list[Shape], list[Piece]] | None = dims.packed.get(key)
+    if pieces is None:
+        pieces = dims.packed[key] = (pack.shapes(shape, dims), pack.pieces(shape, dims))
     return pieces
 
 

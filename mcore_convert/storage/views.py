@@ -63,7 +63,7 @@ class TensorMeta(NamedTuple):
 
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
-def meta_of(shape: Shape, dtype: str) -> TensorMeta:
+def common_meta(shape: Shape, dtype: str) -> TensorMeta:
     """Return the same object for all tensors that are alike."""
     return TensorMeta(shape, dtype)
 
@@ -165,7 +165,7 @@ class View(NamedTuple):
 
     @property
     def meta(self) -> TensorMeta:
-        return meta_of(self.shape, self.dtype)
+        return common_meta(self.shape, self.dtype)
 
     @property
     def itemsize(self) -> int:
@@ -191,7 +191,9 @@ class View(NamedTuple):
 
     def narrow(self, box: Box) -> View:
         """Return the view of a box."""
-        offset = self.offset + sum(start * stride for start, stride in zip(box.offsets, self.strides, strict=True))
+        offset = self.offset
+        for start, stride in zip(box.offsets, self.strides, strict=True):
+            offset += start * stride
         return self._at(offset, box.sizes, self.strides, self.high and self.high.narrow(box))
 
     def block(self, where: tuple[slice, ...]) -> View:
@@ -231,7 +233,7 @@ class View(NamedTuple):
 def bytes_of(views: Iterable[View]) -> int:
     """Return the bytes of all of these: many are alike, which are counted first."""
     alike = Counter(map(attrgetter("shape", "dtype"), views))
-    return sum(meta_of(*kind).nbytes * count for kind, count in alike.items())
+    return sum(common_meta(*kind).nbytes * count for kind, count in alike.items())
 
 
 class Slot(NamedTuple):

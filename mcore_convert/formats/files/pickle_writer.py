@@ -93,28 +93,26 @@ class _Writer:
         else:
             _WRITERS.get(kind, _Writer._other)(self, item)
 
-    def _remember(self, item: str | Global) -> None:
-        """Number what was written last, so that it can be referred to."""
+    def _numbered(self, item: str | Global) -> bytes:
+        """Return what numbers the object that was written last, so that it can be referred to."""
         number = len(self._memo)
-        self.content += _numbered(pickle.BINPUT, pickle.LONG_BINPUT, number)
         self._memo[item] = _numbered(pickle.BINGET, pickle.LONG_BINGET, number)
+        return _numbered(pickle.BINPUT, pickle.LONG_BINPUT, number)
 
     def _string(self, item: str) -> None:
-        known = self._memo.get(item)
-        if known is not None:
-            self.content += known
-            return
+        self.content += self._memo.get(item) or self._text(item)
+
+    def _text(self, item: str) -> bytes:
+        """Return a string that occurs for the first time."""
         encoded = item.encode("utf-8", "surrogatepass")
-        self.content += pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
-        self._remember(item)
+        return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded + self._numbered(item)
 
     def _global(self, item: Global) -> None:
         known = self._memo.get(item)
         if known is not None:
             self.content += known
             return
-        self.content += pickle.GLOBAL + f"{item.module}\n{item.name}\n".encode()
-        self._remember(item)
+        self.content += pickle.GLOBAL + f"{item.module}\n{item.name}\n".encode() + self._numbered(item)
 
     def _constant(self, item: bool | None) -> None:
         self.content += pickle.NONE if item is None else pickle.NEWTRUE if item else pickle.NEWFALSE
@@ -185,20 +183,17 @@ class _Writer:
 
     def _copies(self, frame: list[bytes], rows: Iterable[tuple[Any, ...]]) -> None:
         """Append an object for each row: the bytes around its holes, and the values in them."""
-        content, memo = self.content, self._memo
-        first, *behind = frame
+        known, form = self._memo.get, b"%b".join(part.replace(b"%", b"%%") for part in frame)
         for row in rows:
-            content += first
-            for value, after in zip(row, behind, strict=True):
-                if type(value) is int:
-                    content += _integer(value)
-                elif type(value) is tuple:
-                    content += _integers(value)
-                elif value in memo:
-                    content += memo[value]
-                else:
-                    self._string(value)
-                content += after
+            values = [
+                _integers(value)
+                if type(value) is tuple
+                else _integer(value)
+                if type(value) is int
+                else known(value) or self._text(value)
+                for value in row
+            ]
+            self.content += form % tuple(values)
 
     def _filled(self, parts: tuple[Any, ...], row: tuple[Any, ...]) -> None:
         """Append an object with the values of a row in its holes."""
@@ -305,10 +300,13 @@ def _integer(item: int) -> bytes:
     return pickle.LONG4 + struct.pack("<i", len(encoded)) + encoded
 
 
+_dimension = lru_cache(maxsize=4096)(_integer)  # numbers of layers and experts, and sizes
+
+
 @lru_cache(maxsize=4096)
 def _integers(items: tuple[int, ...]) -> bytes:
     """Return a tuple of integers alone, as shapes are: many are equal."""
-    parts = b"".join(map(_integer, items))
+    parts = b"".join(map(_dimension, items))
     return parts + _TUPLES[len(items)] if len(items) <= 3 else pickle.MARK + parts + pickle.TUPLE
 
 

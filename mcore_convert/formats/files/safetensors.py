@@ -115,9 +115,9 @@ def header_bytes(tensors: Mapping[str, TensorMeta]) -> tuple[bytes, dict[str, in
     at = 0
     starts = {}
     for name, meta in tensors.items():
-        starts[name] = at
-        entries[name] = {"dtype": CODES[meta.dtype], "shape": list(meta.shape), "data_offsets": [at, at + meta.nbytes]}
-        at += meta.nbytes
+        starts[name], end = at, at + meta.nbytes
+        entries[name] = {"dtype": CODES[meta.dtype], "shape": meta.shape, "data_offsets": (at, end)}
+        at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
     head = struct.pack("<Q", len(text)) + text

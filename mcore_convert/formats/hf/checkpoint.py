@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +27,7 @@ from mcore_convert.spec.pack import packed
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.sources import expect_headers
-from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside
+from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, common_meta, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 MAX_FILES = 100_000  # that an index may name
@@ -173,8 +174,8 @@ def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, .
     absent = [name for name, file in weight_map.items() if name not in by_file[file]]
     if absent:
         raise UnreadableCheckpoint(f"`{path / index}` names tensors that its files do not hold", items=fold(absent))
-    extra = [name for file, views in by_file.items() for name in views if weight_map.get(name) != file]
-    if extra:
+    if len(weight_map) < sum(map(len, by_file.values())):
+        extra = [name for file, views in by_file.items() for name in views if weight_map.get(name) != file]
         raise UnreadableCheckpoint(f"`{path / index}` does not name tensors that its files hold", items=fold(extra))
     views = {name: by_file[file][name] for name, file in weight_map.items()}
     return views, tuple(each for _, sums in read.values() for each in sums)
@@ -220,11 +221,11 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
             if name in names:
                 raise MappingError(f"two weights of family `{family.name}` are called `{name}`")
             if chosen is not None and chosen.takes(weight, name, shape, turned=number in turned):
-                coded[name] = TensorMeta(shape, dtype)
+                coded[name] = common_meta(shape, dtype)
                 groups.append(chosen.stored(name, coded[name]))
             else:
-                groups.append({name: TensorMeta(shape, dtype)})
-            names |= {name, *groups[-1]}
+                groups.append({name: common_meta(shape, dtype)})
+            names.update(groups[-1], (name,))
     reservation = Reservation(path)
     stored = _lay_out(reservation, path, groups, request.options.max_shard_size)
     if chosen is None:
@@ -255,18 +256,21 @@ def _lay_out(
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = path / name
         head, starts = safetensors_file.header_bytes(shard)
-        reservation.sizes[file] = len(head) + sum(meta.nbytes for meta in shard.values())
+        reservation.sizes[file] = len(head) + _total(shard.values())[0]
         reservation.literals.append((file, 0, head))
         for tensor, meta in shard.items():
             views[tensor] = View.of(file, starts[tensor], meta)
             weight_map[tensor] = name
     if len(shards) > 1:
-        total = {
-            "total_size": sum(m.nbytes for m in metas.values()),
-            "total_parameters": sum(m.numel for m in metas.values()),
-        }
+        total = dict(zip(("total_size", "total_parameters"), _total(metas.values()), strict=True))
         reservation.texts[path / INDEX] = json_bytes({"metadata": total, "weight_map": weight_map})
     return views
+
+
+def _total(metas: Iterable[TensorMeta]) -> tuple[int, int]:
+    """Return the bytes and the elements of all tensors, of which many are alike."""
+    alike = Counter(metas).items()
+    return sum(meta.nbytes * count for meta, count in alike), sum(meta.numel * count for meta, count in alike)
 
 
 def _shards(groups: Iterable[Mapping[str, TensorMeta]], limit: int) -> Iterable[dict[str, TensorMeta]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.codecs import CODES, Blocks
@@ -58,15 +58,15 @@ def bind_plain(code: str, block: Block, names: tuple[str, ...], views: tuple[Vie
 def _blocks(code: str, block: Block, names: tuple[str, ...], shape: Shape, views: tuple[View, ...]) -> Blocks:
     """Matrices of a shape with their codes, scales and zero points."""
     kinds, size = _fitted(code, block, shape, tuple([view[2:5] for view in views]))
-    rows = [(*view[:2], *kind, *view[5:]) for view, kind in zip(views, kinds, strict=True)]
+    rows = [(view.path, view.offset, *kind) for view, kind in zip(views, kinds, strict=True)]
     return Blocks(names, tuple(made(View, rows)), shape, code, size)
 
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
 def _fitted(
     code: str, block: Block, shape: Shape, stored: tuple[tuple[Shape, Shape, str], ...]
-) -> tuple[tuple[Kind, ...], tuple[int, int]]:
-    """Return how codes, scales and zero points are read, and the size of a block."""
+) -> tuple[list[tuple[Any, ...]], tuple[int, int]]:
+    """Return what the views of codes, scales and zero points have beside their places, and the size of a block."""
     codes, scales, *zeros = kinds = [Kind(*each) for each in stored]
     if not all(View(Path(), 0, *kind).is_contiguous for kind in kinds):
         raise Misfit("is not stored row by row")
@@ -79,7 +79,7 @@ def _fitted(
             raise Misfit(f"zero points in {kind.dtype}")
         each = 1 if kind.dtype == "int8" else 32 // CODES[code].bits  # of them in a word, along the rows
         parts.append(_shaped(kind, (*grid[:-2], -(-grid[-2] // each), grid[-1]), "zero points"))
-    return tuple(parts), size
+    return [View(Path(), 0, *kind)[2:] for kind in parts], size
 
 
 def _grid(block: Block, shape: Shape) -> tuple[tuple[int, int], Shape]:

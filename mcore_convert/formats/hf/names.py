@@ -59,7 +59,9 @@ class HfNames(Checkpoint):
         """
         spellings = item.weight.spellings
         for spelling in spellings:
-            names = [self.name_of(spell(template, item.at)) for template in spelling.hf]
+            names = [spell(template, item.at) for template in spelling.hf]
+            if self.prefix:
+                names = [*map(self.name_of, names)]
             if len(spellings) == 1 or any(self.meta_of(name) is not None for name in names):
                 return spelling, names
         return spellings[0], [self.name_of(spell(template, item.at)) for template in spellings[0].hf]

@@ -70,9 +70,10 @@ def _bound(stored: Mapping[str, View], forms: Iterable[Form], problems: Problems
     wrong: dict[str, str] = {}
     for form in forms:
         ends = (*form.stored, *form.may)
-        for name in [name for name in stored if name.endswith(form.stored[1])]:
-            base = name.removesuffix(form.stored[1])
-            if base + form.stored[0] not in stored:
+        codes, scales = form.stored[:2]
+        for name in [name for name in stored if name.endswith(scales)]:
+            base = name.removesuffix(scales)
+            if base + codes not in stored:
                 continue
             names = tuple([each for end in ends if (each := base + end) in stored])
             absent = [base + end for end in form.stored if base + end not in names] if len(names) < len(ends) else []

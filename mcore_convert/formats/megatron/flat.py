@@ -33,15 +33,16 @@ class Local:
 
         Computed once: experts and layers are alike.
         """
-        if box not in self._parts:
-            self._parts[box] = []
+        parts = self._parts.get(box)
+        if parts is None:
+            parts = self._parts[box] = []
             for inside, outside in self.boxes:
                 common = inside.intersect(box)
                 if common is not None:
                     moved = common.relative_to(inside.offsets)
                     there = Box(tuple(a + b for a, b in zip(moved.offsets, outside.offsets, strict=True)), moved.sizes)
-                    self._parts[box].append((common.relative_to(box.offsets), there))
-        return self._parts[box]
+                    parts.append((common.relative_to(box.offsets), there))
+        return parts
 
     @cached_property
     def _parts(self) -> dict[Box, list[tuple[Box, Box]]]:

@@ -224,7 +224,9 @@ class MpRankCheckpoint(Checkpoint):
         return None if local is None or not local.view.shape else local.view.shape[0] * self.layout.tp
 
     def _slots(self, item: Item, place: Place, places: Places, rows: int | None, findings: Findings) -> list[Slot]:
-        key, parameter = self._key(place), self._find(place)
+        file = self.files[place.rank]
+        parameter = file.chunks[place.chunk].get(place.name)
+        key = file.label(place.chunk) + (place.name if parameter is None else parameter.key)
         if parameter is None:  # nothing that its shape, which may be without padding, could be cut by
             findings.expect(key, None, ())
             return []

@@ -50,7 +50,7 @@ class LocalTensor:
 
     @property
     def meta(self) -> TensorMeta:
-        return TensorMeta(self.view.shape, self.view.dtype)
+        return self.view.meta
 
 
 # The tensors of one model chunk by the names that Megatron Core's modules give them, in the order of its file, which is

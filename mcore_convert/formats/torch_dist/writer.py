@@ -191,9 +191,10 @@ def _reserve_weight(
     weight, at, state = item
     assert weight.mcore is not None
     prefix, alike = form.prefix(item), (weight, state, shard, dtype, tp)
-    if alike not in content.laid:
-        content.laid[alike] = _laid(weight, dims.sized(shard), prefix, form, dtype, dims, tp)
-    axes, template, parts = content.laid[alike]
+    laid = content.laid.get(alike)
+    if laid is None:
+        laid = content.laid[alike] = _laid(weight, dims.sized(shard), prefix, form, dtype, dims, tp)
+    axes, template, parts = laid
     place, name = tuple([getattr(at, axis) for axis in axes]), prefix + spell(template, at)
     content.dtypes.setdefault(name, {}).setdefault(dtype, item)
     for part in parts:

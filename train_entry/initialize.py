@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -106,3 +108,13 @@ def named_groups() -> dict[str, dist.ProcessGroup]:
         "cp": parallel_state.get_context_parallel_group(),
         "ep": parallel_state.get_expert_model_parallel_group(),
     }
+
+
+def begin_streams(seed: int) -> None:
+    """Seed the random streams of this rank, those that the code of one's own may draw from too.
+
+    As Megatron-LM does (`initialize.py`, `_set_random_seed`), with a seed of each pipeline stage.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # which takes no more
+    torch.manual_seed(seed)

@@ -24,7 +24,7 @@ from train_entry.flows import needs_reference, rows_per_sample
 from train_entry.flows.base import Batch, Flow
 from train_entry.global_vars import set_global_variables
 from train_entry.initial_weights import draw_weights
-from train_entry.initialize import named_groups, process_group, together
+from train_entry.initialize import begin_streams, named_groups, process_group, together
 from train_entry.model.choices import select
 from train_entry.model_provider import frozen, model_provider, own_stages, provider_of
 from train_entry.optimizer.build import build_optimizer, build_scheduler, wrap
@@ -145,7 +145,7 @@ class Trainer:
             setattr(self, f"{name}_group", group)
         self.args |= {"world_size": self.world_size, "data_parallel_size": self.dp_size}
         set_global_variables(config, self.args, self.tokenizer)
-        torch.manual_seed(config.training.seed + 100 * self.pp_rank)
+        begin_streams(config.training.seed + 100 * self.pp_rank)
 
     def setup_model_and_optimizer(self) -> None:
         """Build the model, its optimizer and its schedule, and fill them: new, or from a checkpoint.

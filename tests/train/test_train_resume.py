@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +78,20 @@ def test_a_run_with_dropout_goes_on_to_the_last_bit(parallel: dict[str, Any], pr
     expected = losses(whole.run_dir)
     assert losses(part.run_dir) == {step: expected[step] for step in range(4, 9)}
     assert verify(whole.run_dir / "checkpoints", part.run_dir / "checkpoints").equal
+
+
+def test_random_streams_begin_at_the_seed_of_their_stage(tmp_path: Path) -> None:
+    config = config_of(tmp_path, model=TINY, parallel={"pp": 2}, training={"seed": 7})
+
+    def draw() -> tuple[float, float, float]:
+        with Trainer(config) as trainer:
+            trainer.initialize()
+            return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    for stage, drawn in enumerate(run_ranks(2, draw)):
+        seed = 7 + 100 * stage
+        expected = torch.rand((), generator=torch.Generator().manual_seed(seed))
+        assert drawn == (random.Random(seed).random(), np.random.RandomState(seed).random_sample(), float(expected))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])

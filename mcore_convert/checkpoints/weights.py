@@ -96,7 +96,8 @@ def find_weights(
         if reason is not None:
             broken.append(f"{item}: {reason}")
         if not dtypes <= CONVERTED:
-            broken.append(f"{item} is stored as {' and '.join(sorted(dtypes))}: codes without scales are not converted")
+            why = "only float32, float16 and bfloat16 are" if "float64" in dtypes else "codes without scales are not"
+            broken.append(f"{item} is stored as {' and '.join(sorted(dtypes))}: {why} converted")
         elif len(dtypes) > 1:
             broken.append(f"{item} is made of {' and '.join(sorted(dtypes))} parts")
         if item.weight.mcore is None:

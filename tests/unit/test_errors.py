@@ -149,6 +149,7 @@ HF: dict[str, tuple[dict[str, Any], Damage]] = {
         hf_tensors(lambda t: t.update({k: t[k].half() for k in t if "layers.1.mlp" in k})),
     ),
     "a quantised weight": (ONE, hf_tensors(lambda t: t.update({k: t[k].char() for k in t if "mlp.down" in k}))),
+    "weights of 64 bits": (ONE, hf_tensors(lambda t: t.update({k: t[k].double() for k in t if "mlp.down" in k}))),
     "a quantization_config that is not known": (
         ONE,
         hf_config(quantization_config={"quant_method": "gptq", "bits": 4}),

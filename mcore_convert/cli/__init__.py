@@ -18,7 +18,7 @@ from mcore_convert.cli.command import SETTINGS, Command, Group
 from mcore_convert.cli.failures import DONE, Failures, UsageError
 from mcore_convert.cli.interruption import Interrupted, interruptible
 from mcore_convert.cli.sharing import sharing
-from mcore_convert.cli.text import say, show
+from mcore_convert.cli.terminal import say, show
 from mcore_convert.errors import ConvertError
 from mcore_convert.storage.destination import counts, has_journal, left
 from mcore_convert.version import VERSION

@@ -10,7 +10,7 @@ import typer
 
 from mcore_convert.cli import options
 from mcore_convert.cli.parameters import Parameter, taking
-from mcore_convert.cli.text import in_bytes, in_parameters, progress, say, show, table
+from mcore_convert.cli.terminal import in_bytes, in_parameters, progress, say, show, table
 from mcore_convert.options import ConvertOptions
 
 if TYPE_CHECKING:

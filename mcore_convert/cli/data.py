@@ -14,7 +14,7 @@ import typer
 from mcore_convert.cli import options
 from mcore_convert.cli.command import Command, Group
 from mcore_convert.cli.parameters import taking
-from mcore_convert.cli.text import in_bytes, show, table
+from mcore_convert.cli.terminal import in_bytes, show, table
 
 if TYPE_CHECKING:
     from train_entry.data.prepare import Prepared, Progress

@@ -9,8 +9,8 @@ import typer
 
 from mcore_convert.cli import options
 from mcore_convert.cli.parameters import taking
-from mcore_convert.cli.text import progress, say, show, table
-from mcore_convert.cli.values import bars, by_layer, with_headings
+from mcore_convert.cli.terminal import progress, say, show, table
+from mcore_convert.cli.value_tables import bars, by_layer, with_headings
 from mcore_convert.errors import fold
 from mcore_convert.options import ModelOptions
 from mcore_convert.text.grouping import folded

@@ -13,7 +13,7 @@ from mcore_convert.cli import options
 from mcore_convert.cli.interruption import Interrupted, keyboard_interrupts
 from mcore_convert.cli.parameters import Parameter, taking
 from mcore_convert.cli.push import as_lines
-from mcore_convert.cli.text import in_bytes, in_parameters, progress, say, show, table
+from mcore_convert.cli.terminal import in_bytes, in_parameters, progress, say, show, table
 from mcore_convert.options import ExportOptions, ModelFolderOptions, part_of
 
 if TYPE_CHECKING:

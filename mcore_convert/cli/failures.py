@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from mcore_convert.cli.text import say, show
+from mcore_convert.cli.terminal import say, show
 from mcore_convert.errors import ConvertError
 from mcore_convert.version import VERSION
 

@@ -9,7 +9,7 @@ import typer
 
 from mcore_convert.cli import completion, options
 from mcore_convert.cli.parameters import taking
-from mcore_convert.cli.text import show, table
+from mcore_convert.cli.terminal import show, table
 from mcore_convert.spec.shard import COLUMN, GATED_COLUMN, REPLICATED, ROW
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import typer
 
 from mcore_convert.cli import options
 from mcore_convert.cli.parameters import Parameter, taking
-from mcore_convert.cli.text import progress, say, show, show_items, table
-from mcore_convert.cli.values import bars, by_layer, with_headings
+from mcore_convert.cli.terminal import progress, say, show, show_items, table
+from mcore_convert.cli.value_tables import bars, by_layer, with_headings
 from mcore_convert.options import LayoutOptions, part_of
 from mcore_convert.text.grouping import folded
 from mcore_convert.text.quantities import in_bytes, in_digits, in_parameters, in_percent, in_range

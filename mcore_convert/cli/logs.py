@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from enum import StrEnum
 
-from mcore_convert.cli.text import say
+from mcore_convert.cli.terminal import say
 
 LOGGERS = ("mcore_convert", "train_entry")
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(message)s"

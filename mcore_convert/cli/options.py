@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mcore_convert.cli import completion, logs
-from mcore_convert.cli.words import Dtype, Implementation, Quantisation, page_name, size
+from mcore_convert.cli.choices import Dtype, Implementation, Quantisation, page_name, size
 
 # What `--help` groups options under, in this order; those without a panel come first.
 SOURCE, LAYOUT, TARGET, RUN, HUB, OUTPUT = PANELS = (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from mcore_convert.cli import options
-from mcore_convert.cli.words import arguments
+from mcore_convert.cli.choices import arguments
 from mcore_convert.options import names_of
 
 

@@ -13,7 +13,7 @@ import typer
 from mcore_convert.cli import options
 from mcore_convert.cli.interruption import Interrupted, keyboard_interrupts
 from mcore_convert.cli.parameters import taking
-from mcore_convert.cli.text import in_bytes, progress, show, table
+from mcore_convert.cli.terminal import in_bytes, progress, show, table
 from mcore_convert.options import HubOptions
 
 if TYPE_CHECKING:

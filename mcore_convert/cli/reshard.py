@@ -11,7 +11,7 @@ import typer
 from mcore_convert.cli import options
 from mcore_convert.cli.convert import report
 from mcore_convert.cli.parameters import Parameter, taking
-from mcore_convert.cli.text import progress, show
+from mcore_convert.cli.terminal import progress, show
 from mcore_convert.options import ConvertOptions
 
 

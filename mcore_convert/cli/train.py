@@ -11,7 +11,7 @@ import typer
 from mcore_convert.cli import completion, options
 from mcore_convert.cli.interruption import Interrupted
 from mcore_convert.cli.parameters import taking
-from mcore_convert.cli.text import in_bytes, in_parameters, show, table
+from mcore_convert.cli.terminal import in_bytes, in_parameters, show, table
 
 if TYPE_CHECKING:
     from train_entry.config.estimate import Estimate

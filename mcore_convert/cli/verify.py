@@ -9,7 +9,7 @@ import typer
 
 from mcore_convert.cli import options
 from mcore_convert.cli.parameters import PARAMETERS, taking
-from mcore_convert.cli.text import in_bytes, progress, say, show, show_items, table
+from mcore_convert.cli.terminal import in_bytes, progress, say, show, show_items, table
 from mcore_convert.errors import MAX_ITEMS
 from mcore_convert.options import ModelOptions
 

@@ -116,7 +116,7 @@ def test_models_are_the_published_ones_in_what_no_count_shows() -> None:
 
 
 def test_titles_say_the_true_number_of_parameters() -> None:
-    from mcore_convert.cli.text import in_parameters
+    from mcore_convert.cli.terminal import in_parameters
 
     for name in choices("model"):
         matched = re.search(r"([\d.]+ [MB]) parameters", title(CONFIGS / "model" / f"{name}.yaml"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mcore_convert import convert, diff, export, inspect, push, reshard, verify
-from mcore_convert.cli import text
+from mcore_convert.cli import terminal
 from tests.conftest import HfMaker
 from tests.hub import client_of_a_hub
 
@@ -116,21 +116,21 @@ class Terminal(io.StringIO):
 
 
 def test_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(text, "DRAW_EVERY", 0.01)
+    tty = Terminal()
+    monkeypatch.setattr(sys, "stderr", tty)
+    monkeypatch.setattr(terminal, "DRAW_EVERY", 0.01)
     monkeypatch.setenv("COLUMNS", "70")
 
     def drawn() -> str:
         """Return what is drawn once more from now on."""
-        terminal.seek(0)
-        terminal.truncate()
+        tty.seek(0)
+        tty.truncate()
         end = time.monotonic() + 10
-        while "\x1b[K" not in terminal.getvalue() and time.monotonic() < end:
+        while "\x1b[K" not in tty.getvalue() and time.monotonic() < end:
             time.sleep(0.005)
-        return terminal.getvalue()
+        return tty.getvalue()
 
-    with text.progress() as bar:
+    with terminal.progress() as bar:
         assert bar is not None
         bar.phase("planning\x1b")
         assert re.match(r"\rplanning\\x1b  0 s\x1b\[K", drawn())  # nothing of a name is obeyed
@@ -140,24 +140,24 @@ def test_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         assert re.match(r"\rcopying:  25%\|", shown)
         assert "1.00M/4.00M" in shown
         assert all(len(line) < 70 for line in shown.replace("\x1b[K", "").split("\r"))
-        text.say("note: a line")
-        assert "\r\x1b[Knote: a line\n" in terminal.getvalue()
+        terminal.say("note: a line")
+        assert "\r\x1b[Knote: a line\n" in tty.getvalue()
         bar.phase(None)
-        terminal.truncate(0)
+        tty.truncate(0)
         time.sleep(0.05)
-        assert terminal.getvalue() == ""
+        assert tty.getvalue() == ""
         bar.phase("hashing")
         drawn()
-    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert tty.getvalue().endswith("\r\x1b[K")
     assert capsys.readouterr().out == ""
-    with text.progress(quiet=True) as bar:
+    with terminal.progress(quiet=True) as bar:
         assert bar is None
 
 
 @pytest.mark.slow
 def test_a_terminal_shows_phases_until_the_end(pair: tuple[Path, Path]) -> None:
     mine, theirs = pty.openpty()
-    code = "import sys; from mcore_convert.cli import main, text; text.DRAW_EVERY = 1e-4; main(sys.argv[1:])"
+    code = "import sys; from mcore_convert.cli import main, terminal; terminal.DRAW_EVERY = 1e-4; main(sys.argv[1:])"
     words = [sys.executable, "-c", code, "verify", *map(str, pair)]
     process = subprocess.Popen(words, stderr=theirs, stdout=subprocess.PIPE, text=True)
     os.close(theirs)

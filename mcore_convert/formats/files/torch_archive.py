@@ -182,26 +182,26 @@ def with_views(tree: Any, view_of: Callable[[TensorRef], Any]) -> Any:
 
     A part that occurs several times is rebuilt once: a hostile tree may hold itself, or as many parts as 2**100.
     """
-    done: dict[int, Any] = {}
+    return _rebuilt(tree, view_of, {})
 
-    def rebuilt(part: Any) -> Any:
-        if isinstance(part, TensorRef):
-            return view_of(part)
-        if not isinstance(part, dict | list | tuple):
-            return part
-        if id(part) not in done:
-            if isinstance(part, dict):
-                result: Any = {}
-                done[id(part)] = result
-                result.update((key, rebuilt(value)) for key, value in part.items())
-            elif isinstance(part, list):
-                done[id(part)] = result = []
-                result.extend(rebuilt(value) for value in part)
-            else:
-                done[id(part)] = tuple(rebuilt(value) for value in part)
-        return done[id(part)]
 
-    return rebuilt(tree)
+def _rebuilt(part: Any, view_of: Callable[[TensorRef], Any], done: dict[int, Any]) -> Any:
+    """Rebuild a part, as `with_views`; no function within it, which would keep all of it until Python collects."""
+    if isinstance(part, TensorRef):
+        return view_of(part)
+    if not isinstance(part, (dict, list, tuple)):
+        return part
+    if id(part) not in done:
+        if isinstance(part, dict):
+            result: Any = {}
+            done[id(part)] = result
+            result.update((key, _rebuilt(value, view_of, done)) for key, value in part.items())
+        elif isinstance(part, list):
+            done[id(part)] = result = []
+            result.extend(_rebuilt(value, view_of, done) for value in part)
+        else:
+            done[id(part)] = tuple(_rebuilt(value, view_of, done) for value in part)
+    return done[id(part)]
 
 
 @dataclass(frozen=True)

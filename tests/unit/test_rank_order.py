@@ -41,11 +41,12 @@ def test_only_one_order_of_directories_is_that_of_a_run(layout: Layout, data_par
 
 def test_runs_that_do_not_tell_are_taken_as_they_are() -> None:
     layout = Layout(pp=2)
-    for args in (
+    runs: list[dict[str, dict[str, Any]]] = [
         {"mp_rank_00_000": {}, "mp_rank_00_001": {}},
         {"mp_rank_00_000": {"rank": 0}, "mp_rank_00_001": {"rank": 0}},  # what was not written by its ranks
         {"mp_rank_00_000": {"rank": 1, "use_tp_pp_dp_mapping": True}, "mp_rank_00_001": {"rank": 0}},
-    ):
+    ]
+    for args in runs:
         check_order(args, layout, "`run`")
 
 

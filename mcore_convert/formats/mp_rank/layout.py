@@ -126,9 +126,8 @@ def check_order(args: Mapping[str, Mapping[str, Any]], layout: Layout, where: st
     """
     ranks = sorted(layout.ranks(), key=lambda rank: (rank.pp, rank.ep, rank.tp))
     names = [rank_name(rank, layout) for rank in ranks]
-    numbers = [args[name].get("rank") for name in names]
-    is_known = all(type(number) is int for number in numbers) and len(set(numbers)) == len(numbers)
-    if not is_known or any(each.get("use_tp_pp_dp_mapping") for each in args.values()):
+    numbers = [number for name in names if isinstance(number := args[name].get("rank"), int)]
+    if len(set(numbers)) < len(names) or any(each.get("use_tp_pp_dp_mapping") for each in args.values()):
         return
     right = dict(zip(sorted(numbers), names, strict=True))
     moved = [f"{name} is of rank {n}: {right[n]}" for n, name in zip(numbers, names, strict=True) if right[n] != name]

@@ -39,7 +39,7 @@ def has_original_positions(args: Values) -> bool:
     if not args.get("multi_latent_attention") or args["rope_type"] != "yarn" or args["rotary_scaling_factor"] == 1:
         return False
     is_own = args["original_max_position_embeddings"] != args.get("max_position_embeddings")
-    return is_own or args["mscale"] != args["mscale_all_dim"]
+    return bool(is_own or args["mscale"] != args["mscale_all_dim"])
 
 
 def latent_attention(*, queries: int | None = 1536) -> tuple[Field, ...]:

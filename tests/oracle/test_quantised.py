@@ -147,7 +147,7 @@ REFUSED = [
     ({"quant_method": "gptq"}, '`quant_method` = "gptq" is none of fp8, compressed-tensors, mxfp4'),
     ({"activation_scheme": "static"}, '`activation_scheme` = "static"'),
     ({"fmt": "e5m2"}, '`fmt` = "e5m2"'),
-    ({"weight_block_size": None}, "`weight_block_size` = null is no pair of sizes"),
+    ({"weight_block_size": [128]}, "`weight_block_size` = [128] is no pair of sizes"),
     ({"desc_act": True}, "unknown key `desc_act` = true"),
     (
         {"weight_block_size": [64, 128]},

@@ -57,10 +57,10 @@ _FP8: dict[str, tuple[Any, ...] | None] = {
 def _fp8(values: Values, problems: Problems) -> Iterator[Form]:
     problems.expect(values, _FP8)
     sizes = values.get("weight_block_size", [128, 128])
-    if not _is_block(sizes):
+    if sizes is not None and not _is_block(sizes):
         problems.lines.append(f"`weight_block_size` = {shown(sizes)} is no pair of sizes")
         return
-    code, block = "float8_e4m3fn", (sizes[0], sizes[1])
+    code, block = "float8_e4m3fn", (None, None) if sizes is None else (sizes[0], sizes[1])  # one scale for a matrix
     yield Form(f"{code}, {_in_words(block)}", ("", "_scale_inv"), (), "", partial(bind_plain, code, block))
 
 

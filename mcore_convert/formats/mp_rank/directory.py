@@ -108,6 +108,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
             hint="give the layout that it was saved at as options, and the sizes of its model that shapes do not tell",
         )
     mp_rank_layout.check_names(layout, trees, where)
+    mp_rank_layout.check_order({name: each or {} for name, each in stored.items()}, layout, where)
     merged = _completed(merged, trees, layout, where)
     files = {}
     norm_state = False

@@ -115,6 +115,30 @@ def check_agreement(args: Mapping[str, Mapping[str, Any]], where: str) -> None:
         raise UnreadableCheckpoint(f"the ranks of {where} are of different runs", items=differing)
 
 
+def check_order(args: Mapping[str, Mapping[str, Any]], layout: Layout, where: str) -> None:
+    """Check that no rank's directory has the name of another: nothing else tells apart the experts of two ranks.
+
+    A run stores the number of each rank. It numbers ranks by pipeline, expert and tensor parallelism, the last one the
+    fastest, whatever lies between (Megatron Core, `parallel_state.py`, the order `tp-cp-ep-dp-pp`).
+
+    Raises:
+        UnreadableCheckpoint: with each directory that another rank wrote.
+    """
+    ranks = sorted(layout.ranks(), key=lambda rank: (rank.pp, rank.ep, rank.tp))
+    names = [rank_name(rank, layout) for rank in ranks]
+    numbers = [number for name in names if isinstance(number := args[name].get("rank"), int)]
+    if len(set(numbers)) < len(names) or any(each.get("use_tp_pp_dp_mapping") for each in args.values()):
+        return
+    right = dict(zip(sorted(numbers), names, strict=True))
+    moved = [f"{name} is of rank {n}: {right[n]}" for n, name in zip(numbers, names, strict=True) if right[n] != name]
+    if moved:
+        raise UnreadableCheckpoint(
+            f"ranks of {where} lie in directories of other ranks",
+            items=moved,
+            hint="rename them, or copy the checkpoint again: each weight would come from another place",
+        )
+
+
 def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, Any], where: str) -> Layout:
     """Return the layout once the layers that each stage really holds are known and agree with it.
 

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.kinds import KINDS, kind_of
 
 SHARED = Path(__file__).parents[2] / "shared" / "megatron_checkpoints"
 
 HfMaker = Callable[..., Path]
+
+# How fast a machine is that does other work at the same time is nothing that a test may fail of.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

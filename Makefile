@@ -33,12 +33,11 @@ demo: $(INSTALLED)
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "unit and not slow and not wide" tests/unit
 
-# Many tests wait for processes that they have started: one worker more than there are processors.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not wide"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not wide"
 
 wide: $(INSTALLED)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m wide
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m wide
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

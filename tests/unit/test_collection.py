@@ -6,10 +6,16 @@ import gc
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.storage.collection import without_collection
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> None:
+    gc.unfreeze()  # what tests with ranks have
 
 
 def test_what_a_scope_has_made_counts_as_old() -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 from mcore_convert.errors import UnreadableCheckpoint, UnwritableTarget
 from mcore_convert.formats.files.model_folder import CARRIED_FILES, CONFIG, INDEX, TOKENIZER_FILES
-from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.paths import absent, near_miss
 from mcore_convert.storage.remote import RemotePath, located
 from mcore_convert.storage.sending import source_at
+from mcore_convert.storage.threads import started
 
 TIMEOUT = 10.0  # seconds for an answer of a Hub that is there
 PATIENCE = 4.0  # seconds for its first sign, unless HF_HUB_ETAG_TIMEOUT says otherwise
@@ -93,10 +92,7 @@ def _no_sign_of(endpoint: str) -> str | None:
         except Exception as error:  # what the client's HTTP library raises, which it has changed
             reasons.append(first_line(error))
 
-    asking = threading.Thread(target=ask, daemon=True)
-    with Deferral():
-        asking.start()
-    asking.join(patience)
+    started(ask).join(patience)
     return reasons[0] if reasons else f"no answer in {patience:g} s"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from mcore_convert.errors import MAX_ITEMS
 from mcore_convert.storage.deferral import Deferral
+from mcore_convert.storage.threads import started
 from mcore_convert.text.quantities import in_bytes, in_parameters
 
 __all__ = ["in_bytes", "in_parameters", "printable", "progress", "say", "show", "table"]
@@ -81,9 +82,7 @@ class Bar:
         self._since = time.monotonic()
         self._is_drawn = False
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._draw_on, daemon=True)
-        with Deferral():
-            self._thread.start()
+        self._thread = started(self._draw_on)
 
     def __call__(self, done: int, total: int) -> None:
         """So many bytes of all are done."""

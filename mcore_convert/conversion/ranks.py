@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from mcore_convert.errors import ConvertError
 from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.progress import Meter
+from mcore_convert.storage.threads import started
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set for each process
 LOOK_EVERY = 0.05  # seconds
@@ -100,9 +101,7 @@ class Ranks:
             yield
             return
         end = threading.Event()
-        watching = threading.Thread(target=self._watch, args=(meter, end), daemon=True)
-        with Deferral():
-            watching.start()
+        watching = started(lambda: self._watch(meter, end))
         try:
             yield
         finally:

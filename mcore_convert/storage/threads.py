@@ -115,6 +115,14 @@ def _hand_on(done: SimpleQueue[tuple[int, Outcome] | None], take: Callable[[Any]
             take(result)
 
 
+def started(work: Callable[[], object], name: str | None = None) -> threading.Thread:
+    """Return a thread that runs a function, and keeps no process from its end; signals wait while it is started."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    with Deferral():
+        thread.start()
+    return thread
+
+
 def aside(question: Callable[[], Result]) -> Result:
     """Return the answer to a question that other people's code may wait for with locks of `threading`.
 
@@ -123,8 +131,7 @@ def aside(question: Callable[[], Result]) -> Result:
     if threading.current_thread() is not threading.main_thread():
         return question()
     answer: SimpleQueue[Outcome] = SimpleQueue()
-    with Deferral():
-        threading.Thread(target=lambda: answer.put(_outcome(question)), daemon=True).start()
+    started(lambda: answer.put(_outcome(question)))
     result, error = answer.get()
     if error is not None:
         raise error
@@ -142,9 +149,7 @@ class Line:
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._error: BaseException | None = None
         self._given_up = False
-        self._thread = threading.Thread(target=self._run, name="line", daemon=True)
-        with Deferral():
-            self._thread.start()
+        self._thread = started(self._run, "line")
 
     def add(self, function: Callable[[], object]) -> None:
         """Run a function when those before it are over."""

@@ -16,7 +16,7 @@ from mcore_convert.spec.family import Item
 from mcore_convert.storage.disk import sync_data
 from mcore_convert.storage.elements import Files
 from mcore_convert.storage.progress import Meter
-from mcore_convert.storage.threads import WORKERS, Line, in_threads
+from mcore_convert.storage.threads import Line, in_threads
 
 BEYOND_HINT = "--dtype bfloat16 has the range of float32"
 WRITE_BACK = 2**28  # bytes of a file after which the disk begins to take them, while the next are copied
@@ -66,41 +66,31 @@ def fill(
     journal: Record,
     workers: int | None = None,
 ) -> None:
-    """Run every copy into the files `mine`. The threads draw from one queue, so that its length costs no memory."""
-    workers = workers or WORKERS
-    drawing, stop = threading.Lock(), meter.stop
+    """Run every copy into the files `mine`."""
+    stop = meter.stop
     copies = (
         (item, groups) for item, copies in journal.work(plan, mine, stop) for groups in recording.in_order(copies)
     )
     feed = recording.feed if recording.checksums else None
     disk = Disk(files, journal, recording)
 
-    def work() -> None:
-        while not stop.is_set():
-            with drawing:
-                drawn = next(copies, None)
-            if drawn is None:
-                return
-            item, groups = drawn
-            try:
-                for group in groups:
-                    here = [Copy(copy.source, copy.target.moved(recording.here)) for copy in group]
-                    for done in copy_together(files, here, feed):
-                        meter.add(done)
-                        disk.wrote(here[0].target.path, done)
-                        if stop.is_set():
-                            return
-                    for path in recording.done(here, files):
-                        disk.complete(path)
-            except OverflowError as error:
-                stop.set()
-                raise ConvertError(f"`{item}` has {error}", hint=BEYOND_HINT) from error
-            except BaseException:
-                stop.set()  # the others need not go on
-                raise
+    def work(drawn: tuple[Item, Sequence[Sequence[Copy]]]) -> None:
+        item, groups = drawn
+        try:
+            for group in groups:
+                here = [Copy(copy.source, copy.target.moved(recording.here)) for copy in group]
+                for done in copy_together(files, here, feed):
+                    meter.add(done)
+                    disk.wrote(here[0].target.path, done)
+                    if stop.is_set():
+                        return
+                for path in recording.done(here, files):
+                    disk.complete(path)
+        except OverflowError as error:
+            raise ConvertError(f"`{item}` has {error}", hint=BEYOND_HINT) from error
 
     try:
-        in_threads(lambda _: work(), range(workers), workers=workers, stop=stop)
+        in_threads(work, copies, workers=workers, stop=stop)
         if not stop.is_set():
             for path in recording.untouched(files):
                 disk.complete(path)

@@ -73,8 +73,9 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        ranks = {name: [part.as_dict() for part in getattr(self, name)] for name in ("ranks", "planned")}
-        return {**asdict(self), **ranks, "statistics": [weight.as_dict() for weight in self.statistics]}
+        own = {name: getattr(self, name) for name in ("ranks", "planned", "statistics")}  # make theirs themselves
+        plain = asdict(replace(self, ranks=(), planned=(), statistics=()))
+        return plain | {name: [each.as_dict() for each in parts] for name, parts in own.items()}
 
 
 def inspection_of(opened: Opened) -> Inspection:

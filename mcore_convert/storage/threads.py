@@ -49,22 +49,24 @@ def in_threads(
         jobs: drawn one by one, when a thread is free.
         take: gets the results, in the thread that called.
         workers: how many threads; WORKERS unless given.
-        stop: is set when an error or a signal ends the work, so that what has begun may end early.
+        stop: is set when an error or a signal ends the work, so that what has begun may end early; ends it, too.
     """
     done: SimpleQueue[tuple[int, Outcome] | None] = SimpleQueue()
     drawing, source = threading.Lock(), iter(jobs)
-    ended, drawn = False, 0
+    ended = stop or threading.Event()
+    drawn = 0
 
     def run() -> None:
-        nonlocal ended, drawn
-        while not ended:
+        nonlocal drawn
+        while not ended.is_set():
             with drawing:
                 number, drawn = drawn, drawn + 1
                 job, error = _outcome(lambda: next(source, done))
             if job is done:  # which stands for the end
                 break
             outcome = (None, error) if error is not None else _outcome(partial(work, job))
-            ended = ended or outcome[1] is not None
+            if outcome[1] is not None:
+                ended.set()
             done.put((number, outcome))
         done.put(None)
 
@@ -81,9 +83,7 @@ def in_threads(
             finally:
                 signals.hold()
         except BaseException:
-            ended = True
-            if stop is not None:
-                stop.set()
+            ended.set()
             raise
         finally:
             for thread in threads[:started]:

@@ -174,15 +174,16 @@ def test_references_see_all_values(tmp_path: Path) -> None:
 
 def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.singleton import Singleton
     from hydra.version import VersionBase
+    from packaging.version import Version
 
     monkeypatch.chdir(tmp_path)
-    before = dict(Singleton._instances)
+    monkeypatch.setattr(VersionBase.instance(), "version_base", Version("1.2"))  # hydra's own, for a whole process
+    before = GlobalHydra.instance().hydra
     first = load_config("tiny-gpt2", ["parallel=tp2"])
     assert load_config("tiny-gpt2", ["parallel=tp2"]) == first
-    kept = (GlobalHydra, VersionBase)
-    assert [Singleton._instances.get(kind) for kind in kept] == [before.get(kind) for kind in kept]
+    assert VersionBase.instance().getbase() == Version("1.2")
+    assert GlobalHydra.instance().hydra is before
     assert Path.cwd() == tmp_path
     assert list(tmp_path.iterdir()) == []
 

@@ -22,6 +22,8 @@ from mcore_convert.storage.marker import HINT, MARKER, finished_name, new_id, re
 from tests.conftest import HfMaker
 from tests.refusals import refusal, run, tree
 from tests.unit.test_destination import a_dangling_link, a_file, an_empty_directory
+from train_entry.checkpoints.source import START, forget
+from train_entry.config.schema import Config
 
 
 @pytest.fixture
@@ -233,3 +235,15 @@ def test_a_killed_file_is_cleared_and_a_living_one_is_not(tmp_path: Path) -> Non
     assert tree(tmp_path) == {"page.html": b"text"}
     assert finished_name(alive) == tmp_path / "page.html"
     assert finished_name(partial_path(alive)) is None
+
+
+def test_what_a_killed_start_of_training_left_is_removed_alone(tmp_path: Path) -> None:
+    left, another = (unfinished(tmp_path / name, new_id()) for name in (START, "other"))
+    theirs = [another, *(tmp_path / name for name in (START, f"{START}.partial", f"{START}.removed"))]
+    for path in (left, *theirs):
+        a_directory(path)
+    forget(Config(run_dir=tmp_path))
+    assert sorted(tmp_path.iterdir()) == sorted(theirs)
+    assert all((path / "mine.txt").read_text() == "mine" for path in theirs)
+    forget(Config(run_dir=tmp_path / "not begun"))
+    assert not (tmp_path / "not begun").exists()

@@ -6,6 +6,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+FEW = 10_000  # objects that Python searches in a millisecond or two: less than what is frozen takes to be counted
+
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
@@ -19,7 +21,7 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # what a caller has frozen stays so
+            if gc.get_count()[0] > FEW and not gc.get_freeze_count():  # what a caller has frozen stays so
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

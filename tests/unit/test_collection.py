@@ -32,8 +32,9 @@ def test_what_a_caller_has_frozen_stays_so() -> None:
     gc.freeze()
     try:
         with without_collection():
-            pass
+            made = [[number] for number in range(20_000)]
         assert gc.get_freeze_count()
+        assert made
     finally:
         gc.unfreeze()
 

@@ -15,13 +15,16 @@ from mcore_convert.formats.files.json_file import read_json
 from mcore_convert.formats.files.model_folder import CONFIG
 from mcore_convert.plugins import REPAIR, Plugins, load
 from mcore_convert.spec import gpt
-from mcore_convert.spec.config.mapping import architectures_of
+from mcore_convert.spec.config.mapping import architectures_of, shown
+from mcore_convert.spec.config.neutral import NEUTRAL, NEUTRAL_OF_EXPERTS
+from mcore_convert.spec.config.without_effect import OF_RUNS, WITHOUT_EFFECT
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Family
 
 GROUP = "mcore_convert.families"
 ADD = "`mcore-convert families` lists those that are installed; docs/add-a-family.md says how to add one"
 UNREPRESENTED = "mcore_convert.unrepresented"
+SHOWN_ARGUMENTS = 8
 
 
 @lru_cache(maxsize=1)
@@ -48,6 +51,30 @@ def unrepresented() -> dict[str, str]:
     """Return the architectures that are known and not converted, and why; other packages may add some."""
     lists = load(entry_points(group=UNREPRESENTED), dict, "list of architectures").objects
     return dict(sorted((name, why) for reasons in lists for name, why in reasons.items()))
+
+
+@lru_cache(maxsize=1)
+def known_arguments() -> frozenset[str]:
+    """Return the arguments of Megatron-LM that a family maps, that are checked, or that are known to change nothing."""
+    mapped = (name for family in families().values() for field in family.config.fields for name in field.megatron)
+    return frozenset(
+        {*mapped, *NEUTRAL, *NEUTRAL_OF_EXPERTS, *gpt.UNKNOWN, *gpt.WEIGHT_SHARDS, *WITHOUT_EFFECT, *OF_RUNS}
+    )
+
+
+def remarks(args: Mapping[str, Any]) -> list[str]:
+    """Return a note on the arguments that are set and not known: those of a fork, or of a release to come."""
+    known = known_arguments()
+    strange = [
+        f"`{name}` = {shown(value)}"
+        for name, value in args.items()
+        if value and name not in known and not name.startswith("_")
+    ]
+    if not strange:
+        return []
+    more = f", and {len(strange) - SHOWN_ARGUMENTS} more" if len(strange) > SHOWN_ARGUMENTS else ""
+    listed = ", ".join(strange[:SHOWN_ARGUMENTS]) + more
+    return [f"no known release of Megatron-LM has these arguments, and they are taken to change nothing: {listed}"]
 
 
 def named(name: str) -> Family:

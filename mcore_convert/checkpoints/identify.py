@@ -312,7 +312,7 @@ def _identify_megatron(
         Dims.of(args, vocab_size=vocab, padded_vocab_size=rows),
         args,
         config,
-        tuple(notes),
+        (*notes, *families.remarks(args)),
         refusal,
         vocab_is_stated=stated is not None,
         choice=choice,

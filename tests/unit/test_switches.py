@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_convert.spec.config.neutral import NEUTRAL, NEUTRAL_OF_EXPERTS
-from tests.unit.test_totality import without_effect
+from mcore_convert.spec.config.without_effect import WITHOUT_EFFECT
 
 # The first words of such arguments, and the argument without which they say nothing.
 BESIDE = {
@@ -25,7 +25,7 @@ BESIDE = {
 
 @pytest.mark.parametrize("words", BESIDE)
 def test_a_size_has_a_switch_that_is_checked(words: str) -> None:
-    assert any(name.startswith(words) for name in without_effect()), "no such argument is listed"
+    assert any(name.startswith(words) for name in WITHOUT_EFFECT), "no such argument is listed"
     assert BESIDE[words] in {*NEUTRAL, *NEUTRAL_OF_EXPERTS}
 
 
@@ -39,4 +39,4 @@ def test_a_size_has_a_switch_that_is_checked(words: str) -> None:
 )
 def test_what_changes_the_function_is_not_listed(name: str) -> None:
     assert name in NEUTRAL
-    assert name not in without_effect()
+    assert name not in WITHOUT_EFFECT

@@ -183,6 +183,7 @@ NEUTRAL_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_router_load_balancing_type": (None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
     "moe_input_jitter_eps": (None,),
     "moe_apply_probs_on_input": OFF,
+    "export_moe_apply_probs_on_input": OFF,
     # tokens that are dropped
     "moe_expert_capacity_factor": (None,),
     "moe_expert_rank_capacity_factor": (None,),

@@ -250,7 +250,8 @@ OF_RUNS = frozenset(
     activations_checkpoint_num_layers allow_transformer_engine ammo_convert_te_to_local_spec
     ammo_load_classic_megatron_to_mcore ammo_quant_cfg bert_no_binary_head consumed_train_bins
     consumed_train_samples consumed_valid_samples cpu_offloading curr_iteration data_impl data_parallel_size
-    delay_grad_reduce delay_param_gather dist_ckpt_format distribute_checkpointed_activations do_test do_train
+    delay_grad_reduce delay_param_gather disable_mamba_mem_eff_path dist_ckpt_format
+    distribute_checkpointed_activations do_test do_train
     do_valid env_config expert_gtp_weight_remat_size export_default_te_spec export_force_local_attention
     export_kd_cfg export_kd_finalize export_kd_teacher_ckpt_format export_kd_teacher_load
     export_kd_teacher_model_config export_kv_cache_quant export_legacy_megatron export_model_type

@@ -127,7 +127,7 @@ def failed(rng: random.Random, subject: Subject, command: tuple[str, ...], calls
     """Have one call fail; which, and whether what is left is what was said."""
     function = rng.choice([name for name in FAULTS if calls[name]])
     fault = Fault(function, rng.randrange(calls[function]), rng.choice(FAULTS[function]))
-    with mock.patch("mcore_convert.conversion.copying.WORKERS", 1), counted(fault):
+    with mock.patch("mcore_convert.storage.threads.WORKERS", 1), counted(fault):
         code, err = subject.run(command)
     left = {path.name for path in subject.home.iterdir() if path.name not in ("SRC", "DST.partial.old", "DST-2")}
     what = f"{fault}: code {code}, left {sorted(left)}\n{err}"

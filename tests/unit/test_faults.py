@@ -53,7 +53,7 @@ def attempted(words: tuple[str, ...], sources: dict[str, Path], destination: Pat
 def test_each_fault(command: str, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command not in ALWAYS and not EACH:
         pytest.skip("takes longer: set FAULTS_EACH")
-    monkeypatch.setattr("mcore_convert.conversion.copying.WORKERS", 1)  # so that the n-th call is always the same one
+    monkeypatch.setattr("mcore_convert.storage.threads.WORKERS", 1)  # so that the n-th call is always the same one
     home = tmp_path / "home"
     home.mkdir()
     before = {name: tree(path) for name, path in sources.items()}

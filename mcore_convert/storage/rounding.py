@@ -13,7 +13,7 @@ from mcore_convert.storage.values import Bytes, as_float, round_to
 class Tolerance(NamedTuple):
     """Largest distance of a master copy from its weight: a share of the value, plus one of the block's largest value.
 
-    `kind` names the values from which the weight was rounded.
+    `kind` names the rounding.
     """
 
     kind: str

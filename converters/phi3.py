@@ -15,7 +15,7 @@ CONFIG = ConfigMapping(
         constant(add_qkv_bias=False),
         same("resid_pdrop", "hidden_dropout", kind=float, default=0.0),
         inert(original_max_position_embeddings=4096),  # used by longrope only
-        inert(embd_pdrop=0.0),  # a field that no layer of transformers uses
+        inert(embd_pdrop=0.0),  # not used by any layer of transformers
         vocab_size=32064,
         hidden_size=3072,
         intermediate_size=8192,

@@ -28,7 +28,7 @@ NO_ROOM = re.compile(r"quota|storage ?full|insufficient|no space|no room|507", r
 
 
 class StoreError(OSError):
-    """Refusal of a store, with a hint what to do."""
+    """Refusal of a store, with a hint."""
 
     def __init__(self, code: int, why: str, path: Path, hint: str | None = None) -> None:
         super().__init__(code, why, str(path))

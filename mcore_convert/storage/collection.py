@@ -22,7 +22,7 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if gc.get_count()[0] > FEW and not gc.get_freeze_count():  # what a caller has frozen stays so
+            if gc.get_count()[0] > FEW and not gc.get_freeze_count():  # keep what a caller has frozen
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -35,7 +35,7 @@ def partial_path(final: Path) -> Path:
 
 def finished(since: int = 0) -> list[Path]:
     """Return the destinations that this process has finished and that still exist,
-    as the disk has them at this moment.
+    as the disk shows at this moment.
 
     Args:
         since: skip that many, a number that `counts` returned earlier.
@@ -54,7 +54,7 @@ def counts() -> tuple[int, int]:
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
-    """Prove that a destination can be made.
+    """Check that a destination can be made.
 
     Raises:
         UnwritableTarget: it exists and is not to be replaced, or is no name (`.`, `..`, `/`).

@@ -28,7 +28,7 @@ NO_KERNEL_COPY = (*CANNOT, errno.EXDEV, errno.EBADF)
 
 
 class Shrunk(OSError):
-    """A file that ends before what was to be read of it."""
+    """A file that ends before the requested range."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EIO, "it became shorter while it was read", str(path))

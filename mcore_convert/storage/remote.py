@@ -58,7 +58,7 @@ class RemotePath(PosixPath):
 
     if sys.version_info >= (3, 12):
 
-        def with_segments(self, *segments: Any) -> Path:  # type: ignore[override]  # what is no URL is a plain path
+        def with_segments(self, *segments: Any) -> Path:  # type: ignore[override]  # anything but a URL is a plain path
             plain = Path(*segments)
             return RemotePath(plain) if _is_remote(plain.parts) else plain
 

@@ -69,7 +69,7 @@ def source_at(source: str | Path) -> Path:
 
 
 def check_free_remote(final: RemotePath, *, overwrite: bool) -> None:
-    """Prove that a remote destination can be made.
+    """Check that a remote destination can be made.
 
     Raises:
         UnwritableTarget: it exists, it is a bucket, or the store is read-only here.

@@ -131,7 +131,7 @@ def expect_headers(paths: Iterable[Path]) -> None:
 
 
 def expect_archives(archives: Iterable[tuple[Path, int, int]]) -> None:
-    """Do the same for archives: each a file, an offset and a size. Either all are remote or none is."""
+    """Start fetching both ends of archives, each a file, an offset and a size; either all are remote or none is."""
     ends: dict[RemotePath, list[int]] = {}
     for path, at, size in archives:
         if not isinstance(path, RemotePath):

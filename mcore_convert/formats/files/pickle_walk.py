@@ -76,7 +76,7 @@ def end_of(data: bytes, budget: Budget) -> int:
     if walk.at > len(data) or not walk.is_done:
         raise Unfinished(
             "pickle data was truncated" if walk.at > len(data) else "Ran out of input"
-        )  # as pickle says it
+        )  # pickle's own messages
     return walk.at
 
 

@@ -16,7 +16,7 @@ class MegatronOptions:
 class DcpOptions(MegatronOptions):
     """Options of a target with `.distcp` files: `max_shard_size` is the largest size of a file, in bytes.
 
-    A chunk is never cut, so a file of one chunk may be larger. The default allows several threads to read the files.
+    A chunk is never cut, so a file of one chunk may be larger. Files of the default size are read by several threads.
     """
 
     max_shard_size: int = 2**31

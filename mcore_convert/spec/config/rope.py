@@ -126,7 +126,7 @@ class Rope:
         return _SCALINGS[kind](name, scaling, config)
 
     def kind_of(self, args: Values) -> tuple[str, dict[str, Any] | None]:
-        """Return what arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
+        """Return the scaling in the arguments: the `rope_type`, and its dictionary in `config.json`."""
         return _kind_of(args)
 
     def to_hf(self, args: Values) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def number_from_one(name: str, key: str, scaling: dict[str, Any]) -> float:
 
 
 def _kind_of(args: Values) -> tuple[str, dict[str, Any] | None]:
-    """Return what arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
+    """Return the scaling in the arguments: the `rope_type`, and its dictionary in `config.json`."""
     linear = args.get("rotary_seq_len_interpolation_factor")
     if args.get("use_rope_scaling"):
         if linear not in (None, 1):

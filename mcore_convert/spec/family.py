@@ -46,8 +46,8 @@ class Weight:
     `spec.layers`: layers without that part do not have the weight. `also` are further spellings that are read if a file
     has none of the names in `hf`; they are never written. `copy_of` marks a tensor that only Hugging Face has, in each
     layer that predicts further tokens, as a copy of the weight with that `mcore`: a file may lack the copy, a copy that
-    is there must be equal, and it is always written. `less` is what Hugging Face's numbers exceed Megatron's by: 1 for
-    a norm, a vector, that only Megatron stores around zero.
+    is there must be equal, and it is always written. `less` is Hugging Face's numbers minus Megatron's: 1 for a norm,
+    a vector, that only Megatron stores around zero.
     """
 
     mcore: str | None

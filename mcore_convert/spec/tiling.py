@@ -8,7 +8,7 @@ from math import prod
 
 from mcore_convert.spec.shard import Box, Shape
 
-FEW = 64  # boxes that are cached: those of one weight in one file, which are the same for all its experts and layers
+FEW = 64  # most boxes for which the result is cached: one weight's in one file are the same for all layers and experts
 
 
 def untiled(boxes: Sequence[Box], shape: Shape) -> str | None:

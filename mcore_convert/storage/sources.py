@@ -40,7 +40,7 @@ class Limit(Enum):
     """Limit in bytes for each kind of file that is read whole."""
 
     JSON = "a JSON file", 64 * 2**20  # the index of a model of 10**12 parameters has 20 MB
-    MANIFEST = "a manifest", 256 * 2**20  # that of a model of 10**12 parameters with its optimizer has a fifth
+    MANIFEST = "a manifest", 256 * 2**20  # a fifth for a model of 10**12 parameters with its optimizer
     TOKENIZER = "a tokenizer's file", 256 * 2**20  # the largest in use have 40 MB
     VOCABULARY = "a vocabulary", 16 * 2**20  # SentencePiece or tiktoken, whose largest have 5 MB
     CARD = "a model card", 2**20

@@ -79,7 +79,7 @@ def _layers() -> Field:
 def predicted_token(key: str) -> Field:
     """Return the field of a layer that predicts a further token; published files have it even without the key.
 
-    There, such a layer has plain attention. If the decoder's last layer has not, or embeddings are tied, no model of
+    There, such a layer has plain attention. If the decoder's last layer does not, or embeddings are tied, no model of
     Megatron Core is known to have such a layer.
     """
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, and experts that a softmax weighs."""
+"""DeepSeek-V2 and V2-Lite: latent attention, and experts with softmax weights."""
 
 from converters import deepseek_v3, llama
 from mcore_convert.spec import ConfigMapping, Family, vary

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Moonlight, Kimi K2: latent attention, experts with a bias for their choice, predicted tokens."""
+"""DeepSeek-V3 and R1, Moonlight, Kimi K2: latent attention, experts with a bias for selection, predicted tokens."""
 
 from converters import llama
 from converters.qwen3_moe import ROUTED
@@ -27,7 +27,7 @@ from mcore_convert.spec.experts import (
 )
 from mcore_convert.spec.layers import EXPERTS, MLP
 
-# Experts as DeepSeek-V3 has them, and GLM-4.5 after it.
+# Fields of the experts of DeepSeek-V3, also used by GLM-4.5.
 OF_EXPERTS = (
     num_experts("n_routed_experts", other="num_local_experts", default=256),
     expert_size("moe_intermediate_size", default=2048),
@@ -107,8 +107,8 @@ SHARED: tuple[Weight, ...] = (
 
 
 def with_experts(attention: tuple[Weight, ...], *bias: Weight) -> tuple[Weight, ...]:
-    """Return the rows of a decoder with this attention, in whose layers an MLP or experts follow,
-    some of them shared.
+    """Return the rows of a decoder with this attention, followed in each layer by an MLP,
+    or by routed and shared experts.
     """
     first, *last = (weight for weight in llama.WITHOUT_BIAS if not weight.per_layer)
     dense = [weight for weight in llama.WITHOUT_BIAS if weight.per_layer and "mlp." in weight.name]

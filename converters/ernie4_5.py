@@ -1,4 +1,4 @@
-"""The dense ERNIE 4.5: Llama whose neighbouring channels are rotated."""
+"""The dense ERNIE 4.5: Llama with rotation of neighbouring channels."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, vary

@@ -1,4 +1,4 @@
-"""GLM-4 of 9B and GLM-Edge: Llama with gate and up in one tensor, and neighbouring channels rotated, in part."""
+"""GLM-4 of 9B and GLM-Edge: Llama with gate and up in one tensor, and partial rotation of neighbouring channels."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, gated_column, vary
@@ -12,7 +12,7 @@ CONFIG = ConfigMapping(
         llama.SHARED,
         rope(percent=0.5),
         constant(rotary_interleaved=True),
-        same("attention_bias", "add_qkv_bias", kind=bool, default=True),  # of q, k and v alone
+        same("attention_bias", "add_qkv_bias", kind=bool, default=True),  # of q, k and v only
         vocab_size=151552,
         intermediate_size=13696,
         num_hidden_layers=40,

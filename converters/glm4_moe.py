@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: Llama's attention with norms of queries and keys, experts as DeepSeek-V3 has them."""
+"""GLM-4.5 and 4.6: Llama's attention with norms of queries and keys, DeepSeek-V3's experts."""
 
 from converters import deepseek_v3, llama
 from mcore_convert.spec import ConfigMapping, Family, replicated, vary
@@ -14,7 +14,7 @@ CONFIG = ConfigMapping(
         num_experts("n_routed_experts", other="num_local_experts", default=128),
         rope(percent=0.5),
         constant(rotary_interleaved=False),
-        same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # of q, k and v alone
+        same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # of q, k and v only
         same("use_qk_norm", "qk_layernorm", kind=bool, default=False),
         vocab_size=151552,
         intermediate_size=10944,

@@ -21,7 +21,7 @@ from mcore_convert.spec.config.mapping import Field, Refused, Values
 
 
 def heads() -> Field:
-    """As many key and value heads as query heads, which share the hidden size."""
+    """Return the field of heads that divide the hidden size, with as many key and value heads as query heads."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         hidden, count = config["n_embd"], config["n_head"]
@@ -47,8 +47,8 @@ def heads() -> Field:
 
 
 def inner() -> Field:
-    """Return the field of the size between the two matrices of the MLP; `null` is four times the hidden size,
-    and is written so.
+    """Return the field of the intermediate size of the MLP; `null` is four times the hidden size,
+    and that size is written as `null`.
     """
     size = same("n_inner", "ffn_hidden_size", default=None, null=lambda config: 4 * config["n_embd"])
 
@@ -60,7 +60,7 @@ def inner() -> Field:
 
 
 def dropout() -> Field:
-    """Dropout of the residual stream and of the embeddings, one number in Megatron: that of the residual stream."""
+    """Return the field of dropout of residuals and embeddings. Megatron has one number: that of residuals is used."""
     residual = same("resid_pdrop", "hidden_dropout", kind=float, default=0.1)
 
     def to_hf(args: Values) -> dict[str, Any]:
@@ -88,12 +88,12 @@ CONFIG = ConfigMapping(
         only("scale_attn_by_inverse_layer_idx", False),
         only("add_cross_attention", False),
         negated("tie_word_embeddings", "untie_embeddings_and_output_weights", default=True),
-        inert(n_ctx=1024, reorder_and_upcast_attn=False),  # an old name of n_positions; precision
+        inert(n_ctx=1024, reorder_and_upcast_attn=False),  # a former name of n_positions; precision
         inert(summary_type=None, summary_use_proj=None, summary_activation=None, summary_proj_to_labels=None),
         inert(summary_first_dropout=None),  # the head of another class
         constant(normalization="LayerNorm", position_embedding_type="learned_absolute", swiglu=False),
         constant(add_bias_linear=True),
-        written(add_qkv_bias=True),  # what Megatron-LM itself makes of add_bias_linear since 0.13
+        written(add_qkv_bias=True),  # since 0.13, add_bias_linear implies it in Megatron-LM
         unused("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
         unused("no_rope_freq", "rope_type", "mrope_section"),
         blank("bos_token_id", "eos_token_id"),

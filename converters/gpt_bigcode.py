@@ -1,4 +1,4 @@
-"""GPT-BigCode (StarCoder, SantaCoder): GPT-2 of plain linear layers, whose heads share one key and one value."""
+"""GPT-BigCode (StarCoder, SantaCoder): GPT-2 with plain linear layers and multi-query attention."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
 
 
 def heads() -> Field:
-    """Query heads that share the hidden size, and one key and one value head for all of them."""
+    """Return the field of query heads that divide the hidden size, with one key and one value head for all."""
     each = gpt2.heads()
 
     def to_megatron(config: Values) -> dict[str, Any]:
         if config["multi_query"] is not True:
             raise Refused(f"`multi_query` = {shown(config['multi_query'])}, only true is known")
-        if config["num_key_value_heads"] not in (None, 1):  # transformers 5 writes it beside
+        if config["num_key_value_heads"] not in (None, 1):  # transformers 5 writes both
             raise Refused(f"`num_key_value_heads` = {shown(config['num_key_value_heads'])} beside `multi_query`")
         args = each.to_megatron(config)
         return args | {"num_query_groups": 1, "group_query_attention": args["num_attention_heads"] != 1}
@@ -35,7 +35,7 @@ CONFIG = ConfigMapping(
         gpt2.CONFIG.fields,
         heads(),
         gelu("activation_function", default="gelu_pytorch_tanh"),
-        # precision of the softmax, kernels, and what the first release reserved
+        # precision of the softmax, kernels, and reserved keys of the first release
         inert(attention_softmax_in_fp32=True, scale_attention_softmax_in_fp32=True, validate_runner_input=True),
         inert(inference_runner=0, pre_allocate_kv_cache=False, max_sequence_length=None, max_batch_size=None),
         inert(pad_key_length=True),

@@ -1,4 +1,4 @@
-"""GPT-NeoX without parallel residuals (RedPajama-INCITE, rinna, ...): LayerNorms, biases, heads rotated in part."""
+"""GPT-NeoX without parallel residuals (RedPajama-INCITE, rinna, ...): LayerNorms, biases, partial rotation of heads."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, column, replicated, row, vary, vocab
@@ -18,7 +18,7 @@ CONFIG = ConfigMapping(
         only("use_parallel_residual", False, default=True),
         only("attention_bias", True),
         constant(normalization="LayerNorm", position_embedding_type="rope", swiglu=False, add_bias_linear=True),
-        written(add_qkv_bias=True),  # what Megatron-LM itself makes of add_bias_linear since 0.13
+        written(add_qkv_bias=True),  # since 0.13, add_bias_linear implies it in Megatron-LM
         same("hidden_dropout", "hidden_dropout", kind=float, default=0.0),
         inert(classifier_dropout=0.1),  # of another class
         vocab_size=50432,
@@ -32,7 +32,7 @@ M, H = llama.M, "gpt_neox.layers.{layer}."
 ROWS = (
     vocab("embedding.word_embeddings.weight", "vocab hidden", "gpt_neox.embed_in.weight"),
     replicated(M + "self_attention.linear_qkv.layer_norm_weight", "hidden", H + "input_layernorm.weight"),
-    # stored a head after the other, which is Megatron's own order where each has keys and values of its own
+    # stored head by head, which is Megatron's order if each head has its own keys and values
     column(M + "self_attention.linear_qkv.weight", "qkv hidden", H + "attention.query_key_value.weight"),
     row(M + "self_attention.linear_proj.weight", "hidden heads", H + "attention.dense.weight"),
     replicated(M + "mlp.linear_fc1.layer_norm_weight", "hidden", H + "post_attention_layernorm.weight"),

@@ -38,17 +38,17 @@ CONFIG = ConfigMapping(
         every_layer(),
         yarn(theta=150000.0, default=YARN),
         alternating_window(default=128),
-        # quick_gelu(gate) * (up + 1), where both are clamped: alpha stands in Megatron Core's `quick_gelu`
+        # quick_gelu(gate) * (up + 1), with both clamped; alpha is a constant in Megatron Core's `quick_gelu`
         same("swiglu_limit", "activation_func_clamp_value", kind=float, default=7.0),
         only("swiglu_alpha", 1.702),
         constant(quick_geglu=True, swiglu=False, glu_linear_offset=1.0, softmax_type="learnable"),
         constant(normalization="RMSNorm", add_bias_linear=True),
         only("attention_bias", True),
-        written(add_qkv_bias=True),  # biases everywhere include these
-        written(bias_dropout_fusion=False),  # which experts with biases have not, where they are grouped
+        written(add_qkv_bias=True),  # biases in all linear layers include these
+        written(bias_dropout_fusion=False),  # grouped experts with biases do not support it
         unused("openai_gelu"),
         inert(output_router_logits=False, router_aux_loss_coef=0.001),  # of training
-        inert(experts_per_token=None, initial_context_length=None),  # which the class does not read
+        inert(experts_per_token=None, initial_context_length=None),  # not read by the class
         vocab_size=201088,
         hidden_size=2880,
         num_hidden_layers=36,
@@ -63,7 +63,7 @@ M, H = llama.M, llama.H
 A, B = M + "self_attention.", H + "self_attn."
 E, F = M + "mlp.experts.experts.{expert}.", H + "mlp.experts."
 
-# One tensor for all experts of a layer, `[experts, in, out]`, in which columns of gate and up take turns.
+# One tensor for all experts of a layer, `[experts, in, out]`, with interleaved columns of gate and up.
 WEIGHTS = (
     replicated(M + "pre_mlp_layernorm.weight", "hidden", H + "post_attention_layernorm.weight"),
     replicated(M + "mlp.router.weight", "experts hidden", H + "mlp.router.weight"),

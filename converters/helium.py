@@ -1,4 +1,4 @@
-"""Helium: Llama whose neighbouring channels are rotated."""
+"""Helium: Llama with rotation of neighbouring channels."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, vary
@@ -12,7 +12,7 @@ CONFIG = ConfigMapping(
         llama.SHARED,
         rope(theta=100000.0),
         constant(rotary_interleaved=True),
-        same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # of q, k and v alone
+        same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # of q, k and v only
         only("mlp_bias", False),
         vocab_size=48000,
         hidden_size=2560,

@@ -1,4 +1,4 @@
-"""Jais 2: Llama's attention between LayerNorms, biases everywhere, an MLP of a squared ReLU."""
+"""Jais 2: Llama's attention with LayerNorms, biases in all linear layers, an MLP with squared ReLU."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, column, vary
@@ -13,7 +13,7 @@ CONFIG = ConfigMapping(
         only("hidden_act", "relu2"),
         constant(normalization="LayerNorm", position_embedding_type="rope", add_bias_linear=True),
         constant(squared_relu=True, swiglu=False),
-        written(add_qkv_bias=True),  # what Megatron-LM itself makes of add_bias_linear since 0.13
+        written(add_qkv_bias=True),  # since 0.13, add_bias_linear implies it in Megatron-LM
         only("attention_bias", True),
         only("mlp_bias", True),
         vocab_size=150272,

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x and what only has another name: RMSNorm, rotary positions, grouped-query attention, gated MLP."""
+"""Llama 1 to 3.x and models of other names with the same layers: RMSNorm, rotary positions, GQA, gated MLP."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ SHARED: tuple[Field, ...] = (
     dtype(),
 )
 OWN: tuple[Field, ...] = (
-    same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # the bias on o must be zero, see below
+    same("attention_bias", "add_qkv_bias", kind=bool, default=False),  # the bias of o must be zero, see below
     only("mlp_bias", False),
     *SHARED,
 )
@@ -78,7 +78,7 @@ INTERNLM3 = ConfigMapping(
     ("InternLM3ForCausalLM", "LlamaForCausalLM"),
     vary.fields(
         OWN,
-        only("qkv_bias", False),  # the names of its first release
+        only("qkv_bias", False),  # names in the first release
         only("bias", False),
         vocab_size=128512,
         intermediate_size=10240,
@@ -92,7 +92,7 @@ INTERNLM3 = ConfigMapping(
 
 
 def attention_multiplier() -> Field:
-    """Return the field of Granite's factor of scores of attention, in place of the usual 1 / sqrt(head_dim)."""
+    """Return the field of Granite's factor on attention scores, which replaces 1 / sqrt(head_dim)."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         usual = (config["head_dim"] or shared_head_dim(config)) ** -0.5
@@ -153,9 +153,9 @@ FAMILY = Family(
         vocab("output_layer.weight", "vocab hidden", "lm_head.weight", when=lambda dims: not dims.tied),
     ),
     ignore=(H + "self_attn.rotary_emb.inv_freq",),
-    prevalence=100,  # what programs for inference read first, if they read anything
+    prevalence=100,  # the architecture that inference programs support first
 )
 
-# The rows of relatives without the biases of `attention_bias`, and with those of q, k and v alone.
+# The rows for related families: with biases of q, k and v only, and without biases.
 WITH_QKV_BIAS = vary.weights(FAMILY.weights, without=[H + "self_attn.o_proj.bias"])
 WITHOUT_BIAS = vary.weights(WITH_QKV_BIAS, without=[M + "self_attention.linear_qkv.bias"])

@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, and with a window over its positions."""
+"""Mistral: Llama without biases, and with an attention window."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, vary

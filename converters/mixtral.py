@@ -1,4 +1,4 @@
-"""Mixtral: Mistral whose MLPs are experts, under names of its own."""
+"""Mixtral: Mistral with experts instead of MLPs, under names of its own."""
 
 from converters import llama, mistral
 from mcore_convert.spec import Concat, ConfigMapping, Family, Spelling, gated_column, replicated, row, vary
@@ -22,7 +22,7 @@ CONFIG = ConfigMapping(
         rms_norm_eps=1e-5,
     ),
 )
-# transformers 5 calls the part `mlp` where it holds all experts of a layer in one tensor.
+# transformers 5 uses the name `mlp` if all experts of a layer are in one tensor.
 M, H, MLP = llama.M + "mlp.", llama.H + "block_sparse_moe.", llama.H + "mlp."
 ROWS = (
     replicated(llama.M + "pre_mlp_layernorm.weight", "hidden", llama.H + "post_attention_layernorm.weight"),

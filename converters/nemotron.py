@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4, and Minitron: LayerNorms stored minus one, an MLP of a squared ReLU, heads rotated in part."""
+"""Nemotron 3 and 4, and Minitron: LayerNorms stored minus one, an MLP with squared ReLU, partial rotation of heads."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, column, vary
@@ -13,7 +13,7 @@ CONFIG = ConfigMapping(
         same("norm_eps", "layernorm_epsilon", kind=float, default=1e-5),
         rope(percent=0.5),
         only("hidden_act", "relu2"),
-        # both sides store the weight of a norm minus one, so nothing is added on the way
+        # both sides store the weight of a norm minus one, so nothing is added
         constant(normalization="LayerNorm", layernorm_zero_centered_gamma=True),
         constant(position_embedding_type="rope", squared_relu=True, swiglu=False),
         constant(add_bias_linear=False, add_qkv_bias=False),

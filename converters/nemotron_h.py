@@ -1,6 +1,6 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano: layers that are a Mamba mixer, attention, an MLP or experts each.
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano: each layer is a Mamba mixer, attention, an MLP or experts.
 
-Nothing tells positions but the mixers.
+Positions are encoded by the mixers only.
 """
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ CONFIG = ConfigMapping(
         only("attention_bias", False),
         only("mlp_bias", False),
         only("sliding_window", None),
-        only("tie_word_embeddings", False),  # which transformers does not do in this class
+        only("tie_word_embeddings", False),  # transformers does not tie them in this class
         constant(normalization="RMSNorm", position_embedding_type="none", squared_relu=True, swiglu=False),
         constant(add_bias_linear=False, untie_embeddings_and_output_weights=True),
         *where_experts_are(
@@ -76,13 +76,13 @@ CONFIG = ConfigMapping(
             expert_groups(best=2, default=(1, 1), method=("noaux_tc", "noaux_tc")),
             scaled_weights(default=1.0),
             only("moe_latent_size", None),
-            written(moe_grouped_gemm=True),  # as hybrids always have it
+            written(moe_grouped_gemm=True),  # always so in hybrids
         ),
         no_predicted_tokens(),
         inert(output_router_logits=False, moe_shared_expert_overlap=True, hidden_dropout=0.0),
         only("rms_norm_eps", EPSILON, write=False),  # other names of the epsilon
         only("norm_eps", EPSILON, write=False),
-        inert(rope_theta=10000.0, partial_rotary_factor=1.0),  # no class rotates
+        inert(rope_theta=10000.0, partial_rotary_factor=1.0),  # not used: there are no rotary positions
         written(hidden_dropout=0.0),
         unused("bias_gelu_fusion", "openai_gelu", "use_te_activation_func", "rotary_percent", "rotary_interleaved"),
         blank("bos_token_id", "eos_token_id"),
@@ -137,8 +137,8 @@ SPARSE = (
 
 
 def under_both_names(*rows: Weight) -> tuple[Weight, ...]:
-    """Return the rows as published files have them, and as transformers 5 holds a model,
-    which a process may save as it is.
+    """Return the rows with the names of published files, and those of a model in transformers 5,
+    which may be saved unchanged.
     """
     return tuple(
         replace(

@@ -1,4 +1,4 @@
-"""Persimmon: LayerNorms, of queries and keys too, biases, an MLP of a squared ReLU, heads rotated in part."""
+"""Persimmon: LayerNorms, also of queries and keys, biases, an MLP with squared ReLU, partial rotation of heads."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, column, replicated, row, vary
@@ -18,7 +18,7 @@ CONFIG = ConfigMapping(
         only("qk_layernorm", True),
         constant(normalization="LayerNorm", position_embedding_type="rope", add_bias_linear=True),
         constant(squared_relu=True, swiglu=False, qk_layernorm=True),
-        written(add_qkv_bias=True),  # what Megatron-LM itself makes of add_bias_linear since 0.13
+        written(add_qkv_bias=True),  # since 0.13, add_bias_linear implies it in Megatron-LM
         same("hidden_dropout", "hidden_dropout", kind=float, default=0.0),
         vocab_size=262144,
         intermediate_size=16384,
@@ -30,7 +30,7 @@ CONFIG = ConfigMapping(
 M, H = llama.M, llama.H
 ROWS = vary.weights(
     llama.WITHOUT_BIAS,
-    # stored a head after the other, which is Megatron's own order where each has keys and values of its own
+    # stored head by head, which is Megatron's order if each head has its own keys and values
     column(M + "self_attention.linear_qkv.weight", "qkv hidden", H + "self_attn.query_key_value.weight"),
     replicated(M + "self_attention.q_layernorm.weight", "head", H + "self_attn.q_layernorm.weight"),
     replicated(M + "self_attention.k_layernorm.weight", "head", H + "self_attn.k_layernorm.weight"),

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 without longrope: Llama with q, k, v in one tensor, gate and up in another, and rotated in part."""
+"""Phi-3 and Phi-4 without longrope: Llama with q, k, v in one tensor, gate and up in another, and partial rotation."""
 
 from converters import llama
 from mcore_convert.spec import QKV, ConfigMapping, Family, Fused, column, gated_column, vary
@@ -14,8 +14,8 @@ CONFIG = ConfigMapping(
         sliding_window(default=None),
         constant(add_qkv_bias=False),
         same("resid_pdrop", "hidden_dropout", kind=float, default=0.0),
-        inert(original_max_position_embeddings=4096),  # what longrope scales by
-        inert(embd_pdrop=0.0),  # a field that no layer of transformers uses
+        inert(original_max_position_embeddings=4096),  # used by longrope only
+        inert(embd_pdrop=0.0),  # not used by any layer of transformers
         vocab_size=32064,
         hidden_size=3072,
         intermediate_size=8192,

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (Qwen1.5-MoE): Qwen2 with experts, and one behind a gate that sees every token."""
+"""Qwen2-MoE (Qwen1.5-MoE): Qwen2 with experts, one of them shared and gated."""
 
 from converters import llama, qwen2
 from converters.qwen3_moe import with_experts
@@ -23,7 +23,7 @@ CONFIG = ConfigMapping(
         num_hidden_layers=24,
         num_attention_heads=16,
         num_key_value_heads=16,
-        sliding_window=0,  # what the class makes of a window that is off
+        sliding_window=0,  # the class's value for no window
     ),
 )
 M, H = llama.M + "mlp.shared_experts.", llama.H + "mlp."

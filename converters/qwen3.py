@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of each query and key head, whose size stands apart from the hidden size."""
+"""Qwen3: Llama with norms of each query and key head, and a head size independent of the hidden size."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, replicated, vary

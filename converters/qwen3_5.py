@@ -1,4 +1,4 @@
-"""Qwen3.5, the text model: as Qwen3-Next with one MLP in each layer, and other names of the gated delta rule."""
+"""Qwen3.5, the text model: Qwen3-Next with one MLP per layer, and other names in the gated delta rule."""
 
 from converters import qwen3_next
 from mcore_convert.spec import ConfigMapping, Family, Segments, vary
@@ -9,12 +9,12 @@ from mcore_convert.spec.config.rope import rope
 from mcore_convert.spec.gpt import IN_PROJ
 
 OWN: tuple[Field, ...] = (
-    # text has one position in all three dimensions, so that their sections change nothing
+    # text has the same position in all three dimensions, so the sections have no effect
     rope(percent=0.25, inert=("mrope_section", "mrope_interleaved")),
     predicted_token("mtp_num_hidden_layers"),
     only("attn_output_gate", True, write=False),
     only("mtp_use_dedicated_embeddings", False, write=False),
-    inert(mamba_ssm_dtype="float32"),  # how a kernel of another program computes
+    inert(mamba_ssm_dtype="float32"),  # precision of another program's kernel
 )
 CONFIG = ConfigMapping(
     "qwen3_5_text",

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE, the text model: Qwen3.5 with experts in each layer, and one behind a gate that sees every token."""
+"""Qwen3.5-MoE, the text model: Qwen3.5 with experts in each layer, one of them shared and gated."""
 
 from converters import qwen3_5, qwen3_next
 from mcore_convert.spec import ConfigMapping, Family, vary
@@ -17,7 +17,7 @@ CONFIG = ConfigMapping(
         router(default=8, normed=True),
         every_layer(),
         inert(output_router_logits=False, router_aux_loss_coef=0.001),  # of training
-        inert(mlp_only_layers=None),  # which the class does not read
+        inert(mlp_only_layers=None),  # not read by the class
         vocab_size=248320,
         hidden_size=2048,
         num_hidden_layers=40,

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose layers have experts, all of them or some."""
+"""Qwen3-MoE: Qwen3 with experts in all or some layers."""
 
 from converters import llama, qwen3
 from mcore_convert.spec import Concat, ConfigMapping, Family, Spelling, Weight, gated_column, replicated, row, vary
@@ -17,7 +17,7 @@ CONFIG = ConfigMapping(
         sparse_layers(),
         sliding_window(default=4096, switch="use_sliding_window"),
         inert(output_router_logits=False, router_aux_loss_coef=0.001),  # of training
-        inert(max_window_layers=28),  # which the class does not read
+        inert(max_window_layers=28),  # not read by the class
         hidden_size=2048,
         intermediate_size=6144,
         num_hidden_layers=24,
@@ -27,7 +27,7 @@ CONFIG = ConfigMapping(
 )
 M, H = llama.M + "mlp.", llama.H + "mlp."
 
-# One tensor for each matrix of each expert, or one for all experts of a layer, as transformers 5 holds them.
+# One tensor for each matrix of each expert, or one for all experts of a layer, as in transformers 5.
 ROUTED: tuple[Weight, ...] = (
     replicated(llama.M + "pre_mlp_layernorm.weight", "hidden", llama.H + "post_attention_layernorm.weight"),
     replicated(M + "router.weight", "experts hidden", H + "gate.weight"),
@@ -49,7 +49,7 @@ ROUTED: tuple[Weight, ...] = (
 
 
 def with_experts(base: tuple[Weight, ...], *own: Weight) -> tuple[Weight, ...]:
-    """Return the rows of a dense family, with those of experts for the layers that have some."""
+    """Return the rows of a dense family, extended by experts for the layers that have them."""
     dense = [weight for weight in base if weight.mcore is not None and M in weight.mcore]
     return vary.weights(
         base, *vary.of_part(MLP, dense), *vary.of_part(EXPERTS, (*ROUTED, *own)), after=M + "linear_fc2.weight"

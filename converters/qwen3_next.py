@@ -1,6 +1,6 @@
 """Qwen3-Next: gated attention in some layers and the gated delta rule in the others, experts, a predicted token.
 
-Hugging Face stores all norms around zero, as Megatron Core does, but for the one within the gated delta rule.
+Hugging Face stores norms around zero, as Megatron Core does, except the one within the gated delta rule.
 """
 
 from converters import llama, qwen2_moe, qwen3
@@ -57,7 +57,7 @@ DENSE = [weight for weight in qwen3.WEIGHTS if "mlp." in weight.name]
 
 
 def linear_attention(pack: Segments, *projections: str) -> tuple[Weight, ...]:
-    """Return the rows of the gated delta rule, whose first matrix Hugging Face has in several `projections`."""
+    """Return the rows of the gated delta rule; Hugging Face splits its first matrix into several `projections`."""
     return (
         column(A + "dt_bias", "linear_heads", B + "dt_bias"),
         column(A + "A_log", "linear_heads", B + "A_log"),
@@ -83,7 +83,7 @@ def rows(linear: tuple[Weight, ...], *mlp: Weight) -> tuple[Weight, ...]:
 
 
 WITH_EXPERTS = vary.of_part(EXPERTS, (*ROUTED, *qwen2_moe.SHARED))
-QKVZ, BA = tuple(IN_PROJ.values())[:4], tuple(IN_PROJ.values())[4:]  # head of keys by head of keys
+QKVZ, BA = tuple(IN_PROJ.values())[:4], tuple(IN_PROJ.values())[4:]  # grouped by key head
 FAMILY = Family(
     "qwen3_next",
     ("Qwen3NextForCausalLM",),

@@ -9,7 +9,7 @@ CONFIG = ConfigMapping(
     ("SeedOssForCausalLM",),
     vary.fields(
         llama.SHARED,
-        same("attention_bias", "add_qkv_bias", kind=bool, default=True),  # of q, k and v alone
+        same("attention_bias", "add_qkv_bias", kind=bool, default=True),  # of q, k and v only
         only("attention_out_bias", False),
         only("mlp_bias", False),
         same("residual_dropout", "hidden_dropout", kind=float, default=0.1),

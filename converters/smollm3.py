@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that do not rotate, mostly every fourth."""
+"""SmolLM3: Llama with layers without rotary positions, usually every fourth."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mcore_convert.spec.config.rope import rope
 
 
 def rotated_layers() -> Field:
-    """`no_rope_layers` has a 1 for a layer that rotates, Megatron's `no_rope_freq` a 1 for one that does not."""
+    """Return the field of layers with rotary positions: 1 in `no_rope_layers`, and 0 in Megatron's `no_rope_freq`."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         count, every = config["num_hidden_layers"], config["no_rope_layer_interval"]
@@ -22,7 +22,7 @@ def rotated_layers() -> Field:
 
     def to_hf(args: Values) -> dict[str, Any]:
         count, still = stated(args, "num_layers"), args.get("no_rope_freq") or [0] * args["num_layers"]
-        if isinstance(still, int):  # Megatron-LM's other spelling: the last of every so many
+        if isinstance(still, int):  # Megatron-LM's other spelling: every n-th layer
             still = [int((layer + 1) % still == 0) for layer in range(count)]
         if len(still) != count:
             raise Refused(f"`no_rope_freq` = {still} is not for {count} layers")

@@ -1,4 +1,4 @@
-"""StableLM 2 without parallel residuals: Llama between LayerNorms, its heads rotated in part."""
+"""StableLM 2 without parallel residuals: Llama with LayerNorms and partial rotation of heads."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, vary

@@ -1,4 +1,4 @@
-"""StarCoder2: Llama's attention between LayerNorms, biases everywhere, an MLP without a gate."""
+"""StarCoder2: Llama's attention with LayerNorms, biases in all linear layers, an MLP without a gate."""
 
 from converters import llama
 from mcore_convert.spec import ConfigMapping, Family, column, row, vary
@@ -15,7 +15,7 @@ CONFIG = ConfigMapping(
         sliding_window(default=None),
         only("use_bias", True),
         constant(normalization="LayerNorm", position_embedding_type="rope", swiglu=False, add_bias_linear=True),
-        written(add_qkv_bias=True),  # what Megatron-LM itself makes of add_bias_linear since 0.13
+        written(add_qkv_bias=True),  # since 0.13, add_bias_linear implies it in Megatron-LM
         same("residual_dropout", "hidden_dropout", kind=float, default=0.0),
         inert(embedding_dropout=0.0),  # Megatron has one dropout for both
         vocab_size=49152,

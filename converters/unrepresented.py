@@ -1,4 +1,4 @@
-"""Architectures that are not converted, mostly since Megatron-LM has no arguments for them: what a refusal says.
+"""Architectures that are not converted, with the reason for the refusal: mostly, Megatron-LM has no arguments for them.
 
 Facts are from the modeling code of transformers 5.23, and from `TransformerConfig` and `arguments.py` of Megatron-LM
 0.16.1.

@@ -1,1 +1,1 @@
-"""Formats: names and cuts of global tensors, and the files that hold them. Knows no family."""
+"""Formats: how global tensors are named and cut, and the files that hold them. Independent of families."""

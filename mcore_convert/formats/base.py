@@ -1,4 +1,4 @@
-"""The interface of a checkpoint: open or reserved, it says where the boxes of each weight lie, and all else of it."""
+"""The interface of a checkpoint, open or reserved: the places of each weight's boxes, and its other properties."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 
 
 class Side(Enum):
-    """Whose names and configuration a format keeps.
+    """The side whose names and configuration a format uses.
 
-    On Hugging Face's side tensors have a family's own names, and `config.json` is the configuration. On Megatron's they
-    have the names of Megatron Core, which are the same for all families, and a run's arguments are the configuration.
+    On Hugging Face's side, tensors have the names of their family, and `config.json` is the configuration. On
+    Megatron's, they have the names of Megatron Core, the same for all families, and a run's arguments are the
+    configuration.
     """
 
     HUGGING_FACE = "Hugging Face"
@@ -37,22 +38,22 @@ class Side(Enum):
 
 @dataclass
 class Findings:
-    """What was seen while the weights of a family were looked up in a checkpoint."""
+    """Result of looking up the weights of a family in a checkpoint: used keys, and problems."""
 
     used: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
 
     def add(self, other: Findings) -> None:
-        """Add what was seen while one of the weights was looked up."""
+        """Add the findings of one weight."""
         self.used |= other.used
         self.missing += other.missing
         self.misshapen += other.misshapen
 
     def expect(self, key: str, meta: TensorMeta | None, shape: Shape, *, rows_at_least: bool = False) -> bool:
-        """Note that `key` is used; whether it is there in the shape that the configuration demands.
+        """Mark `key` as used, and return whether it exists with the shape that the configuration demands.
 
-        `rows_at_least`: more rows are welcome, as a padded vocabulary has.
+        `rows_at_least`: more rows are accepted, for a padded vocabulary.
         """
         self.used.add(key)
         if meta is None:
@@ -67,14 +68,14 @@ class Findings:
 
 @dataclass(frozen=True)
 class Training:
-    """What a run needs to go on beside its tensors.
+    """State that a run needs to resume, in addition to its tensors.
 
-    `groups` are the optimizer's parameter groups without their lists of parameters, those of chained optimizers one
-    after the other; each says which it is (`wd_mult`, `lr_mult`, `is_expert_parallel`, `is_decoupled_lr`) and, under
-    `step`, how many steps it took, where it counts them. `steps_by_group`: whether the optimizer counts them so, as
-    those of Apex and Transformer Engine do, or for each parameter, as torch's own does. `distributed` tells Megatron's
-    distributed optimizer from the plain ones, and `rest` holds what is stored beside them
-    (`num_floating_point_operations_so_far` and the like). `chain` has the number of each group's optimizer.
+    `groups` are the optimizer's parameter groups without their lists of parameters, those of chained optimizers
+    concatenated; each has its identifiers (`wd_mult`, `lr_mult`, `is_expert_parallel`, `is_decoupled_lr`) and, if it
+    counts them, its number of steps as `step`. `steps_by_group`: the optimizer counts steps per group, as Apex and
+    Transformer Engine do, and not per parameter, as torch does. `distributed`: it is Megatron's distributed optimizer,
+    not a plain one. `rest` holds other stored values (`num_floating_point_operations_so_far` and the like). `chain`
+    has the number of each group's optimizer.
     """
 
     iteration: int
@@ -87,19 +88,19 @@ class Training:
 
     @property
     def is_chained_by_kind(self) -> bool:
-        """Whether optimizers of different kinds are chained, as Muon and Adam."""
+        """Whether optimizers of different kinds are chained, such as Muon and Adam."""
         return len({is_by_momentum(group) for group in self.groups}) > 1
 
     def chained_by_kind(self, *, apart: bool) -> list[list[Mapping[str, Any]]]:
-        """Return the groups of each optimizer where different ones are chained, as Muon and Adam; else nothing.
+        """Return the groups of each optimizer if different kinds are chained, such as Muon and Adam; otherwise nothing.
 
-        Where all are of one kind, which groups are of experts follows from the layout, and their chain with it.
+        If all are of one kind, the layout determines the groups of experts and the chain.
 
         Args:
-            apart: whether experts are spread over ranks in the run that will load the state.
+            apart: whether experts are distributed over ranks in the run that will load the state.
 
         Raises:
-            LayoutError: they are not in the run that saved it, or the other way round.
+            LayoutError: the run that saved the state differs in this.
         """
         if not self.is_chained_by_kind:
             return []
@@ -115,15 +116,15 @@ class Training:
 
 
 def is_by_momentum(group: Mapping[str, Any]) -> bool:
-    """Return whether a parameter group is of SGD or Muon, which keep one momentum and have no betas."""
+    """Return whether a parameter group belongs to SGD or Muon, which keep one momentum and have no betas."""
     return "betas" not in group
 
 
 @dataclass(frozen=True)
 class Common:
-    """What a checkpoint stores beside tensors: the run's arguments, its iteration, and the rest as it stands.
+    """Content of a checkpoint other than tensors: the run's arguments, its iteration, and the rest unchanged.
 
-    `recorded` is the configuration of another program, where that stands in the place of arguments.
+    `recorded` is the configuration of another program, if that replaces arguments.
     """
 
     args: Mapping[str, Any] | None = None
@@ -136,7 +137,7 @@ class Common:
 class Checkpoint(ABC):
     """A checkpoint in some format, open for reading or reserved for writing.
 
-    A format has to say what is abstract here. The rest are answers of a checkpoint that holds weights and nothing else.
+    A format has to implement the abstract methods. The others have the defaults of a checkpoint with weights only.
     """
 
     path: Path
@@ -144,168 +145,168 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def format(self) -> str:
-        """The format's name."""
+        """Name of the format."""
 
     @property
     @abstractmethod
     def side(self) -> Side:
-        """Whose names and configuration it keeps."""
+        """Side whose names and configuration the checkpoint uses."""
 
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorMeta]:
-        """Every tensor that a family must have a place for, by its key in this format."""
+        """All tensors that a family must have a place for, by key."""
 
     @property
     def headers(self) -> Mapping[str, TensorMeta]:
-        """Every tensor as its files hold it: of one that is decoded the codes and the scales."""
+        """All tensors as stored in files: codes and scales in place of a decoded tensor."""
         return self.tensors
 
     @property
     def quantised(self) -> Quantised | None:
-        """What is decoded as it is read; None where nothing is."""
+        """Description of the tensors that are decoded while they are read; None if there are none."""
         return None
 
     @property
     def undecoded(self) -> tuple[str, ...]:
-        """Why what is quantised cannot be decoded, a line each; empty where it can, or where nothing is."""
+        """Reasons why quantised tensors cannot be decoded, one line each; empty if they can, or if there are none."""
         return ()
 
     @abstractmethod
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """Return the boxes of one global tensor. What is missing or misshapen is noted in `findings`.
+        """Return the boxes of one global tensor. Missing and misshapen tensors are noted in `findings`.
 
-        Vocabulary rows come as they are stored, padding included.
+        Vocabulary rows include the stored padding.
         """
 
     @abstractmethod
     def storage(self) -> Storage:
-        """Describe how it is stored."""
+        """Describe how the checkpoint is stored."""
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
-        """Yield further copies of boxes that `locate` gave, which must be equal, and where each is."""
+        """Yield further copies of the boxes from `locate`, which must be equal, and the place of each."""
         return ()
 
-    def check_whole(self) -> None:  # noqa: B027 - headers that were read may be all the proof that a format needs
-        """Prove from headers that every file is there and complete.
+    def check_whole(self) -> None:  # noqa: B027 - opening may already have proven it
+        """Check with the headers that every file exists and is complete.
 
         Raises:
             UnreadableCheckpoint: a part of a tensor is missing.
         """
 
     def named_for(self, family: Family) -> Checkpoint:
-        """Return the checkpoint with its keys read as this family spells them."""
+        """Return the checkpoint with its keys interpreted as this family's names."""
         return self
 
     @property
     def original_config(self) -> Mapping[str, Any] | None:
-        """The `config.json` that is its configuration; None on Megatron's side."""
+        """`config.json` of the checkpoint; None on Megatron's side."""
         return None
 
     @property
     def common(self) -> Common:
-        """What is stored beside tensors; nothing on Hugging Face's side."""
+        """Content other than tensors; empty on Hugging Face's side."""
         return Common()
 
     def described_by(self, args: Mapping[str, Any]) -> Checkpoint:
-        """Return the checkpoint with what the model's configuration says, for where no arguments are stored."""
+        """Return the checkpoint with arguments from the model's configuration, used if none are stored."""
         return self
 
     def progress_files(self, path: Path, name: str) -> Iterable[tuple[Path, Path]]:
-        """Yield what says how far the run has come, as files of a run's directory: target and source.
+        """Yield the files with a run's progress, as pairs of target and source.
 
         Args:
-            path: of the run's directory that is written.
-            name: of the directory of its one iteration.
+            path: the run's directory that is written.
+            name: name of the directory of its only iteration.
         """
         return ()
 
     @property
     def companions(self) -> Path | None:
-        """The folder with a Hugging Face model's other files: tokenizer, generation config, license."""
+        """Folder with a Hugging Face model's other files: tokenizer, generation config, license."""
         return None
 
     @property
     def whole_views(self) -> Mapping[str, View]:
-        """The tensors that lie in one piece under their own names as files hold them, whether a family knows them."""
+        """Stored tensors that are contiguous under their own names, including those that no family knows."""
         return {}
 
     @property
     def coded_views(self) -> Mapping[str, View]:
-        """The tensors that are decoded as they are read, by the names that they have then."""
+        """Tensors that are decoded while they are read, by their decoded names."""
         return {}
 
     @property
     def embedding_rows(self) -> int | None:
-        """Rows of the word embedding, padding included; None where no tensor has its name."""
+        """Number of rows of the word embedding, including padding; None if there is no tensor of that name."""
         embedding = self.tensors.get(EMBEDDING)
         return None if embedding is None or not embedding.shape else embedding.shape[0]
 
     @property
     def saved_layout(self) -> Layout | None:
-        """The layout that its files are cut for; None where the files do not say it."""
+        """Layout for which the files were written; None if the files do not have one."""
         return None
 
     @property
     def layer_spec(self) -> LayerSpec | None:
-        """Whose modules the names are of; None where names are the same for all."""
+        """Layer spec of the modules that give the names; None if names do not depend on it."""
         return None
 
     def remarks(self) -> list[str]:
-        """Return what a user should know of a checkpoint that is whole, a line each."""
+        """Return remarks for the user about a complete checkpoint, one line each."""
         return []
 
     @property
     def sums(self) -> Iterable[Sum]:
-        """The checksums that its writer has stored of tensors."""
+        """Checksums of tensors that the writer has stored."""
         return ()
 
     @property
     def norm_state(self) -> bool:
-        """Whether the run that saved it had Transformer Engine's norm at the end of the model.
+        """Whether the run that saved it had Transformer Engine's norm as the model's final norm.
 
-        It has one wherever Transformer Engine is installed, with any layer spec. Loading rank files fails in
-        Megatron-LM up to 0.13 both where its state is absent and where it is one too many.
+        A run has it if Transformer Engine is installed, with any layer spec. In Megatron-LM up to 0.13, loading rank
+        files fails both if the norm's state is missing and if it is unexpected.
         """
         return False
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The states that it holds of every trained weight: `param`, and what an optimizer kept."""
+        """States that the checkpoint holds of every trained weight: `param`, and those of the optimizer."""
         return (PARAM,)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Return whether it is to hold this state of this weight: chained optimizers keep different ones."""
+        """Return whether the checkpoint has this state of this weight: chained optimizers keep different states."""
         return True
 
     def tolerance(self, item: Item) -> Tolerance | None:
-        """Return how near a master copy is to a weight that it does not round to; None where it must."""
+        """Return the tolerance for a master copy that does not round to its weight; None if it must."""
         return None
 
     @property
     def optimizer_keys(self) -> list[str]:
-        """Where the optimizer's state is, a name each; empty where there is none."""
+        """Names of the parts that hold optimizer state; empty if there are none."""
         return []
 
     @property
     def training(self) -> Training | None:
-        """What a run needs to go on; None where no optimizer state is held."""
+        """State that a run needs to resume; None without optimizer state."""
         return None
 
     @property
     def random_states(self) -> RandomStates | None:
-        """The random states of all ranks; None where there are none, or where they cannot be carried."""
+        """Random states of all ranks; None if there are none, or if they cannot be transferred."""
         return None
 
     @property
     def weights_are_masters(self) -> bool:
-        """Whether what it holds as a weight is the fp32 master copy that an optimizer trains.
+        """Whether the stored weights are the fp32 master copies that the optimizer trains.
 
-        A run in bf16 or fp16 computes with these, rounded.
+        A run in bf16 or fp16 computes with their rounded values.
         """
         return False
 
     @property
     def matched_by_order(self) -> bool:
-        """Whether optimizer state is found by its order and not by a name, so that it needs a proof in the data."""
+        """Whether optimizer state is matched to weights by order and not by name, so that the data must be checked."""
         return False

@@ -1,4 +1,4 @@
-"""A format as the registry has it: how its checkpoints are detected, opened and reserved."""
+"""The entry of a format in the registry: functions that detect, open and reserve its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from mcore_convert.spec.releases import Release
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of a format that has none."""
+    """Options of a format without options."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run needs to go on from an optimizer's state in a format: Megatron's arguments, and notes for the user."""
+    """Requirements for resuming from an optimizer's state in a format: Megatron's arguments, and notes for the user."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 def _nothing_to_resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
-    """Return what a format says that needs nothing, or holds no optimizer state."""
+    """Return no requirements: for a format that needs none, or holds no optimizer state."""
     return Resume()
 
 
 def _no_directory(path: Path) -> None:
-    """Answer for a path of a format where only the directory itself stands for a checkpoint."""
+    """Return None: for a format whose checkpoints are only named by their directory."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """An on-disk format, as the registry has it.
+    """The registry's entry of an on-disk format.
 
-    `detect` claims a directory by what only this format has in it; `open` reads its headers, with Megatron arguments
-    that take the place of stored ones; `reserve` lays out a new one, and is None for a format that is only read.
-    `options` is a dataclass of what a user may choose for a target, `file_names` are what a reader would recognise a
-    checkpoint by. `holds_optimizer`: it has a place for optimizer state, too. `random_axis` is the rank, beside those
-    of pipeline and tensor, by which it tells random states apart where experts are spread; None where it has none.
-    `directory_of` finds the checkpoint that one of its files, or a folder in it, belongs to; None for any other path.
-    `resume` says what Megatron-LM of a release must be told to find the optimizer's state, from the arguments of the
-    run. `ckpt_format` is Megatron-LM's own word for the format, as `--ckpt-format` takes it; None where Megatron-LM
-    does not load it. `arguments` are those of the runs that save and load it and no other.
+    `detect` recognises a directory by features of this format only; `open` reads its headers, with Megatron arguments
+    that override stored ones; `reserve` lays out a new checkpoint, and is None for a read-only format. `options` is a
+    dataclass of the user's options for a target, `file_names` are names by which a reader recognises a checkpoint.
+    `holds_optimizer`: the format can hold optimizer state. `random_axis` is the rank that distinguishes random states,
+    in addition to pipeline and tensor rank, if experts are distributed over ranks; None if there is no such axis.
+    `directory_of` finds the checkpoint of a file or folder in it; None for any other path. `resume` returns, for the
+    arguments of a run, what a release of Megatron-LM requires to load the optimizer's state. `ckpt_format` is the value
+    of Megatron-LM's `--ckpt-format`; None if Megatron-LM does not load the format. `arguments` are those specific to
+    runs that save and load the format.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The random states of a run's ranks, in plain values, and the layouts that they are for."""
+"""Random states of a run's ranks, as plain values, and the layouts to which they apply."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states by pipeline and tensor rank, and with experts over ranks by the rank of a third axis, `dp` or `ep`.
+    """Random states by pipeline and tensor rank, and with experts over ranks by a third axis, `dp` or `ep`.
 
-    `sizes` are those of these axes, `ep` is how many ranks experts are spread over. Each is a list as Megatron-LM keeps
-    it, of one state, or of one for each data-parallel rank.
+    `sizes` are the sizes of these axes, `ep` is the expert-parallel size. Each entry is a list as in Megatron-LM, of
+    one state, or of one per data-parallel rank.
     """
 
     axes: tuple[str, ...]
@@ -25,13 +25,13 @@ class RandomStates:
     lists: Mapping[Place, list[Any]]
 
     def fit(self, layout: Layout, axis: str) -> bool:
-        """Return whether they are those of the ranks of a layout, in a format with this third axis."""
+        """Return whether the states are those of a layout's ranks, in a format with this third axis."""
         same = self.sizes[:2] == (layout.pp, layout.tp) and self.ep == layout.ep
         return same and self.axes == (("pp", "tp") if layout.ep == 1 else ("pp", "tp", axis))
 
     @property
     def words(self) -> str:
-        """Where they can be loaded, in words for people."""
+        """Description of the runs that can load the states."""
         num = self.sizes[2] if self.axes[-1] == "dp" else max(map(len, self.lists.values()))
         if num > 1:
             return f"for {num} data-parallel ranks: with another number of them resume with --no-load-rng"

@@ -1,4 +1,4 @@
-"""The on-disk formats that are known: those of this package, and those that others register.
+"""The registry of on-disk formats: those of this package, and those of others.
 
 Another package adds a format through the entry point `mcore_convert.formats`.
 """
@@ -19,19 +19,19 @@ from mcore_convert.formats.format import Format
 from mcore_convert.plugins import REPAIR, Plugins, load
 
 GROUP = "mcore_convert.formats"
-# The first of each side is what a conversion from the other side writes unless told otherwise.
+# The first of each side is the default target of a conversion from the other side.
 OWN = (hf.FORMAT, torch_dist.FORMAT, mp_rank.FORMAT, fsdp_dtensor.FORMAT, torch_dist.ZARR_FORMAT, hf.DCP_FORMAT)
 
 
 @lru_cache(maxsize=1)
 def plugins() -> Plugins[Format]:
-    """Return the formats of other packages, and why some cannot be used."""
+    """Return the formats of other packages, and the reasons why some cannot be used."""
     return load(entry_points(group=GROUP), Format, "format")
 
 
 @lru_cache(maxsize=1)
 def formats() -> dict[str, Format]:
-    """Return every known format by its name; one of another package that cannot be loaded is left out.
+    """Return every known format by its name, without those of other packages that cannot be loaded.
 
     Raises:
         ConfigError: two packages have a format of one name.
@@ -45,12 +45,12 @@ def formats() -> dict[str, Format]:
 
 
 def broken() -> dict[str, str]:
-    """Return why formats of other packages cannot be used, by their names."""
+    """Return the reasons why formats of other packages cannot be used, by name."""
     return plugins().broken
 
 
 def targets(side: Side | None = None) -> tuple[str, ...]:
-    """Return the names of the formats that can be written; those of one side where it is given."""
+    """Return the names of the formats that can be written; those of one side if it is given."""
     return tuple(name for name, each in formats().items() if each.reserve is not None and side in (None, each.side))
 
 
@@ -58,7 +58,7 @@ def target_named(name: str) -> Format:
     """Return a format that can be written.
 
     Raises:
-        ConvertError: there is none of this name; those that exist are listed.
+        ConvertError: there is none of this name; with a list of those that exist.
     """
     if name in broken():
         raise ConvertError(broken()[name], hint=REPAIR)
@@ -68,25 +68,25 @@ def target_named(name: str) -> Format:
 
 
 def default_target(side: Side) -> str:
-    """Return the format that is written on a side unless another is asked for."""
+    """Return the name of the default target format of a side."""
     return targets(side)[0]
 
 
 def directory_of(path: Path) -> Path:
-    """Return the directory of a checkpoint that is named by one of its files or folders; others are themselves.
+    """Return the directory of the checkpoint that a file or folder belongs to; the path itself if there is none.
 
     Raises:
-        UnreadableCheckpoint: its directory is read from other files.
+        UnreadableCheckpoint: the checkpoint in that directory is read from other files.
     """
     directories = (each.directory_of(path) for each in formats().values())
     return next((directory for directory in directories if directory is not None), path)
 
 
 def format_of(path: Path) -> Format | None:
-    """Return the format of a checkpoint's own directory; None where no format claims it.
+    """Return the format of a checkpoint's own directory; None if no format recognises it.
 
     Raises:
-        UnreadableCheckpoint: several formats claim it.
+        UnreadableCheckpoint: several formats recognise it.
     """
     claims = [each for each in formats().values() if each.detect(path)]
     if len(claims) > 1:
@@ -99,17 +99,17 @@ def format_of(path: Path) -> Format | None:
 
 
 def arguments_of(target: Format, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that say of a run which format it saves: those of a target, and no other's."""
+    """Return the arguments with which a run saves the target format, and not another one."""
     others = {name: False for each in formats().values() for name in each.arguments if args.get(name)}
     named = {} if target.ckpt_format is None else {"ckpt_format": target.ckpt_format}
     return {**others, **target.arguments, **named}
 
 
 def options_for(target: Format, given: Mapping[str, Any]) -> Any:
-    """Return a format's own options with what a user gave; None stands for what was not given.
+    """Return a format's options with the user's values; None means not given.
 
     Raises:
-        ConvertError: an option that this format has no use for.
+        ConvertError: the format does not have an option.
     """
     values = {name: value for name, value in given.items() if value is not None}
     own = {field.name for field in fields(target.options)}

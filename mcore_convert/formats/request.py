@@ -1,4 +1,4 @@
-"""The order to write a checkpoint, and the files that a format lays out for it before the first tensor byte."""
+"""The request to write a checkpoint, and the files that a format lays out for it before tensors are written."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from mcore_convert.spec.releases import NEWEST, Release
 
 @dataclass
 class Reservation:
-    """The files of a checkpoint before the first tensor byte: sizes, the bytes known already, and what comes last."""
+    """The files of a checkpoint before tensors are written: sizes, known bytes, and files that are written last."""
 
     path: Path
     sizes: dict[Path, int] = field(default_factory=dict)
     literals: list[tuple[Path, int, bytes]] = field(default_factory=list)
-    carried: dict[Path, Path] = field(default_factory=dict)  # target -> source, copied as they are
+    carried: dict[Path, Path] = field(default_factory=dict)  # target -> source, copied unchanged
     texts: dict[Path, bytes] = field(default_factory=dict)  # written after the tensors, in this order
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the checkpoint will take on disk, the carried files left out."""
+        """Size of the checkpoint on disk in bytes, without the carried files."""
         return sum(self.sizes.values()) + sum(len(text) for text in self.texts.values())
 
 
 @dataclass(frozen=True)
 class Request:
-    """What shall be written, completely: a format lays it out and decides nothing but where it lies.
+    """Complete description of the checkpoint to write: a format only decides on the places.
 
-    `dtype_of` has the dtype of every weight, and of its states where the optimizer goes along. `config` is the
+    `dtype_of` has the dtype of every weight, and of its states if the optimizer is converted. `config` is the
     `config.json` of a target on Hugging Face's side, `common` the common state of one on Megatron's (its `args` are a
-    dict), with `training` where the optimizer goes along, `random_states` where those of the ranks do, and `run_config`
-    for Megatron-Bridge. `iteration` names the directory `iter_*`; None writes `release`. `options` are those of the
-    format. `layer_spec` says whose names the modules have, `norm_state` whether the norm at the end is Transformer
-    Engine's all the same, and `release` which Megatron-LM will load it.
+    dict), with `training` if the optimizer is converted, `random_states` if those are transferred, and `run_config` for
+    Megatron-Bridge. `iteration` names the directory `iter_*`; None writes `release`. `options` are those of the format.
+    `layer_spec` gives the names of modules, `norm_state` tells whether the final norm is Transformer Engine's with any
+    layer spec, and `release` is the Megatron-LM that will load the checkpoint.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Traits of the run that wrote a checkpoint, told from its files: its modules, and how it stored them."""
+"""Traits of the run that wrote a checkpoint, inferred from its files: its modules, and how they are stored."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Storage:
-    """How a checkpoint is stored, in words for people; None where the format has no such thing.
+    """Description of how a checkpoint is stored; None for properties that the format does not have.
 
-    `written_by` names the versions of the program that write such files, `dialect` the spelling of the keys,
+    `written_by` names the versions that may have written the files, `dialect` the spelling of the keys,
     `optimizer` the form of the optimizer's state.
     """
 
@@ -21,7 +21,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Whose modules a checkpoint's names are of, in the words of `formats.megatron.modules`."""
+    """The modules that give a checkpoint's names, as constants of `formats.megatron.modules`."""
 
     implementation: str
     experts: str

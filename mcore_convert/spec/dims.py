@@ -1,4 +1,4 @@
-"""The sizes of a model, from its Megatron arguments, and the words in which a weight's shape is written."""
+"""Sizes of a model, from its Megatron arguments, and the words that describe a weight's shape."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mcore_convert.spec import hybrid
 from mcore_convert.spec.layers import ATTENTION, EXPERTS, LINEAR, MAMBA, MLP, Parts, are_stacked, parts_of
 from mcore_convert.spec.shard import Shape, Shard
 
-MAX_LAYERS = 10_000  # a damaged number must not keep us busy
+MAX_LAYERS = 10_000  # bounds the time that a damaged number can cost
 
 
 @dataclass(frozen=True)
 class Dims:
     """Sizes in elements, under Megatron's names. `vocab_size` is the true one, without padding.
 
-    `parts` has the parts of each layer; all have experts, or none has, unless given. `stacked`: Megatron Core takes the
-    layers for alike, so that one key of `torch_dist` holds a weight of all of them. The ranks and sizes of latent
-    attention are None where attention is of another kind, `q_lora_rank` also where queries are made in one step.
-    `output_gate`: queries have a gate beside them. The sizes of linear attention are None where no layer has it.
-    `mtp_num_layers` layers after those of the decoder predict further tokens, each with the parts of the last of these.
-    With `expert_bias` experts and their router have biases, and Megatron Core cuts no expert over ranks. `pattern` has
-    a letter for each layer of a hybrid, and the sizes of Mamba mixers are None where no layer is one.
+    `parts` has the parts of each layer; by default all layers have experts, or none has. `stacked`: Megatron Core
+    treats the layers as equal, so that one key of `torch_dist` holds a weight of all of them. The ranks and sizes of
+    latent attention are None for other attention, `q_lora_rank` also if queries have no low-rank projection.
+    `output_gate`: queries are stored with a gate. The sizes of linear attention are None if no layer has it. After the
+    decoder, `mtp_num_layers` layers predict further tokens, each with the parts of the decoder's last layer. With
+    `expert_bias`, experts and their router have biases, and Megatron Core does not shard an expert over ranks.
+    `pattern` has one letter per layer of a hybrid; the sizes of Mamba mixers are None if no layer has one.
     """
 
     num_layers: int
@@ -73,7 +73,7 @@ class Dims:
 
     @staticmethod
     def of(args: Mapping[str, Any], *, vocab_size: int, padded_vocab_size: int) -> Dims:
-        """From normalised Megatron arguments (`arguments.normalise`).
+        """Return the sizes for normalised Megatron arguments (`arguments.normalise`).
 
         Raises:
             ConfigError: an argument is missing, or the heads cannot be grouped.
@@ -135,24 +135,24 @@ class Dims:
 
     @property
     def is_latent(self) -> bool:
-        """Whether keys and values are made from one latent vector."""
+        """Whether keys and values are computed from one latent vector."""
         return self.kv_lora_rank is not None
 
     @property
     def predicting(self) -> range:
-        """The layers that predict further tokens."""
+        """Indices of the layers that predict further tokens."""
         return range(self.num_layers, self.num_layers + self.mtp_num_layers)
 
     def parts_of(self, layer: int) -> frozenset[str]:
-        """Return the parts of a layer. One that predicts is like the last of the decoder (`get_gpt_mtp_block_spec`)."""
+        """Return the parts of a layer. A predicting layer has those of the last one (`get_gpt_mtp_block_spec`)."""
         return self.parts[min(layer, self.num_layers - 1)]
 
     def layers_with(self, part: str | None) -> list[int]:
-        """Return the layers that have a part, or all."""
+        """Return the layers that have a part; all for None."""
         return [layer for layer, parts in enumerate(self.parts) if part is None or part in parts]
 
     def size(self, word: str) -> int:
-        """Return the size that a word of a shape stands for; `vocab` is the true vocabulary."""
+        """Return the size for a word of a shape; `vocab` is the true vocabulary."""
         return self._sizes[word]
 
     @cached_property
@@ -206,7 +206,7 @@ class Dims:
         }
 
     def sized(self, shard: Shard) -> Shard:
-        """Return the shard with numbers for the words that tell how large its parts are."""
+        """Return the shard with numbers in place of the words for the sizes of its parts."""
         if not shard.names:
             return shard
         if shard not in self._sized:
@@ -219,12 +219,12 @@ class Dims:
         return {}
 
     def padded_shape(self, words: tuple[str, ...], *, vocab: bool) -> Shape:
-        """Return the shape as Megatron holds it: a `vocab` row with its padding."""
+        """Return the shape in Megatron: a `vocab` row has padding."""
         shape = self.shape(words)
         return (self.padded_vocab_size, *shape[1:]) if vocab else shape
 
     def shape(self, words: tuple[str, ...]) -> Shape:
-        """Return the shape that the words of a row describe."""
+        """Return the shape for the words of a row."""
         shape = self._shapes.get(words)
         if shape is None:
             shape = self._shapes[words] = tuple(self.size(word) for word in words)
@@ -232,20 +232,20 @@ class Dims:
 
     @cached_property
     def _shapes(self) -> dict[tuple[str, ...], Shape]:
-        return {}  # asked for every expert of every layer
+        return {}  # a cache: shapes are requested for every expert of every layer
 
     @cached_property
     def packed(self) -> dict[tuple[Any, Shape], Any]:
-        """What packs make of a shape in a model of these sizes, for `pack.packed`."""
+        """Cache of `pack.packed`: shapes and pieces by pack and shape, for a model of these sizes."""
         return {}
 
 
 def has_expert_bias(args: Mapping[str, Any]) -> bool:
-    """Return whether experts and their router have biases as they do since Megatron Core 0.15,
-    which came with `softmax_type`.
+    """Return whether experts and their router have biases, in the form since Megatron Core 0.15,
+    which introduced `softmax_type`.
 
-    Since then no expert is cut over ranks where they do (`moe/router.py`, `Router`; `TransformerConfig`,
-    `__post_init__`). In earlier versions the router has none.
+    Since then an expert with biases is not sharded over ranks (`moe/router.py`, `Router`; `TransformerConfig`,
+    `__post_init__`). In earlier versions the router has no bias.
     """
     return bool(args.get("num_experts") and args.get("add_bias_linear") and "softmax_type" in args)
 

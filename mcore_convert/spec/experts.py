@@ -1,4 +1,4 @@
-"""The fields of models with experts: how many there are, which layers have them, how a router weighs what they say."""
+"""Fields of models with experts: their number, the layers that have them, and the router's weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mcore_convert.spec.layers import expert_layers
 
 
 def num_experts(key: str, *, other: str, default: int) -> Field:
-    """Return the field of the number of experts. Versions of transformers differ in the name;
-    the first one is written.
+    """Return the field of the number of experts. Its name differs between versions of transformers;
+    `key` is written.
     """
 
     def to_megatron(config: Values) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def num_experts(key: str, *, other: str, default: int) -> Field:
 
 
 def sparse_layers() -> Field:
-    """Return the field of the layers with experts: every `decoder_sparse_step`th, but for `mlp_only_layers`."""
+    """Return the field of the layers with experts: every `decoder_sparse_step`-th one, except `mlp_only_layers`."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         step, without, count = (
@@ -68,15 +68,15 @@ def every_layer() -> Field:
 
 
 def router(*, default: int | None, normed: bool | None = None) -> Field:
-    """Return the field of the number of experts that see a token,
-    and whether their weights sum to one (`norm_topk_prob`).
+    """Return the field of the number of experts per token,
+    and whether their weights are normalised (`norm_topk_prob`).
 
-    A softmax over all experts, then normed over the chosen ones, is the softmax over the chosen ones alone: Megatron's
-    `moe_router_pre_softmax` is its opposite. Megatron Core refuses the latter for one expert a token, whose weight
-    would always be one (0.16.1, `transformer_config.py`).
+    A softmax over all experts, normalised over the selected ones, equals the softmax over the selected ones:
+    Megatron's `moe_router_pre_softmax` is the opposite. Megatron Core refuses the latter for one expert per token,
+    whose weight would always be one (0.16.1, `transformer_config.py`).
 
     Args:
-        normed: what the class always does; None where `norm_topk_prob` says it, by default false.
+        normed: whether the class always normalises; None if `norm_topk_prob` decides, by default false.
     """
     keys: dict[str, Any] = {"num_experts_per_tok": default} | ({"norm_topk_prob": False} if normed is None else {})
     names = ("moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function")
@@ -112,10 +112,10 @@ def router(*, default: int | None, normed: bool | None = None) -> Field:
 
 
 def expert_size(key: str, *, default: int, of_mlp: bool = False) -> Field:
-    """Return the field of the size between the two matrices of an expert.
+    """Return the field of the intermediate size of an expert.
 
     Args:
-        of_mlp: the class has no other MLP; Megatron's own size of one then is the same.
+        of_mlp: the class has no other MLP; Megatron's size of the MLP is then set to the same value.
     """
     size = same(key, "moe_ffn_hidden_size", default=default)
     if not of_mlp:
@@ -129,7 +129,7 @@ def expert_size(key: str, *, default: int, of_mlp: bool = False) -> Field:
 
 
 def first_dense_layers(*, default: int) -> Field:
-    """Layers without experts, all of them before those that have some."""
+    """Return the field of the number of layers without experts, which come before all layers with experts."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         dense, count, step = config["first_k_dense_replace"], config["num_hidden_layers"], config["moe_layer_freq"]
@@ -149,7 +149,7 @@ def first_dense_layers(*, default: int) -> Field:
 
 
 def shared_experts(*, default: int) -> Field:
-    """Return the field of the number of experts that see every token: one MLP, as many times the size of an expert."""
+    """Return the field of the number of shared experts: one MLP of that many times the size of an expert."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         count, size = config["n_shared_experts"], config["moe_intermediate_size"]
@@ -170,7 +170,7 @@ def shared_experts(*, default: int) -> Field:
 
 
 def scaled_weights(*, default: float) -> Field:
-    """Return the field of the factor of the weights of chosen experts; Megatron takes 0 and None for 1."""
+    """Return the field of the factor on the weights of selected experts; for Megatron, 0 and None mean 1."""
     factor = same("routed_scaling_factor", "moe_router_topk_scaling_factor", kind=float, default=default)
 
     def to_hf(args: Values) -> dict[str, Any]:
@@ -180,16 +180,16 @@ def scaled_weights(*, default: float) -> Field:
 
 
 def expert_groups(*, best: int, default: tuple[int | None, int | None], method: tuple[str, str]) -> Field:
-    """Groups of experts, of which a token takes some before it takes experts of these.
+    """Return the field of expert groups: the router selects groups first, and then experts within them.
 
-    Megatron Core rates a group by the sum of its best `moe_router_topk // moe_router_group_topk` experts
-    (`moe_utils.py`, `group_limited_topk`), and transformers by that of its best two, or one. Groups decide nothing
-    where a token takes all of them, or as many groups as experts, which then are the best of all.
+    Megatron Core scores a group by the sum of its best `moe_router_topk // moe_router_group_topk` experts
+    (`moe_utils.py`, `group_limited_topk`), and transformers by that of its best two, or one. Groups have no effect if
+    all of them are selected, or as many groups as experts, which are then the best of all.
 
     Args:
-        best: of how many experts the class adds up the scores.
+        best: how many experts' scores the class adds up.
         default: `n_group` and `topk_group` of the class.
-        method: `topk_method` where there are no groups, which is that of the class, and where there are.
+        method: `topk_method` without groups, the class's default, and with groups.
     """
     keys = ("n_group", "topk_group")
     names = ("moe_router_num_groups", "moe_router_group_topk")
@@ -226,9 +226,9 @@ def expert_groups(*, best: int, default: tuple[int | None, int | None], method: 
 
 
 def sigmoid_router(*, default: int) -> Field:
-    """Scores between 0 and 1 for each expert by itself, with a bias that only the choice sees.
+    """Return the field of a router with a sigmoid score per expert, and a bias used for the selection only.
 
-    The weights of chosen experts are made to sum to one where there are several, in Megatron Core always.
+    The weights of several selected experts are normalised, in Megatron Core always.
     """
     count = same("num_experts_per_tok", "moe_router_topk", default=default)
     fixed = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -254,7 +254,7 @@ def sigmoid_router(*, default: int) -> Field:
 
 
 def shared_expert(*, default: int) -> Field:
-    """Return the field of the expert that sees every token, behind a gate of its own."""
+    """Return the field of the size of the shared expert, which has a gate of its own."""
     size = same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=default)
 
     def to_megatron(config: Values) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A weight of a model as a table row, and a family as a list of rows."""
+"""Table rows, one for each weight of a model, and families as lists of rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Condition = Callable[[Dims], bool]
 
 
 def always(dims: Dims) -> bool:
-    """Return the condition of a weight that every model of the family has."""
+    """Return True: the condition of a weight that every model of the family has."""
     return True
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Names of Hugging Face tensors that hold a weight, and how they lie in its global tensor.
+    """Names of the Hugging Face tensors that hold a weight, and their pack.
 
-    Where the weight is an expert's and a name has no `{expert}`, the tensor has all experts of a layer along its
-    first dimension: the pack is that of one of them.
+    If the weight is an expert's and a name has no `{expert}`, the tensor has all experts of a layer along its first
+    dimension, and the pack is that of one expert.
     """
 
     hf: tuple[str, ...]
@@ -36,18 +36,18 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Weight:
-    """One row: what a weight is called on both sides, its shape, how it is packed and how it is cut.
+    """One row: the names of a weight on both sides, its shape, its pack and its shard.
 
-    `mcore` is the key of Megatron's `torch_dist` format with every placeholder spelled; None for a tensor that only
-    Hugging Face has and that must be zero. `shape` is that of the global tensor, in the words of `Dims.size`.
-    Each of the names in `hf` may be that of one tensor for all experts of a layer, as in `Spelling`.
-    `vocab` rows have the vocabulary as their first dimension, which Megatron pads. What is not `trained` is a buffer,
-    and has no optimizer state. `part` names the part of a layer that the row belongs to, in the words of
-    `spec.layers`: layers without it do not have the weight. `also` are further spellings that are read, where a file
-    has none of the names in `hf`; they are never written. `copy_of` is the `mcore` of the weight that a tensor which
-    only Hugging Face has is a copy of, in each layer that predicts further tokens: it may be absent from a file, must
-    be equal where it is not, and is written. `less` is by how much Megatron's numbers are smaller than those of Hugging
-    Face: 1 for a norm, a list of numbers, that it alone stores around zero.
+    `mcore` is the key of Megatron's `torch_dist` format with all placeholders; None for a tensor that only Hugging Face
+    has and that must be zero. `shape` is that of the global tensor, in the words of `Dims.size`. A name in `hf` may be
+    that of one tensor for all experts of a layer, as in `Spelling`.
+    `vocab` rows have the vocabulary as their first dimension, which Megatron pads. A row that is not `trained` is a
+    buffer without optimizer state. `part` names the part of a layer that the row belongs to, in the words of
+    `spec.layers`: layers without that part do not have the weight. `also` are further spellings that are read if a file
+    has none of the names in `hf`; they are never written. `copy_of` marks a tensor that only Hugging Face has, in each
+    layer that predicts further tokens, as a copy of the weight with that `mcore`: a file may lack the copy, a copy that
+    is there must be equal, and it is always written. `less` is Hugging Face's numbers minus Megatron's: 1 for a norm,
+    a vector, that only Megatron stores around zero.
     """
 
     mcore: str | None
@@ -64,22 +64,22 @@ class Weight:
     less: float = 0.0
 
     def __hash__(self) -> int:
-        """Of the names, which tell the rows of a family apart: items are looked up for each expert of each layer."""
+        """Hash the names, which are unique in a family: fast, since items are looked up per expert and layer."""
         return hash((self.mcore, self.hf))
 
     @cached_property
     def spellings(self) -> tuple[Spelling, ...]:
-        """Every spelling in a Hugging Face directory, the one that is written first."""
+        """All spellings in Hugging Face directories; the first is the one that is written."""
         return (Spelling(self.hf, self.pack), *self.also)
 
     @property
     def name(self) -> str:
-        """What to call the row in a message."""
+        """Name of the row in messages."""
         return self.mcore or self.hf[0]
 
     @cached_property
     def per_expert(self) -> bool:
-        """Whether each expert has one."""
+        """Whether each expert has this weight."""
         return "expert" in placeholders_of(self.name)
 
     def is_joined(self, template: str) -> bool:
@@ -88,16 +88,16 @@ class Weight:
 
     @property
     def predicts(self) -> bool:
-        """Whether each layer that predicts further tokens has one."""
+        """Whether each layer that predicts further tokens has this weight."""
         return self.copy_of is not None or "mtp" in placeholders_of(self.name)
 
     @property
     def per_layer(self) -> bool:
-        """Whether each layer has one, of the decoder or of those that predict further tokens."""
+        """Whether each layer of the decoder, or each that predicts further tokens, has this weight."""
         return self.predicts or "layer" in placeholders_of(self.name)
 
     def layers(self, dims: Dims) -> range:
-        """Return the layers of which each may have one: those of the decoder, or those after them that predict."""
+        """Return the layers that may have this weight: those of the decoder, or those that predict further tokens."""
         return dims.predicting if self.predicts else range(dims.num_layers)
 
     def exists(self, dims: Dims) -> bool:
@@ -111,7 +111,7 @@ class Weight:
         return self.part is None or self.part in dims.parts_of(layer)
 
     def at(self, layer: int | None, dims: Dims) -> list[Index]:
-        """Return where a layer has the weight: once, once for each expert, or not at all."""
+        """Return the indices of the weight in a layer: one, one for each expert, or none."""
         if layer is not None and not self.in_layer(layer, dims):
             return []
         mtp = layer - dims.num_layers if self.predicts and layer is not None else None
@@ -121,7 +121,7 @@ class Weight:
 
 
 class Item(NamedTuple):
-    """One tensor of a model: a weight, where, and which of its states."""
+    """One tensor of a model: a weight, its index, and which of its states."""
 
     weight: Weight
     at: Index
@@ -151,7 +151,7 @@ def _row(shard: Shard, *, in_vocab: bool = False) -> Row:
     return make
 
 
-# The first word of a row is Megatron's own word for how the weight is cut.
+# The first word of a row is Megatron's name for the way the weight is sharded.
 replicated, column, row, gated_column = map(_row, (REPLICATED, COLUMN, ROW, GATED_COLUMN))
 vocab = _row(COLUMN, in_vocab=True)
 
@@ -164,28 +164,28 @@ def segmented(
     pack: Pack = Same(),
     part: str | None = None,
 ) -> Weight:
-    """Return a weight of named segments, one below the other, of which each is cut on its own.
+    """Return a weight of named segments, concatenated along the first dimension, each of which is sharded separately.
 
     Args:
-        segments: the size of each, in the words of `Dims.size`, by the name that it has in `torch_dist`.
+        segments: the size of each segment, in the words of `Dims.size`, by its name in `torch_dist`.
     """
     shard = Shard(0, tuple(segments.values()), tuple(segments))
     return Weight(mcore, tuple(shape.split()), hf, shard, pack, part=part)
 
 
 def buffer(mcore: str, shape: str, *hf: str, part: str | None = None) -> Weight:
-    """Return a tensor of the model that no optimizer trains, whole on every rank."""
+    """Return a tensor that no optimizer trains, replicated on every rank."""
     return Weight(mcore, tuple(shape.split()), hf, part=part, trained=False)
 
 
 def copy_of(weight: Weight, hf: str) -> Weight:
-    """Return a tensor of Hugging Face's that repeats a weight in each layer that predicts further tokens."""
+    """Return a Hugging Face tensor that repeats a weight in each layer that predicts further tokens."""
     return Weight(None, weight.shape, (hf,), when=weight.when, vocab=weight.vocab, copy_of=weight.mcore)
 
 
 def must_be_zero(hf: str, shape: str, *, when: Condition = always) -> Weight:
-    """Return a tensor that Hugging Face has and Megatron cannot hold: proven zero on the way in,
-    written as zeros back.
+    """Return a tensor that Hugging Face has and Megatron cannot hold: an import checks that it is zero,
+    and an export writes zeros.
     """
     return Weight(None, tuple(shape.split()), (hf,), when=when)
 
@@ -194,10 +194,10 @@ def must_be_zero(hf: str, shape: str, *, when: Condition = always) -> Weight:
 class Family:
     """A model family: its rows in the order of the forward pass, and its configuration mapping.
 
-    `architectures` are the values of `architectures` in `config.json` that it reads. `ignore` lists Hugging Face
-    tensors that carry no weight (mask buffers). `optional_prefix` may be absent from Hugging Face names. `prevalence`
-    tells how many programs read the architecture, where a Megatron model could as well be another family's: the higher
-    is taken.
+    `architectures` are the values of `architectures` in `config.json` that the family reads. `ignore` lists Hugging
+    Face tensors that are not weights (mask buffers). `optional_prefix` may be absent from Hugging Face names.
+    `prevalence` ranks how widely an architecture is supported: if a Megatron model fits several families, the highest
+    is chosen.
     """
 
     name: str
@@ -218,7 +218,7 @@ class Family:
                     yield from ((weight, at) for at in weight.at(layer, dims))
 
     def original_of(self, item: Item) -> Item:
-        """Return the weight that a tensor of Hugging Face's is a copy of; the item itself where it is none."""
+        """Return the weight of which a Hugging Face tensor is a copy; the item itself if it is not a copy."""
         copied = item.weight.copy_of
         if copied is None:
             return item

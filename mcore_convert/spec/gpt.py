@@ -1,7 +1,7 @@
-"""Every weight of a Megatron Core `GPTModel` or of a hybrid, from its arguments, for resharding without a family.
+"""Rows of all weights of a Megatron Core `GPTModel` or hybrid, from its arguments, to reshard without a family.
 
-Names are those of `torch_dist` with the layer and the expert spelled, as Transformer Engine models have them. The order
-is that of the forward pass.
+Names are those of `torch_dist` with placeholders for layer and expert, as in Transformer Engine models. The order is
+that of the forward pass.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ LAYER = "decoder.layers.{layer}."
 EXPERT = LAYER + "mlp.experts.experts.{expert}."
 MTP = "mtp.layers.{mtp}."
 
-# The segments of the gated delta net's matrices, and of its convolution, which is over queries, keys and values.
+# Segments of the gated delta net's input projection, and of its convolution over queries, keys and values.
 CONVOLUTION = {"query": "linear_keys", "key": "linear_keys", "value": "linear_values"}
 IN_PROJ = {**CONVOLUTION, "z": "linear_values", "beta": "linear_heads", "alpha": "linear_heads"}
 
-# The same of a Mamba mixer, whose convolution has a bias of the same segments (`mamba_mixer.py`, `sharded_state_dict`).
+# Segments of a Mamba mixer; its convolution's bias has them, too (`mamba_mixer.py`, `sharded_state_dict`).
 MIXER_CONVOLUTION = {"x": "mamba_inner", "B": "mamba_states", "C": "mamba_states"}
 MIXER_IN_PROJ = {"z": "mamba_inner", **MIXER_CONVOLUTION, "dt": "mamba_heads"}
 
-# Arguments that change which weights there are, in ways that are not described here, and their plain values.
+# Arguments that change the set of weights in ways that are not described here, with their supported values.
 UNKNOWN: dict[str, tuple[Any, ...]] = {
     "mtp_use_repeated_layer": (None, False),
     "mtp_hybrid_override_pattern": (None,),
@@ -50,8 +50,8 @@ UNKNOWN: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Into how many shards a weight is cut, and over how many tensor-parallel ranks: one shard for each, unless weights are
-# cut again to be gathered in use, which changes what a rank holds (Megatron-LM 0.19, `model_parallel_config.py`).
+# Number of shards of a weight -> number of tensor-parallel ranks. Both are equal, unless weights are sharded further
+# and gathered for use, which changes what a rank holds (Megatron-LM 0.19, `model_parallel_config.py`).
 WEIGHT_SHARDS = {
     "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
     "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
@@ -59,7 +59,7 @@ WEIGHT_SHARDS = {
 
 
 def refusals(args: Mapping[str, Any]) -> list[str]:
-    """Return why the weights of a model with these arguments are not known, a line each."""
+    """Return one line for each reason why the weights of a model with these arguments are unknown."""
     tp = args.get("tensor_model_parallel_size") or 1
     again = [
         f"`{name}` = {args[name]!r}, with `{size}` = {args.get(size) or tp}"
@@ -76,27 +76,27 @@ def refusals(args: Mapping[str, Any]) -> list[str]:
 
 
 def _refusals_of_linear_attention(args: Mapping[str, Any]) -> list[str]:
-    """Return what no release builds beside it, or what releases build in different ways."""
+    """Return combinations with linear attention that no release builds, or that releases build differently."""
     stated = f"`experimental_attention_variant` = '{GATED_DELTA_NET}'"
     if args.get("multi_latent_attention"):
         return [f"{stated}, with `multi_latent_attention` = True"]
     if args.get("mtp_num_layers") and linear_layers(args, args["num_layers"])[-1]:
-        # 0.16 gives the layers that predict plain attention, and 0.19 that of the last layer (`gpt_builders.py`)
+        # predicting layers have plain attention in 0.16, and that of the last layer in 0.19 (`gpt_builders.py`)
         return [f"{stated} in the last layer, with `mtp_num_layers` = {args['mtp_num_layers']!r}"]
     return []
 
 
-# What layers of a hybrid are not built with, or not by these arguments, and the values that do not ask for it.
+# Features that layers of a hybrid lack, or that other arguments control, with the values that leave them off.
 NOT_OF_HYBRIDS: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (None, False),
     "experimental_attention_variant": (None,),
-    "qk_layernorm": (None, False),  # `mamba_layer_specs.py` has no such norm, and builds none without a word
+    "qk_layernorm": (None, False),  # `mamba_layer_specs.py` has no such norm, and silently builds none
     "mtp_num_layers": (None, 0),
 }
 
 
 def _refusals_of_hybrids(args: Mapping[str, Any]) -> list[str]:
-    """Return what no layer of a hybrid has, and layers that are not described here."""
+    """Return features that no layer of a hybrid has, and kinds of layers that are not described here."""
     pattern = str(hybrid.stated_pattern(args))
     stated = f"`{hybrid.PATTERN}` = {pattern!r}"
     lines = [
@@ -111,10 +111,10 @@ def _refusals_of_hybrids(args: Mapping[str, Any]) -> list[str]:
 
 
 def family(args: Mapping[str, Any]) -> Family:
-    """Return the rows as a family that no Hugging Face model belongs to.
+    """Return the rows as a family without a Hugging Face model.
 
     Raises:
-        ConfigError: the arguments ask for weights that are not described here.
+        ConfigError: the arguments require weights that are not described here.
     """
     reasons = refusals(args)
     if reasons:
@@ -181,7 +181,7 @@ def _sinks(args: Mapping[str, Any]) -> list[Weight]:
 
 
 def _gated_delta_net(norm_bias: bool) -> list[Weight]:
-    """Linear attention by the gated delta rule, whose linear layers never have biases (`gated_delta_net.py`)."""
+    """Return the rows of linear attention by the gated delta rule, without biases (`gated_delta_net.py`)."""
     prefix = LAYER + "self_attention."
     return [
         *(_row(prefix + name, "linear_heads", COLUMN) for name in ("dt_bias", "A_log")),
@@ -194,7 +194,7 @@ def _gated_delta_net(norm_bias: bool) -> list[Weight]:
 
 
 def _mixer(norm_bias: bool) -> list[Weight]:
-    """Return a Mamba mixer, whose linear layers never have biases (`mamba_mixer.py`)."""
+    """Return the rows of a Mamba mixer, whose linear layers never have biases (`mamba_mixer.py`)."""
     prefix = LAYER + "mixer."
     return [
         *(_row(prefix + name, "mamba_heads", COLUMN) for name in ("dt_bias", "A_log", "D")),
@@ -208,9 +208,9 @@ def _mixer(norm_bias: bool) -> list[Weight]:
 
 
 def _latent_attention(args: Mapping[str, Any], norm_bias: bool, bias: bool) -> list[Weight]:
-    """Queries, and keys with values, each by way of a vector of low rank (`MLASelfAttention`).
+    """Return the rows of latent attention: low-rank projections of queries and of keys and values (`MLASelfAttention`).
 
-    The norm before it is a module of its own. Queries may be made in one step.
+    The norm before them is a module of its own. Queries may have one full projection instead.
     """
     prefix, rows = LAYER + "self_attention.", _norm(LAYER + "input_layernorm.", norm_bias)
     steps = [("kv", "kv_down", "kv_rank", "kv_latent")]
@@ -253,7 +253,7 @@ def _norm(prefix: str, bias: bool, shape: str = "hidden") -> list[Weight]:
 
 
 def _linear(prefix: str, rows: str, columns: str, shard: Shard, bias: bool) -> list[Weight]:
-    """Return a linear layer; the bias is cut as the rows are, so that of a row-parallel layer is not."""
+    """Return the rows of a linear layer. The bias is sharded as the weight's rows are: not if it is row-parallel."""
     weight = _row(prefix + "weight", f"{rows} {columns}", shard)
     if not bias:
         return [weight]

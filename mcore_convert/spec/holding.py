@@ -1,7 +1,7 @@
-"""The ranks that hold each tensor of a model, and the tensors that a rank holds of a model chunk.
+"""The ranks that hold each tensor of a model, and the tensors of a model chunk that a rank holds.
 
 From Megatron Core 0.16: `transformer/transformer_block.py` (the layers of a stage), `models/gpt/gpt_model.py` (the
-embedding on the first stage, the rest on the last, where a tied embedding has a copy) and
+embedding on the first stage, the rest on the last, with a copy of a tied embedding) and
 `transformer/moe/moe_layer.py` (the experts of a rank, numbered from 0 on each).
 """
 
@@ -21,10 +21,10 @@ from mcore_convert.spec.names import Index, placeholders_of
 
 
 class Held(NamedTuple):
-    """A tensor of a model chunk: its row, its index in the model, and its index in the modules of the chunk.
+    """A tensor of a model chunk: its row, its index in the model, and its index in the chunk's modules.
 
-    `copied_as`: it is the embedding again on another stage, as a tensor of this name: as the head of a tied model, or
-    for the layers that predict further tokens.
+    `copied_as`: the tensor is a copy of the embedding on another stage, under this name: the head of a tied model, or
+    the embedding for layers that predict further tokens.
     """
 
     weight: Weight
@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 
 class Home(NamedTuple):
-    """The stage of a tensor, its expert-parallel rank where it has one, and its index in the modules there."""
+    """The stage of a tensor, its expert-parallel rank if it has one, and its index in the modules there."""
 
     stage: Stage
     ep: int | None
@@ -50,12 +50,12 @@ class Holding:
 
     @cached_property
     def first(self) -> Stage:
-        """The stage with the embedding."""
+        """Stage with the embedding."""
         return min(self.stages)
 
     @cached_property
     def last(self) -> Stage:
-        """The stage with the final norm and the output layer."""
+        """Stage with the final norm and the output layer."""
         return max(self.stages)
 
     def mtp(self, dims: Dims) -> Stage:
@@ -63,7 +63,7 @@ class Holding:
         return self.layout.mtp_stage(dims.num_layers)
 
     def copies_of_embedding(self, dims: Dims) -> dict[str, Stage]:
-        """Return the further stages that have the embedding, by the name of the tensor there.
+        """Return the other stages with a copy of the embedding, by the name of the copy.
 
         From Megatron Core 0.16, `gpt_model.py`: `tie_word_embeddings_state_dict`, `setup_embeddings_and_output_layer`.
         """
@@ -75,7 +75,7 @@ class Holding:
         return copies
 
     def home_of(self, weight: Weight, at: Index, dims: Dims) -> Home:
-        """Return where a tensor is."""
+        """Return the home of a tensor."""
         layer, expert, ep = at.layer, at.expert, None
         if expert is not None:
             ep, expert = divmod(expert, (dims.num_experts or 0) // self.layout.ep)
@@ -84,7 +84,7 @@ class Holding:
         elif layer is not None:
             stage, layer = self._stage_of[layer]
         elif weight.mcore is not None and weight.mcore.startswith("decoder.") and dims.mtp_num_layers:
-            stage, _ = self._stage_of[dims.num_layers - 1]  # behind the last layer of the decoder, wherever that is
+            stage, _ = self._stage_of[dims.num_layers - 1]  # on the stage of the decoder's last layer
         else:
             stage = self.first if (weight.mcore or "").startswith("embedding.") else self.last
         return Home(stage, ep, Index(layer, expert, at.mtp))
@@ -96,11 +96,11 @@ class Holding:
     def held_on(
         self, rows: Sequence[Weight], dims: Dims, stage: Stage, ep: int, *, grouped: bool = False
     ) -> Iterator[Held]:
-        """Yield what the ranks of a stage with an expert-parallel rank hold of a model chunk.
+        """Yield the tensors of a model chunk on the ranks of a stage with an expert-parallel rank.
 
         Args:
             rows: in the order in which modules register them.
-            grouped: the experts of a layer are kept by the linear layer that holds them all, and not one by one.
+            grouped: the experts of a layer are grouped by linear layer instead of one after the other.
         """
         copies = self.copies_of_embedding(dims)
         for (per_layer, predicts), block in groupby(rows, key=lambda weight: (weight.per_layer, weight.predicts)):
@@ -124,7 +124,7 @@ class Holding:
     def _layer(
         self, rows: Sequence[Weight], dims: Dims, at: Index, local: Index, ep: int, *, grouped: bool
     ) -> Iterator[Held]:
-        """Yield the tensors of the layer at `at`, which is at `local` in its chunk."""
+        """Yield the tensors of the layer with index `at` in the model and `local` in its chunk."""
         for of_experts, block in groupby(rows, is_of_expert):
             members = list(block)
             if not of_experts:
@@ -140,5 +140,5 @@ class Holding:
 
 
 def is_of_expert(weight: Weight) -> bool:
-    """Return whether a row stands for each expert."""
+    """Return whether each expert has the row's weight."""
     return "expert" in placeholders_of(weight.mcore or "")

@@ -1,9 +1,9 @@
-"""The layers of a hybrid: a Mamba mixer, attention, an MLP or experts each, by one letter in Megatron's arguments.
+"""Layers of a hybrid: each a Mamba mixer, attention, an MLP or experts, with one letter in Megatron's arguments.
 
 Such a model is Megatron Core's `MambaModel`, and `HybridModel` since 0.18. Facts are from 0.12 to 0.19
 (`ssm/mamba_hybrid_layer_allocation.py`, `models/hybrid/hybrid_layer_allocation.py`, `megatron/training/arguments.py`).
-Up to 0.16 the pattern is `hybrid_override_pattern`, or follows from two ratios, and `hybrid_layer_pattern` since 0.17,
-where `|` stands between pipeline stages and `/` before the layers that predict further tokens.
+Up to 0.16 the pattern is `hybrid_override_pattern`, or follows from two ratios. Since 0.17 it is
+`hybrid_layer_pattern`, with `|` between pipeline stages and `/` before the layers that predict further tokens.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 LETTERS = (MAMBA, ATTENTION, MLP, EXPERTS)
 STAGE, PREDICTING = "|", "/"
 PATTERN, OLD_PATTERN = "hybrid_layer_pattern", "hybrid_override_pattern"
-RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")  # the shares of layers that are attention, and MLPs
+RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")  # the shares of attention layers and of MLPs
 
-# The value of `--spec` in both generations, each with that of a model for inference, whose layers are the same.
+# Values of `--spec` in both generations, each also for inference, with the same layers.
 SPECS = (
     ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
     ["megatron.core.models.mamba.mamba_layer_specs", "mamba_inference_stack_spec"],
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_inference_stack_spec"],
 )
-# Sizes that Megatron-LM has by default; without a number of heads the inner size is twice that of the model.
+# Megatron-LM's default sizes; without a number of heads, the inner size is twice the hidden size.
 SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": None}
 EXPANSION = 2
-KERNEL = 4  # the positions that the convolution sees, which no argument changes
+KERNEL = 4  # size of the convolution's kernel, which no argument changes
 EPSILON = 1e-5  # of the norm within a mixer, which no argument changes
 
 
@@ -44,10 +44,10 @@ def is_hybrid(args: Mapping[str, Any]) -> bool:
 
 
 def stated_pattern(args: Mapping[str, Any]) -> Any:
-    """Return the pattern as it is stored, or as the ratios make it; None where the model is no hybrid.
+    """Return the pattern as stored, or computed from the ratios; None if the model is not a hybrid.
 
     Raises:
-        ConfigError: the ratios are none.
+        ConfigError: the ratios are invalid.
     """
     if not is_hybrid(args):
         return None
@@ -56,10 +56,10 @@ def stated_pattern(args: Mapping[str, Any]) -> Any:
 
 
 def letters_of(args: Mapping[str, Any], num_layers: int) -> str | None:
-    """Return a letter for each layer of a hybrid; None where the model is none.
+    """Return one letter per layer of a hybrid; None if the model is not a hybrid.
 
     Raises:
-        ConfigError: the pattern has other letters, or is one of another number of layers.
+        ConfigError: the pattern has other letters, or another number of layers.
     """
     pattern = stated_pattern(args)
     if pattern is None:
@@ -75,8 +75,8 @@ def letters_of(args: Mapping[str, Any], num_layers: int) -> str | None:
 
 
 def normalised(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that make a model a hybrid, in one spelling: the pattern,
-    apart from the stages of a layout.
+    """Return the arguments of a hybrid in one spelling,
+    with the stages moved from the pattern to the pipeline layout.
     """
     pattern, layout = stated_pattern(args), pipeline_layout_of(args)
     sizes = {name: value for name, value in SIZES.items() if args.get(name) is None}
@@ -92,7 +92,7 @@ def normalised(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the configuration of another program, whose class is one of hybrids, says beside its fields."""
+    """Return the arguments that another program's hybrid class implies in addition to its fields."""
     stated: dict[str, Any] = {"is_hybrid_model": True}
     pattern = next((fields[name] for name in (PATTERN, OLD_PATTERN) if isinstance(fields.get(name), str)), None)
     if fields.get("num_layers") is None and pattern is not None:
@@ -101,7 +101,7 @@ def recorded(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_heads(args: Mapping[str, Any]) -> Any:
-    """Return the heads of a mixer, from arguments that may leave them to follow from the other sizes."""
+    """Return the number of heads of a mixer; computed from the other sizes if the arguments lack it."""
     stated, hidden, head = (args.get(name) for name in ("mamba_num_heads", "hidden_size", "mamba_head_dim"))
     if stated is None and isinstance(hidden, int) and isinstance(head, int) and head > 0:
         return EXPANSION * hidden // head
@@ -109,7 +109,7 @@ def num_heads(args: Mapping[str, Any]) -> Any:
 
 
 def pipeline_layout_of(args: Mapping[str, Any]) -> str | None:
-    """Return the stages that the pattern has, as a pipeline layout of Megatron's; None where it does not tell them."""
+    """Return the stages in the pattern as a Megatron pipeline layout; None if it has none."""
     pattern = args.get(PATTERN)
     if not isinstance(pattern, str) or STAGE not in pattern:
         return None
@@ -118,7 +118,7 @@ def pipeline_layout_of(args: Mapping[str, Any]) -> str | None:
 
 
 def with_stages(letters: str, counts: Iterable[int]) -> str:
-    """Return the pattern with the borders of stages of so many layers each."""
+    """Return the pattern with separators between stages of `counts` layers."""
     parts, start = [], 0
     for count in counts:
         parts.append(letters[start : start + count])
@@ -132,7 +132,7 @@ def _of_decoder(pattern: str) -> str:
 
 
 def _by_ratios(args: Mapping[str, Any]) -> str:
-    """Return the pattern of the shares of layers that are attention and MLPs (`_allocate_auto`)."""
+    """Return the pattern for the shares of attention layers and MLPs (`_allocate_auto`)."""
     count = args.get("num_layers")
     shares = [args.get(name) or 0.0 for name in RATIOS]
     if type(count) is not int or not all(isinstance(each, int | float) and 0 <= each <= 1 for each in shares):
@@ -149,7 +149,7 @@ def _by_ratios(args: Mapping[str, Any]) -> str:
 
 
 def _spread(places: Iterable[int], distance: float) -> list[int]:
-    """Return the places that follow each other at about a distance, counted from before the first."""
+    """Return places spread at about a distance from each other, and from the start."""
     chosen, left = [], distance
     for place in places:
         if left < 0.5:

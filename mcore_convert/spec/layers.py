@@ -1,6 +1,6 @@
-"""The parts of each decoder layer, from Megatron's arguments: layers need not be alike.
+"""Parts of each decoder layer, from Megatron's arguments: layers may differ.
 
-A row of a table may belong to one part, and exists in the layers that have it. A layer of a hybrid has one part alone.
+A row of a table may belong to one part, and exists in the layers with that part. A layer of a hybrid has only one part.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec import hybrid
 
-# The two forms of the second half of a layer, and those of its first half where layers differ in it.
+# The two forms of the second half of a layer, and the forms of its first half if layers differ in it.
 MLP, EXPERTS = "mlp", "experts"
 ATTENTION, LINEAR, MAMBA = "attention", "linear_attention", "mamba"
-GATED_DELTA_NET = "gated_delta_net"  # the one `experimental_attention_variant` that is known
+GATED_DELTA_NET = "gated_delta_net"  # the only supported `experimental_attention_variant`
 
 OF_HYBRID = {hybrid.MAMBA: MAMBA, hybrid.ATTENTION: ATTENTION, hybrid.MLP: MLP, hybrid.EXPERTS: EXPERTS}
 
 Parts = tuple[frozenset[str], ...]
 
-MAX_PATTERN = 10_000  # entries: a damaged expression must not keep us busy
+MAX_PATTERN = 10_000  # entries: bounds the time that a damaged expression can cost
 
 
 def parts_of(args: Mapping[str, Any], num_layers: int) -> Parts:
     """Return the parts of each layer, from normalised arguments.
 
     Raises:
-        ConfigError: what says which layers are alike is no pattern of so many layers.
+        ConfigError: an argument is not a pattern of that many layers.
     """
     letters = hybrid.letters_of(args, num_layers)
     if letters is not None:
@@ -41,9 +41,9 @@ def parts_of(args: Mapping[str, Any], num_layers: int) -> Parts:
 
 
 def are_stacked(args: Mapping[str, Any]) -> bool:
-    """Return whether one key of `torch_dist` holds a weight of all layers, as where Megatron Core takes them for alike.
+    """Return whether one key of `torch_dist` holds a weight of all layers, because Megatron Core treats them as equal.
 
-    A list says that they are not, even one of ones only (Megatron Core 0.10 to 0.19, `transformer_block.py`,
+    With a list it does not, even if all entries are 1 (Megatron Core 0.10 to 0.19, `transformer_block.py`,
     `sharded_state_dict`).
     """
     if hybrid.is_hybrid(args):  # each layer has keys of its own (`mamba_block.py`, `sharded_state_dict`)
@@ -53,9 +53,9 @@ def are_stacked(args: Mapping[str, Any]) -> bool:
 
 
 def expert_layers(frequency: Any, num_layers: int) -> list[bool]:
-    """Return which layers have experts: every so many, from the first on, or those where a list has a one.
+    """Return which layers have experts: every n-th from the first on, or those with a 1 in a list.
 
-    The list may be an expression, as `([0]*1+[1]*3)*2` on the command line (`arguments.py`, `moe_freq_type`;
+    The list may be an expression, such as `([0]*1+[1]*3)*2` on the command line (`arguments.py`, `moe_freq_type`;
     `gpt_layer_specs.py`, `get_gpt_decoder_layer_specs`).
 
     Raises:
@@ -70,7 +70,7 @@ def expert_layers(frequency: Any, num_layers: int) -> list[bool]:
 
 
 def linear_layers(args: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Return which layers have linear attention: all but every so many, or those where a list has a one.
+    """Return which layers have linear attention: all but every n-th, or those with a 1 in a list.
 
     From Megatron Core 0.16.1, `experimental_attention_variant_module_specs.py`, `get_linear_attention_pattern`.
 
@@ -91,7 +91,7 @@ def linear_layers(args: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def plain_frequency(frequency: Any, name: str = "moe_layer_freq") -> Any:
-    """Such an argument with an expression written out; what makes no sense is left as it is."""
+    """Return a frequency with an expression evaluated; None stays as it is."""
     value = _evaluated(frequency, name)
     return frequency if value is None else value
 

@@ -1,7 +1,7 @@
 """Layouts of a model over ranks: tensor, pipeline, virtual pipeline and expert parallelism.
 
-The stage sizes are those of Megatron Core 0.16 (`get_num_layers_to_build`, `PipelineParallelLayerLayout`); where a
-stage begins follows from them, since layers are dealt out in the order (virtual stage, pipeline rank).
+The stage sizes are those of Megatron Core 0.16 (`get_num_layers_to_build`, `PipelineParallelLayerLayout`); the first
+layer of a stage follows from them, since layers are assigned in the order (virtual stage, pipeline rank).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mcore_convert.spec.layers import MLP
 
 
 class Rank(NamedTuple):
-    """The coordinates of one process that holds its own part of the model.
+    """Coordinates of one process that holds its own part of the model.
 
-    `etp` is the part of an expert that it has; None where `tp` says it, as wherever ETP divides TP.
+    `etp` is the index of its expert shard; None if `tp` determines it, which it does if ETP divides TP.
     """
 
     tp: int = 0
@@ -39,11 +39,11 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel groups, and the options that make stages uneven.
+    """Sizes of the parallel groups, and the options for uneven stages.
 
     `first_stage_layers`, `last_stage_layers`: `--decoder-first/last-pipeline-num-layers`. `account_for_embedding`,
-    `account_for_loss`: the embedding or the loss counts as a layer when stages are sized. `pipeline_layout`:
-    `--pipeline-model-parallel-layout`, one letter a layer and `|` between stages (`Ettt|(tt|)*2tL`).
+    `account_for_loss`: the embedding or the loss counts as a layer in the size of its stage. `pipeline_layout`:
+    `--pipeline-model-parallel-layout`, one letter per layer and `|` between stages (`Ettt|(tt|)*2tL`).
     """
 
     tp: int = 1
@@ -72,17 +72,17 @@ class Layout:
                     f"the pipeline layout `{self.pipeline_layout}` has {count} stages, "
                     f"which do not fit pp = {self.pp}, vpp = {self.vpp or 1}"
                 )
-            if count // self.pp > 1:  # the layout decides how many virtual stages there are
+            if count // self.pp > 1:  # the pipeline layout determines the number of virtual stages
                 object.__setattr__(self, "vpp", count // self.pp)
 
     @classmethod
     def of(cls, args: Mapping[str, Any]) -> Layout:
         """Return the layout that the arguments of a run describe.
 
-        The text of a pipeline layout may have been parsed into an object, which is known by its state alone.
+        A pipeline layout may have been stored as a parsed object, of which only the state is known.
 
         Raises:
-            LayoutError: it cannot be.
+            LayoutError: the layout is invalid.
         """
 
         def size(*names: str) -> int:
@@ -108,30 +108,31 @@ class Layout:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Model chunks on each pipeline rank; 1 without virtual pipelining. Without PP there are no virtual stages."""
+        """Number of model chunks per pipeline rank; 1 without virtual pipelining, and so without PP."""
         return (self.vpp or 1) if self.pp > 1 or self.pipeline_layout is not None else 1
 
     @property
     def is_even(self) -> bool:
-        """Whether each stage has as many layers as any other."""
+        """Whether all stages have the same number of layers."""
         fixed = (self.first_stage_layers, self.last_stage_layers, self.pipeline_layout)
         return fixed == (None, None, None) and not (self.account_for_embedding or self.account_for_loss)
 
     @property
     def expert_tp(self) -> int:
-        """Over how many ranks an expert is cut: as the rest of the model is, unless `etp` says otherwise."""
+        """Number of ranks that share an expert: `tp`, unless `etp` is given."""
         return self.etp or self.tp
 
     @property
     def ranks_per_stage(self) -> int:
-        """The fewest ranks of a pipeline stage: a multiple of TP, and of ETP x EP."""
+        """Smallest number of ranks of a pipeline stage: a multiple of TP, and of ETP x EP."""
         return math.lcm(self.tp, self.expert_tp * self.ep)
 
     def ranks(self) -> Iterator[Rank]:
         """Yield every rank that holds its own part: TP x PP x EP of them,
-        fewer where experts are cut less than the rest, and more where they are cut further.
+        fewer if experts have fewer shards than the rest, and more if they have more.
 
-        Ranks count through TP, and through ETP and EP, at once (Megatron Core, `parallel_state.py`, `RankGenerator`).
+        Ranks are numbered over TP, and at the same time over ETP and EP (Megatron Core, `parallel_state.py`,
+        `RankGenerator`).
         """
         is_implied = self.tp % self.expert_tp == 0
         for pp in range(self.pp):
@@ -140,7 +141,7 @@ class Layout:
                 yield Rank(number % self.tp, pp, ep, None if is_implied else etp)
 
     def cut_at(self, rank: Rank, *, is_expert: bool) -> tuple[int, int]:
-        """Into how many parts a rank's group cuts a weight, and which of them the rank has."""
+        """Return the number of shards of a weight, and the index of a rank's shard."""
         parts = self.expert_tp if is_expert else self.tp
         return parts, rank.etp if is_expert and rank.etp is not None else rank.tp % parts
 
@@ -148,7 +149,7 @@ class Layout:
         """Return the global indices of the decoder layers on each stage, in the order of the forward pass.
 
         Raises:
-            LayoutError: the layers cannot be dealt out so.
+            LayoutError: the layers do not fit the stages.
         """
         counts = self._counts(num_layers)
         if sum(counts.values()) != num_layers or min(counts.values()) < 0:
@@ -163,8 +164,8 @@ class Layout:
         return layers
 
     def mtp_stage(self, num_layers: int) -> Stage:
-        """Return the stage with the layers that predict further tokens: the last,
-        unless the pipeline layout has it elsewhere.
+        """Return the stage with the layers that predict further tokens: the last one,
+        unless the pipeline layout puts them elsewhere.
 
         `num_layers` are those of the decoder. From Megatron Core 0.16, `get_mtp_num_layers_to_build`.
         """
@@ -178,7 +179,7 @@ class Layout:
         """Return the global indices of the experts on expert-parallel rank `ep`.
 
         Raises:
-            LayoutError: the experts cannot be dealt out evenly.
+            LayoutError: the experts cannot be divided evenly.
         """
         if num_experts % self.ep:
             raise LayoutError(f"`num_experts` = {num_experts} cannot be split over ep = {self.ep}")
@@ -186,14 +187,14 @@ class Layout:
         return range(ep * local, (ep + 1) * local)
 
     def of_model(self, dims: Dims) -> Layout:
-        """Return the layout with experts whole where Megatron Core cuts none, unless `etp` says otherwise."""
+        """Return the layout with unsharded experts if Megatron Core does not shard them, unless `etp` is given."""
         return replace(self, etp=1) if dims.expert_bias and self.etp is None and self.tp > 1 else self
 
     def check(self, dims: Dims) -> None:
         """Check whether Megatron Core can build a model of these sizes on this layout.
 
         Raises:
-            LayoutError: with every reason why it cannot.
+            LayoutError: it cannot; with every reason.
         """
         problems = self._tensor_problems(dims, self.tp)
         if dims.num_experts and dims.size("moe_ffn") % self.expert_tp:
@@ -217,8 +218,8 @@ class Layout:
             raise LayoutError("the model does not fit this layout", items=problems, hint=self._divisors(dims))
 
     def _mtp_problems(self, num_layers: int) -> list[str]:
-        """Return why the layers that predict further tokens have no place: all are on one stage,
-        which is not the first.
+        """Return why the pipeline layout has no valid place for the layers that predict further tokens:
+        all have to be on one stage.
         """
         if self.pipeline_layout is None:
             return []
@@ -235,7 +236,7 @@ class Layout:
     @staticmethod
     def _tensor_problems(dims: Dims, tp: int) -> list[str]:
         """Return why the weights cannot be split over `tp` ranks;
-        groups may also be shared by ranks (Megatron Core 0.16).
+        several ranks may share a query group (Megatron Core 0.16).
         """
         sizes = {"num_attention_heads": dims.num_attention_heads}
         if dims.layers_with(MLP):
@@ -276,7 +277,7 @@ class Layout:
         return counts
 
     def _layers_per_rank(self, num_layers: int) -> list[int]:
-        """Layers on each pipeline rank, the embedding and the loss counted where they are accounted for."""
+        """Return the number of layers per pipeline rank, with the embedding and the loss if they count as layers."""
         fixed = {}
         if self.first_stage_layers is not None:
             fixed[0] = self.first_stage_layers
@@ -291,7 +292,7 @@ class Layout:
 
 
 def _stages_of(pipeline_layout: str) -> list[str]:
-    """Return the stages of a layout string, repetitions written out: `Et*2|(t|)*2L` is `Ett`, `t`, `t`, `L`."""
+    """Return the stages of a layout string with repetitions expanded: `Et*2|(t|)*2L` is `Ett`, `t`, `t`, `L`."""
     text = pipeline_layout.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda matched: matched[1] * int(matched[2]), text)

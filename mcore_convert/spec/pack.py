@@ -1,8 +1,8 @@
-"""Packs: the places of a weight's Hugging Face tensors in its one global tensor.
+"""Packs: the places of a weight's Hugging Face tensors in its global tensor.
 
 A `Pack` is a list of pieces, each a box of a Hugging Face tensor and the box of the global tensor that holds the same
-elements. It is plain data: it is inverted by reading it the other way round, cut by intersecting boxes, and it can
-only move elements. So the pack that converts a parameter converts its fp32 copy, `exp_avg` and `exp_avg_sq` too.
+elements. It is plain data: swapping the boxes inverts it, intersecting boxes cuts it, and it can only move elements.
+So the pack that converts a parameter also converts its fp32 copy, `exp_avg` and `exp_avg_sq`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Every(NamedTuple):
     step: int
 
     def box(self, box: Box) -> Box:
-        """Return the part of a box that these indices have, in a tensor of them alone; it may be empty."""
+        """Return the part of a box at these indices, as a box of a tensor with only these indices; it may be empty."""
         low, high = (self._number(at) for at in (box.offsets[self.axis], box.offsets[self.axis] + box.sizes[self.axis]))
         return Box(_with(box.offsets, self.axis, low), _with(box.sizes, self.axis, high - low))
 
     def index_of(self, number: int) -> int:
-        """Return the index in the dimension, from that among these indices."""
+        """Return the index in the dimension of the `number`-th of these indices."""
         return self.first + number * self.step
 
     def _number(self, index: int) -> int:
-        """Return how many of these indices stand before one."""
+        """Return how many of these indices are below `index`."""
         return max(0, -(-(index - self.first) // self.step))
 
 
@@ -40,8 +40,8 @@ class Every(NamedTuple):
 class Piece:
     """Box `hf` of Hugging Face tensor number `tensor` is box `mcore` of the global tensor.
 
-    `transposed`: the element at [i, j] of the one is the element at [j, i] of the other. With `every` box `hf` is one
-    of a tensor that has these indices of the Hugging Face tensor alone.
+    `transposed`: the element at [i, j] of the one is the element at [j, i] of the other. With `every`, box `hf` refers
+    to a tensor of only these indices of the Hugging Face tensor.
     """
 
     tensor: int
@@ -55,10 +55,10 @@ class Pack(Protocol):
     """A bijection between the elements of some Hugging Face tensors and those of one global tensor."""
 
     def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
-        """Shapes of the Hugging Face tensors, from that of the global tensor."""
+        """Return the shapes of the Hugging Face tensors for a shape of the global tensor."""
 
     def pieces(self, shape: Shape, dims: Dims) -> list[Piece]:
-        """Return the pieces; the `mcore` boxes tile the global tensor, the `hf` boxes tile each Hugging Face tensor."""
+        """Return the pieces: `mcore` boxes tile the global tensor, and `hf` boxes tile each Hugging Face tensor."""
 
 
 def packed(pack: Pack, shape: Shape, dims: Dims) -> tuple[list[Shape], list[Piece]]:
@@ -83,7 +83,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Concat:
-    """`count` equal tensors, one below the other: gate, up -> `[gate; up]`."""
+    """`count` tensors of equal shape, concatenated along the first dimension: gate, up -> `[gate; up]`."""
 
     count: int = 2
 
@@ -100,7 +100,7 @@ class QKV:
     """q, k, v -> one block of rows per query group, `[q.. k v | q.. k v | ..]`, so that a TP slice holds whole groups.
 
     Each head is `kv_channels` rows; a group has `num_attention_heads / num_query_groups` query heads, one key and one
-    value head (Megatron Core, `SelfAttention.get_query_key_value_tensors`). Serves weights and biases.
+    value head (Megatron Core, `SelfAttention.get_query_key_value_tensors`). For weights and biases.
     """
 
     def shapes(self, shape: Shape, dims: Dims) -> list[Shape]:
@@ -114,7 +114,7 @@ class QKV:
         pieces = []
         for group in range(dims.num_query_groups):
             start = group * (queries + 2 * head)
-            if dims.output_gate:  # head by head to Hugging Face, all queries of the group first to Megatron Core
+            if dims.output_gate:  # Hugging Face: query and gate head by head; Megatron Core: queries first
                 for number in range(2 * heads):
                     at = start + (number % 2 * heads + number // 2) * head
                     pieces.append(Piece(0, _rows(group * queries + number * head, head, shape), _rows(at, head, shape)))
@@ -129,10 +129,10 @@ class QKV:
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments of unlike sizes, one below the other in the global tensor, and some of them in each tensor.
+    """Segments of different sizes, concatenated in the global tensor; each Hugging Face tensor has some of them.
 
     `tensors` has the size of each segment, in words of `Dims.size`, for each Hugging Face tensor. `groups` is the word
-    for a number of groups that these are in: then a tensor has a part of each of its segments, group by group.
+    for a number of groups: a Hugging Face tensor then has, group by group, a part of each of its segments.
     """
 
     tensors: tuple[tuple[str, ...], ...]
@@ -156,7 +156,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Fused:
-    """One tensor `[a; b; ..]` that holds what `pack` takes as several: GPT-2's `c_attn` is `Fused(QKV())`."""
+    """One tensor `[a; b; ..]`, the concatenation of the tensors of `pack`: GPT-2's `c_attn` is `Fused(QKV())`."""
 
     pack: Pack
 
@@ -175,7 +175,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """One tensor whose rows are in turn those of the equal tensors that `pack` takes: `[a0, b0, a1, b1, ..]`."""
+    """One tensor with the interleaved rows of the tensors of `pack`, of equal shape: `[a0, b0, a1, b1, ..]`."""
 
     pack: Pack
 
@@ -192,7 +192,7 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class Transposed:
-    """Each tensor stored the other way round: GPT-2's `Conv1D` holds `[in, out]`, Megatron `[out, in]`."""
+    """Transposed tensors: GPT-2's `Conv1D` holds `[in, out]`, Megatron `[out, in]`."""
 
     pack: Pack = Same()
 
@@ -215,5 +215,5 @@ def _with(numbers: Shape, axis: int, value: int) -> Shape:
 
 
 def _rows(start: int, count: int, shape: Sequence[int]) -> Box:
-    """`count` whole rows of a tensor of this shape."""
+    """Return the box of `count` whole rows of a tensor of this shape."""
     return Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))

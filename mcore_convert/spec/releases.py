@@ -1,4 +1,4 @@
-"""Releases of Megatron-LM: what changed in which, and which of them wrote a checkpoint.
+"""Releases of Megatron-LM: the changes in each, and the release that wrote a checkpoint.
 
 Facts are from `megatron/training/arguments.py`, `megatron/core/optimizer/__init__.py` and `distrib_optimizer.py` of
 Megatron-LM 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.0.
@@ -14,27 +14,27 @@ from mcore_convert.errors import ConvertError
 
 Release = tuple[int, int]
 
-OLDEST: Release = (0, 8)  # before, the distributed optimizer's state has forms that are not written
+OLDEST: Release = (0, 8)  # older forms of the distributed optimizer's state are not written
 NEWEST: Release = (0, 19)
 
 PIPELINE_LAYOUT: Release = (0, 13)  # --pipeline-model-parallel-layout
 GROUPS_OF_ALL_RANKS: Release = (0, 14)  # every rank has every parameter group, some of them without parameters
-CHAINS_WITHOUT_PREFIX: Release = (0, 14)  # keys of chained optimizers are told apart by their parameters alone
-ORIGINAL_POSITIONS: Release = (0, 14)  # of latent attention's YaRN; before, it takes `max_position_embeddings` for them
-WHOLE_DOWN_PROJECTIONS: Release = (0, 14)  # latent attention's are no longer cut where they are Transformer Engine's
+CHAINS_WITHOUT_PREFIX: Release = (0, 14)  # keys of chained optimizers differ only in their parameters
+ORIGINAL_POSITIONS: Release = (0, 14)  # of latent attention's YaRN; before, it uses `max_position_embeddings`
+WHOLE_DOWN_PROJECTIONS: Release = (0, 14)  # latent attention's are no longer sharded with Transformer Engine
 SINKS: Release = (0, 15)  # offsets of softmax, and biases of the router of experts
-FULLY_RESHARDABLE: Release = (0, 15)  # that form of state; before, `fully_sharded_model_space`
-INTERPOLATION: Release = (0, 19)  # `pretrain_gpt.py` hands on --rotary-seq-len-interpolation-factor
-LION: Release = (0, 19)  # its distributed state is gathered; before, that of Adam alone
+FULLY_RESHARDABLE: Release = (0, 15)  # optimizer state in that form; before, `fully_sharded_model_space`
+INTERPOLATION: Release = (0, 19)  # `pretrain_gpt.py` uses --rotary-seq-len-interpolation-factor
+LION: Release = (0, 19)  # its distributed state is gathered; before, only that of Adam
 MTP_MODEL_LAYER: Release = (0, 17)  # the name of the module; `transformer_layer` before, and in `torch_dist`
-OWN_CONVOLUTIONS: Release = (0, 19)  # a Mamba mixer's weights of convolution are its own, and no module's
-PATTERN_WITH_STAGES: Release = (0, 17)  # --hybrid-layer-pattern, with borders of stages; before, a hybrid has even ones
+OWN_CONVOLUTIONS: Release = (0, 19)  # a Mamba mixer has its convolution's weights itself, not in a module
+PATTERN_WITH_STAGES: Release = (0, 17)  # --hybrid-layer-pattern, with stage separators; before, stages are even
 MIXER_HEADS: Release = (0, 13)  # --mamba-num-heads; before, a mixer is twice as wide as the model
 EXPERTS_IN_HYBRIDS: Release = (0, 16)  # layers of experts in a hybrid
-SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; before, as parameters come
+SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; before, in that of parameters
 
-# An argument that every run of a release and those after it stores, the newest first. Runs of 0.12 and before have
-# the last one alone; what has none of them was not written by Megatron-LM, or long ago.
+# An argument that every run since a release stores, the newest release first. Runs of 0.12 and before have only the
+# last one; a checkpoint with none of them is very old, or was not written by Megatron-LM.
 SIGNS: tuple[tuple[Release, str], ...] = (
     ((0, 19), "mamba_training_ssm_states_dtype"),
     ((0, 17), "muon_scalar_optimizer"),
@@ -50,7 +50,7 @@ def parse(text: str) -> Release:
     """Return the release of a version: `0.12`, `0.16.1` or `core_v0.19.0`.
 
     Raises:
-        ConvertError: it is none, or one that is too old to be written for.
+        ConvertError: it is not a version, or too old to write for.
     """
     matched = re.fullmatch(r"(?:core_)?v?(\d+)\.(\d+)(?:[.a-z]\w*)*", text.strip())
     if matched is None:
@@ -62,10 +62,10 @@ def parse(text: str) -> Release:
 
 
 def spelled(release: Release) -> str:
-    """`0.12`."""
+    """Format a release: `0.12`."""
     return f"{release[0]}.{release[1]}"
 
 
 def of_run(stored: Mapping[str, Any]) -> Release | None:
-    """Return the release that stored these arguments, as far as they tell: the oldest that has them all."""
+    """Return the release that stored these arguments, as far as they show: the oldest that has them all."""
     return next((release for release, name in SIGNS if name in stored), None)

@@ -1,4 +1,4 @@
-"""Boxes of a global tensor, and which of them a tensor-parallel rank owns."""
+"""Boxes of a global tensor, and those that a tensor-parallel rank owns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Box(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
     def whole(shape: Shape) -> Box:
-        """Return the box that is all of a tensor."""
+        """Return the box of a whole tensor."""
         return Box((0,) * len(shape), shape)
 
     @property
@@ -30,7 +30,7 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common part of two boxes of one tensor, or None where they share no element."""
+        """Return the intersection of two boxes of one tensor, or None if it is empty."""
         offsets = []
         sizes = []
         for mine, size, theirs, other_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -43,7 +43,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def relative_to(self, origin: Shape) -> Box:
-        """Return the same box counted from another corner."""
+        """Return the box with offsets relative to `origin`."""
         return Box(tuple(mine - zero for mine, zero in zip(self.offsets, origin, strict=True)), self.sizes)
 
     @property
@@ -53,19 +53,20 @@ class Box(NamedTuple):
 
 
 def parts_in(boxes: tuple[Box, ...], box: Box) -> list[tuple[int, Box]]:
-    """Return which of the boxes have a part in another one, and what part."""
+    """Return the numbers of the boxes that intersect another one, each with the intersection."""
     parts = ((number, each.intersect(box)) for number, each in enumerate(boxes))
     return [(number, part) for number, part in parts if part is not None]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut each part of `dim` into `tp` equal pieces; rank r owns piece r of every part. `dim=None` replicates.
+    """Sharding of `dim`: each part is cut into `tp` equal pieces, and rank r owns piece r of every part.
 
-    `parts` tells how large the parts are to each other, in numbers or in words of `Dims.size`, which `Dims.sized` puts
-    numbers for. They are `(1, 1)` for a gated `linear_fc1`: each rank holds `[gate_r; up_r]`, while the global tensor
-    is `[gate; up]` (Megatron Core, `apply_swiglu_sharded_factory`). Parts that have `names` are tensors of their own in
-    `torch_dist`, called as the weight with a name behind it (`gated_delta_net.py`, `_split_tensor_factory`).
+    `dim=None` replicates. `parts` are the relative sizes of the parts, in numbers or in words of `Dims.size`, which
+    `Dims.sized` replaces with numbers. They are `(1, 1)` for a gated `linear_fc1`: each rank holds `[gate_r; up_r]`,
+    while the global tensor is `[gate; up]` (Megatron Core, `apply_swiglu_sharded_factory`). Parts with `names` are
+    separate tensors in `torch_dist`, with the name appended to that of the weight (`gated_delta_net.py`,
+    `_split_tensor_factory`).
     """
 
     dim: int | None = None
@@ -74,14 +75,14 @@ class Shard:
 
     @property
     def is_gated(self) -> bool:
-        """Whether it is of two equal parts, the gate and what is gated."""
+        """Whether there are two equal parts, the gate and the gated values."""
         return self.parts == (1, 1)
 
     def lengths(self, length: int) -> list[int]:
-        """Return how much of a dimension each part takes.
+        """Return the length of each part of a dimension.
 
         Raises:
-            LayoutError: it cannot be shared so.
+            LayoutError: the dimension is not divisible by the sum of the parts.
         """
         numbers = [part for part in self.parts if isinstance(part, int)]
         assert len(numbers) == len(self.parts), f"the parts {self.parts} have no sizes yet"
@@ -94,7 +95,7 @@ class Shard:
         """Return the boxes of the global tensor which, concatenated along `dim`, are the local tensor of `rank`.
 
         Raises:
-            LayoutError: where `dim` cannot be cut evenly.
+            LayoutError: `dim` cannot be cut evenly.
         """
         if self.dim is None:
             return [Box.whole(shape)]
@@ -110,7 +111,7 @@ class Shard:
         return boxes
 
     def grid(self, shape: Shape, tp: int) -> list[Box]:
-        """Return the boxes of all ranks, each once: they tile the global tensor."""
+        """Return the boxes of all ranks, each once; they tile the global tensor."""
         if self.dim is None:
             return [Box.whole(shape)]
         return [box for rank in range(tp) for box in self.boxes(shape, tp, rank)]

@@ -1,4 +1,4 @@
-"""Tilings: boxes of a tensor of which exactly one has each of its elements."""
+"""Tilings: sets of boxes that cover each element of a tensor exactly once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from math import prod
 
 from mcore_convert.spec.shard import Box, Shape
 
-FEW = 64  # boxes of one weight in one file: those of its experts and layers are alike, and looked at once
+FEW = 64  # most boxes for which the result is cached: one weight's in one file are the same for all layers and experts
 
 
 def untiled(boxes: Sequence[Box], shape: Shape) -> str | None:
-    """Return why the boxes do not tile a tensor exactly, or None where they do."""
+    """Return why the boxes do not tile a tensor exactly, or None if they do."""
     return (_untiled if len(boxes) <= FEW else _untiled.__wrapped__)(tuple(boxes), shape)
 
 
@@ -34,7 +34,7 @@ def _untiled(boxes: tuple[Box, ...], shape: Shape) -> str | None:
 
 
 def _overlap(boxes: Sequence[Box], axis: int = 0) -> tuple[Box, Box] | None:
-    """Return two boxes that share an element. Those that lie apart along one dimension or another are not compared."""
+    """Return two boxes that share an element. Boxes that are disjoint along some dimension are not compared."""
     if len(boxes) < 2:
         return None
     if axis == len(boxes[0].sizes):
@@ -51,7 +51,7 @@ def _overlap(boxes: Sequence[Box], axis: int = 0) -> tuple[Box, Box] | None:
 
 
 def _overlapping_pair(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return the same of boxes of which none lies apart, sorted by their first offsets: neighbours are compared."""
+    """Return two boxes that share an element, by a sweep along the first dimension."""
     active: list[Box] = []
     for box in sorted(boxes):
         start = box.offsets[0] if box.offsets else 0
@@ -64,8 +64,8 @@ def _overlapping_pair(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def _are_cells(boxes: Collection[Box], shape: Shape) -> bool:
-    """Return whether boxes of one size are all cells of a grid, each once: the chunks of experts of all layers are, by
-    the ten thousand.
+    """Return whether boxes of one size are all cells of a grid, each once. This is fast, and the usual case: chunks of
+    experts of all layers, ten thousands of them.
     """
     sizes = {box.sizes for box in boxes}
     if len(sizes) != 1:

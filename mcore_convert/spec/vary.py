@@ -1,4 +1,4 @@
-"""Families made from the tables of others: by exchange, not by inheritance."""
+"""Families made from the tables of others, by replacing fields and rows, not by inheritance."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mcore_convert.spec.shard import COLUMN, REPLICATED
 
 
 def fields(base: Iterable[Field], *own: Field, **defaults: Any) -> tuple[Field, ...]:
-    """Return the fields of another family with some of one's own.
+    """Return the fields of another family with changes.
 
-    A field that answers for a key or an argument of an own one is left out. `defaults` are what the class in
-    transformers has for keys of fields that are kept.
+    A field that shares a key or an argument with one of `own` is dropped. `defaults` are the class defaults in
+    transformers for keys of the remaining fields.
 
     Raises:
-        ValueError: a default is for a key that no field has.
+        ValueError: no remaining field has the key of a default.
     """
     keys = {name for field in own for name in (*field.hf, *field.megatron)}
     kept = [field for field in base if not keys.intersection((*field.hf, *field.megatron))]
@@ -32,10 +32,9 @@ def fields(base: Iterable[Field], *own: Field, **defaults: Any) -> tuple[Field, 
 
 
 def weights(base: Iterable[Weight], *own: Weight, without: Iterable[str] = (), after: str = "") -> tuple[Weight, ...]:
-    """Return the rows of another family with some of one's own.
+    """Return the rows of another family with changes.
 
-    An own row takes the place of that of the same name; those that the base does not have follow the row `after`.
-    Rows `without` are left out.
+    A row of `own` replaces the row of the same name; new rows follow the row `after`. Rows `without` are dropped.
 
     Raises:
         ValueError: a name is not among the rows.
@@ -58,10 +57,10 @@ def weights(base: Iterable[Weight], *own: Weight, without: Iterable[str] = (), a
 
 
 def with_biases(base: Iterable[Weight], *parts: str) -> tuple[Weight, ...]:
-    """Return the rows with that of a bias behind each whose name has one of these `parts`.
+    """Return the rows, with a bias after each row whose name contains one of these `parts`.
 
-    A bias is called as its weight is on both sides, is packed and cut as the rows of the weight are, and is whole on
-    every rank where these are.
+    A bias is named after its weight on both sides, and is packed and sharded as the rows of the weight; if those are
+    not sharded, it is replicated.
     """
     result: list[Weight] = []
     for row in base:
@@ -74,18 +73,18 @@ def with_biases(base: Iterable[Weight], *parts: str) -> tuple[Weight, ...]:
 
 
 def of_part(part: str, rows: Iterable[Weight]) -> tuple[Weight, ...]:
-    """Return the rows as those of one part of a layer, in the words of `spec.layers`."""
+    """Return the rows assigned to one part of a layer, in the words of `spec.layers`."""
     return tuple(replace(row, part=part) for row in rows)
 
 
 def with_predicting(base: Iterable[Weight], layer: str) -> tuple[Weight, ...]:
-    """Return the rows with those of layers that predict further tokens, before that of the output layer.
+    """Return the rows with those of layers that predict further tokens, inserted before the output layer.
 
-    Such a layer has all that one of the decoder has, and Hugging Face numbers it after them: it holds two more norms, a
-    projection, and copies of the embedding and of the output layer.
+    Such a layer has all weights of a decoder layer, and Hugging Face numbers it after those. It also has two more
+    norms, a projection, a final norm, and copies of the embedding and of the output layer.
 
     Args:
-        layer: what stands before the names of a layer in Hugging Face's files.
+        layer: prefix of the names of a layer in Hugging Face's files.
     """
     rows = list(base)
     own = {row.mcore: row for row in rows}
@@ -103,13 +102,13 @@ def with_predicting(base: Iterable[Weight], layer: str) -> tuple[Weight, ...]:
 
 
 def with_predicted_token(base: Iterable[Weight], layer: str) -> tuple[Weight, ...]:
-    """Return the rows with those of one layer that predicts a token further, before that of the output layer.
+    """Return the rows with those of one layer that predicts a further token, inserted before the output layer.
 
-    Hugging Face calls it `mtp`: it has all that a layer of plain attention has, two more norms, a projection and a last
-    norm.
+    Hugging Face calls it `mtp`: it has all weights of a layer with plain attention, two more norms, a projection and a
+    final norm.
 
     Args:
-        layer: what stands before the names of a layer of the decoder in Hugging Face's files.
+        layer: prefix of the names of a decoder layer in Hugging Face's files.
     """
     rows = list(base)
     hidden = ("hidden",)

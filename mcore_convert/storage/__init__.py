@@ -1,1 +1,1 @@
-"""Places of bytes, and moving them."""
+"""Reading, writing and moving bytes of files."""

@@ -1,4 +1,4 @@
-"""Questions to a remote store: put again where the connection is lost, and refused in words where the store refuses."""
+"""Requests to a remote store: repeated if the connection is lost, with a readable error if the store refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 ATTEMPTS = 6
 FIRST_WAIT = 0.1  # seconds before the second attempt; four times as many before each further one
-# What the next attempt would answer as well.
+# Errors that another attempt would raise again.
 FINAL = (
     *(FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError),
     *(NotImplementedError, TypeError, ValueError),
@@ -28,7 +28,7 @@ NO_ROOM = re.compile(r"quota|storage ?full|insufficient|no space|no room|507", r
 
 
 class StoreError(OSError):
-    """What a store refuses, with what to do."""
+    """Refusal of a store, with a hint."""
 
     def __init__(self, code: int, why: str, path: Path, hint: str | None = None) -> None:
         super().__init__(code, why, str(path))
@@ -36,15 +36,15 @@ class StoreError(OSError):
 
 
 def asked(path: Path, question: Callable[[], Result]) -> Result:
-    """Return the answer of a store; a question that meets a lost connection is put again.
+    """Return the answer of a store; repeat the request if the connection is lost.
 
     Raises:
-        OSError: what the store refuses, with its words, the path, and what to do.
+        OSError: the store refuses; with its message, the path, and a hint where one is known.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return aside(question)
-        except Exception as error:  # each package has kinds of its own
+        except Exception as error:  # each package has its own classes
             if attempt == ATTEMPTS or is_final(error):
                 raise _refusal_of(path, error) from error
             logger.debug("attempt %d at %s: %s", attempt, path, first_line(error))
@@ -53,7 +53,7 @@ def asked(path: Path, question: Callable[[], Result]) -> Result:
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether the next attempt would end as this one did."""
+    """Return whether another attempt would fail in the same way."""
     status = _status_of(error)
     if status is not None:
         return 400 <= status < 500 and status not in (408, 425, 429)
@@ -61,7 +61,7 @@ def is_final(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, in a line."""
+    """Return the first line of an error's message."""
     text = str(getattr(error, "strerror", None) or error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -81,13 +81,13 @@ def _refusal_of(path: Path, error: Exception) -> OSError:
 
 
 def credentials_of(path: Path) -> str:
-    """Return what to do where a store does not know who asks."""
+    """Return the hint for a store that does not accept the credentials."""
     protocol = path.parts[0].removesuffix(":")
     return f"set the credentials for {protocol} as fsspec takes them (FSSPEC_{protocol.upper()}_*), or its package does"
 
 
 def _status_of(error: BaseException | None) -> int | None:
-    """Return the HTTP status that an error comes from, where its package says."""
+    """Return the HTTP status behind an error; None if its package does not say."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):

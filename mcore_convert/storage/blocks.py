@@ -1,7 +1,7 @@
-"""Elements as numbers, a block at a time: read into buffers that are used again, and widened to fp32 by numpy alone.
+"""Elements as numbers, a block at a time: read into reused buffers, and widened to fp32 with numpy alone.
 
-A block becomes one or two *lanes* of fp32, padded with zeros to whole rows, in whatever order is cheapest: the two
-halves of each 32-bit word where elements are bfloat16. What is added up over them needs no order.
+A block becomes one or two *lanes* of fp32, padded with zeros to whole rows, in the cheapest order: for bfloat16, one
+lane for each half of the 32-bit words. Sums over lanes do not depend on the order.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mcore_convert.storage.threads import in_threads
 from mcore_convert.storage.values import as_float
 from mcore_convert.storage.views import View
 
-ROW = 1024  # elements that are added up in fp32; the sums of rows are added up in fp64
-LEAST_SQUARES, MOST_SQUARES = 1e-24, 1e36  # sums of squares of a block that fp32 has not rounded to zero or infinity
-ADDABLE = 1e30  # magnitudes that fp32 can add up
+ROW = 1024  # elements that are summed in fp32; the sums of rows are summed in fp64
+LEAST_SQUARES, MOST_SQUARES = 1e-24, 1e36  # sums of a block's squares in which fp32 neither under- nor overflowed
+ADDABLE = 1e30  # largest magnitude that can be summed in fp32
 
 Floats = NDArray[np.float32]
 
 
 @dataclass
 class Summary:
-    """Numbers of some elements, to which those of later elements are added: a report adds fields of its own.
+    """Statistics of some elements, to which those of later elements are added; a report adds fields of its own.
 
     `squares` is a sum of squares, `largest` the largest magnitude, at `largest_at` of the global tensor.
     """
@@ -43,7 +43,7 @@ class Summary:
     largest_at: Shape | None = None
 
     def add(self, other: Self) -> None:
-        """Add the numbers of elements that come later."""
+        """Add the statistics of later elements."""
         self.squares += other.squares
         if other.largest > self.largest:
             self.largest, self.largest_at = other.largest, other.largest_at
@@ -53,7 +53,7 @@ Total = TypeVar("Total", bound=Summary)
 
 
 class Small(NamedTuple):
-    """How a narrow float becomes fp32: its bits, sign extended, are shifted, masked and scaled."""
+    """Conversion of a narrow float to fp32: its bits, sign extended, are shifted, masked and scaled."""
 
     shift: int
     mask: int
@@ -65,7 +65,7 @@ SMALL = {
     "float8_e5m2": Small(21, 0x8FFFFFFF, 2.0**112),
     "float8_e4m3fn": Small(20, 0x87FFFFFF, 2.0**120),
 }
-# The largest magnitude, as bits without the sign, that is a finite number.
+# The largest finite magnitude, as bits without the sign.
 FINITE = {
     "float32": 0x7F7FFFFF,
     "bfloat16": 0x7F7F,
@@ -88,13 +88,13 @@ class Bits(NamedTuple):
 
 
 class Scratch:
-    """Named buffers that are used again; one such object for each thread."""
+    """Named buffers that are reused; one object per thread."""
 
     def __init__(self) -> None:
         self._held: dict[str, NDArray[np.uint8]] = {}
 
     def array(self, name: str, dtype: Any, count: int) -> NDArray[Any]:
-        """Return the first elements of a buffer, with whatever they were left at."""
+        """Return the first elements of a buffer, uninitialised."""
         kind = np.dtype(dtype)
         nbytes = kind.itemsize * count
         if name not in self._held or self._held[name].nbytes < nbytes:
@@ -121,7 +121,7 @@ def read(files: Files, view: View, block: Block, scratch: Scratch, name: str) ->
 
 
 def magnitudes(bits: Bits, scratch: Scratch) -> Bytes:
-    """Return the bits without the sign, which are ordered as the magnitudes of floats are."""
+    """Return the bits without the sign: they sort as the magnitudes do."""
     exact = bits.exact
     mask = exact.dtype.type((1 << (8 * exact.itemsize - 1)) - 1)
     sizes: Bytes = np.bitwise_and(exact, mask, out=scratch.array("magnitudes", exact.dtype, bits.numel))
@@ -129,7 +129,7 @@ def magnitudes(bits: Bits, scratch: Scratch) -> Bytes:
 
 
 def is_float(dtype: str) -> bool:
-    """Return whether a dtype becomes lanes; others are few, and go the slow way through fp64."""
+    """Return whether a dtype has lanes; the others are rare, and are computed in fp64, which is slower."""
     return dtype in FINITE
 
 
@@ -141,9 +141,9 @@ def number(bits: int, dtype: str) -> float:
 
 
 class Lane(NamedTuple):
-    """Every `step`-th element of a block from `first` on, as fp32, with zeros behind the last.
+    """Every `step`-th element of a block from `first` on, as fp32, padded with zeros.
 
-    `is_copy`: the values may be changed; else they are those that were read.
+    `is_copy`: the values may be changed; otherwise they share memory with the elements that were read.
     """
 
     values: Floats
@@ -157,14 +157,14 @@ class Lane(NamedTuple):
 
 
 def is_true_in_lanes(bits: Bits, scratch: Scratch) -> bool:
-    """Return whether lanes say what a block holds: those of narrow floats make numbers of infinity and NaN."""
+    """Return whether the lanes of a block are exact: lanes of narrow floats turn infinity and NaN into numbers."""
     return bits.dtype not in SMALL or int(magnitudes(bits, scratch).max()) <= FINITE[bits.dtype]
 
 
 def lanes(bits: Bits, scratch: Scratch, name: str, *, in_order: bool = False) -> Iterator[Lane]:
-    """Yield the elements as fp32, one lane after the other in the same buffer: use each before the next is drawn.
+    """Yield the elements as fp32, lane by lane in the same buffer: use each lane before drawing the next.
 
-    `in_order`: in one lane, so that those of two dtypes can be paired.
+    `in_order`: yield a single lane, so that elements of two dtypes can be paired.
     """
     padded, dtype = bits.padded, bits.dtype
     if dtype == "float32":
@@ -189,9 +189,9 @@ def lanes(bits: Bits, scratch: Scratch, name: str, *, in_order: bool = False) ->
 
 
 def sum_of_squares(lane: Lane) -> float:
-    """Return the squares added up, of values however large or small; not finite where one of them is not.
+    """Return the sum of squares, without under- or overflow; not finite if a value is not.
 
-    Values whose squares fp32 cannot add up are scaled, in a copy.
+    Values whose squares cannot be summed in fp32 are scaled, in a copy.
     """
     rows = lane.rows
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -211,14 +211,14 @@ ONES = np.ones((ROW, 1), np.float32)
 
 
 def sum_of(lane: Lane) -> float:
-    """Return the values added up."""
+    """Return the sum of the values."""
     return float(np.matmul(lane.rows[:, None, :], ONES).sum(dtype=np.float64))
 
 
 class Step(NamedTuple):
     """A block of a span, with its elements in each file of the span.
 
-    `known` is the largest magnitude in the blocks before: the place of a smaller one need not be looked up.
+    `known` is the largest magnitude in earlier blocks: the position of a smaller one is not needed.
     """
 
     bits: tuple[Bits, ...]
@@ -228,7 +228,7 @@ class Step(NamedTuple):
     scratch: Scratch
 
     def place(self, index: int) -> Shape:
-        """Return where element `index` of the block stands in the global tensor."""
+        """Return the indices in the global tensor of element `index` of the block."""
         return self.span.place(self.block.start + index)
 
 
@@ -239,7 +239,7 @@ def summed(
     files: Files,
     meter: Meter,
 ) -> list[Total]:
-    """Read tensors once, given by their spans, and return the sum of the summaries of each one's blocks, in order.
+    """Read tensors once, each given by its spans, and return for each, in order, the sum of its blocks' summaries.
 
     Raises:
         UnreadableCheckpoint: a file is shorter than its header says.

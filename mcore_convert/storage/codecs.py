@@ -1,8 +1,8 @@
-"""Codecs: tensors of few bits an element with a scale for each block, as the numbers that they stand for.
+"""Codecs: the values of tensors that are stored in a few bits per element with a scale per block.
 
-The closed set of value operations beside packs, which only move. What an element may stand for in a block is computed
-in fp32 and rounded once, for each of the 16 or 256 codes there are; the elements of the block are then looked up. So a
-decoded value is the same however it is read, and costs one look-up.
+Codecs are the closed set of operations on values; packs only move elements. For each block, the values of all 16 or
+256 codes are computed in fp32 and rounded once; the elements of the block are then looked up. So a decoded value does
+not depend on how it is read, and costs one look-up.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mcore_convert.storage.views import Access, Coded, View, contiguous_strides
 Floats = NDArray[np.float32]
 
 LOOKED_UP = 32 * 2**10  # elements that are looked up at once: their indices stay in the cache
-SLACK = 2.0**-20  # of a bound, for the rounding of fp32
-LARGEST = {"float32": 3.4e38, "bfloat16": 3.38e38, "float16": 65504.0}  # that no product is infinite below
+SLACK = 2.0**-20  # relative slack of a bound, for rounding in fp32
+LARGEST = {"float32": 3.4e38, "bfloat16": 3.38e38, "float16": 65504.0}  # products below this bound are finite
 INFINITE = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 class Code(NamedTuple):
-    """The numbers that codes of `bits` bits stand for, before they are scaled.
+    """The values of codes of `bits` bits, before scaling.
 
-    `low` and `high` are the ends of what is rounded to a number: the middle between it and its neighbours. `offset` is
-    what stored zero points are raised by where they are packed as the codes are.
+    `low` and `high` are the ends of the interval that rounds to a value: the midpoints to its neighbours. `offset` is
+    what was added to stored zero points that are packed as the codes are.
     """
 
     bits: int
@@ -45,7 +45,7 @@ class Code(NamedTuple):
 
 
 def _code(bits: int, values: Any, *, offset: int = 0, most: float | None = None) -> Code:
-    """Return a code by its numbers, in order. `most`: the largest magnitude that is rounded to the last of them."""
+    """Return the code with these values, in order. `most`: the largest magnitude that rounds to the last of them."""
     exact = np.asarray(values, np.float32)
     # one zero for both signs; `np.unique` would import a tenth of numpy
     known = np.array(sorted(set((exact[np.isfinite(exact)] + 0.0).tolist())), np.float32)
@@ -65,17 +65,17 @@ CODES = {
     "float8_e4m3fn": _code(8, FP8["float8_e4m3fn"]),
     "float4_e2m1": _code(4, [*_E2M1, *(-value for value in _E2M1)], most=8.0),
     "int8": _code(8, np.arange(256, dtype=np.uint8).view(np.int8)),
-    # raised to no sign before they are packed (compressed-tensors 0.12 `pack_quantized/helpers.py`)
+    # offset to unsigned before packing (compressed-tensors 0.12 `pack_quantized/helpers.py`)
     "packed int8": _code(8, np.arange(256) - 128, offset=128),
     "packed int4": _code(4, np.arange(16) - 8, offset=8),
 }
 
 
 class Tables(NamedTuple):
-    """What each code stands for in each block of some rows.
+    """Value of each code in each block of some rows.
 
-    `numbers` are flat; that of a code of a block stands at `by_code` times the code plus `by_block` times the number of
-    the block. `beyond`: which of them are infinite for no other reason than the dtype; None where none is.
+    `numbers` are flat; the value of a code in a block is at index `by_code` times the code plus `by_block` times the
+    block's number. `beyond`: mask of the values that are infinite only because of the dtype; None if none is.
     """
 
     numbers: Bytes
@@ -88,8 +88,8 @@ class Tables(NamedTuple):
 class Blocks(Coded):
     """Matrices of codes with a scale for each block of `block` elements, rows by columns.
 
-    `parts` are the codes, as bytes with the first element in the lowest bits; the scales, one for each block; and zero
-    points where there are some, of the shape of the scales, or packed along the rows. Blocks at the edges are cut off.
+    `parts` are the codes, as bytes with the first element in the lowest bits; the scales, one per block; and optional
+    zero points, of the shape of the scales, or packed along the rows. Blocks at the edges are truncated.
     """
 
     code: str
@@ -97,17 +97,17 @@ class Blocks(Coded):
 
     @property
     def bits(self) -> int:
-        """Bits of an element."""
+        """Bits per element."""
         return CODES[self.code].bits
 
     def read(self, files: Access, view: View, dtype: str) -> Bytes:
         return self._computed(files, view, CODES[self.code].values, dtype)
 
     def may_hold(self, files: Access, view: View, exact: Floats) -> NDArray[np.bool_]:
-        """Return whether each element of a view may be what a number was rounded to.
+        """Return for each element of a view whether the exact number may have been rounded to its code.
 
-        A number may lie beyond the middle between two neighbours of the code by the rounding of fp32, in which whoever
-        encoded it has divided by the scale.
+        A number may lie beyond the midpoint of two neighbouring codes by a rounding error: the encoder divided by the
+        scale in fp32.
         """
         code = CODES[self.code]
         ends = [self._computed(files, view, each, "float32").view(np.float32) for each in (code.low, code.high)]
@@ -118,7 +118,7 @@ class Blocks(Coded):
         return inside
 
     def _computed(self, files: Access, view: View, values: Floats, dtype: str) -> Bytes:
-        """Return the elements of a view, with these numbers for the codes."""
+        """Return the elements of a view, with these values for the codes."""
         first = view.offset // view.itemsize
         if view.is_contiguous:
             run: Bytes = np.empty(math.prod(view.shape), _unsigned(dtype))
@@ -129,7 +129,7 @@ class Blocks(Coded):
         strides = contiguous_strides(self.shape, view.itemsize)
         sizes, steps, order = [1] * len(self.shape), [1] * len(self.shape), list[int]()
         for size, stride in zip(view.shape, view.strides, strict=True):
-            if size != 1:  # a dimension, or every so many of its indices: the one before has a wider stride than these
+            if size != 1:  # a dimension, or every n-th of its indices: the dimension before it has a larger stride
                 order.append(next(axis for axis, one in enumerate(strides) if one <= stride and self.shape[axis] > 1))
                 sizes[order[-1]], steps[order[-1]] = size, stride // strides[order[-1]]
         whole: Bytes = np.empty(sizes, _unsigned(dtype))
@@ -142,7 +142,7 @@ class Blocks(Coded):
         return turned.reshape(view.shape)
 
     def _runs(self, first: int, count: int) -> Iterator[tuple[int, Shape, Box]]:
-        """Elements that follow one another as boxes of matrices: how many stand before, which matrix, which box."""
+        """Yield consecutive elements as boxes of matrices: the number of elements before, the matrix, the box."""
         rows, columns = self.shape[-2:]
         done = 0
         while done < count:
@@ -158,10 +158,10 @@ class Blocks(Coded):
     def _fill_every(
         self, files: Access, matrix: Shape, start: Shape, steps: Shape, values: Floats, dtype: str, into: Bytes
     ) -> None:
-        """Compute every so many rows and columns of one of the matrices."""
+        """Compute every n-th row and column of one of the matrices."""
         sizes = tuple((size - 1) * step + 1 for size, step in zip(into.shape, steps, strict=True))
         box = Box(start, sizes)
-        if steps[1] == 1 and (steps[0] == 1 or self.block[0] == 1):  # no block has rows that are left out
+        if steps[1] == 1 and (steps[0] == 1 or self.block[0] == 1):  # no block has skipped rows
             self._fill(files, matrix, box, values, dtype, into, steps[0])
             return
         whole: Bytes = np.empty(sizes, into.dtype)
@@ -171,7 +171,7 @@ class Blocks(Coded):
     def _fill(
         self, files: Access, matrix: Shape, box: Box, values: Floats, dtype: str, into: Bytes, step: int = 1
     ) -> None:
-        """Compute a box of one of the matrices, or every so many of its rows, which then have scales of their own."""
+        """Compute a box of one of the matrices, or every `step`-th of its rows; these have scales of their own."""
         (row, column), (count, width) = box
         high, wide = self.block
         codes = self._codes(files, matrix, box, step)
@@ -203,7 +203,7 @@ class Blocks(Coded):
                     raise OverflowError(f"a number beyond the largest of {dtype}")
 
     def _of_one_table(self, row: int, count: int, at_once: int) -> Iterator[range]:
-        """Yield the rows that are looked up in one set of tables, counted from `row` on."""
+        """Yield the ranges of rows that share one set of tables, counted from `row`."""
         high = self.block[0]
         start = 0
         while start < count:
@@ -212,14 +212,14 @@ class Blocks(Coded):
             start = stop
 
     def _codes(self, files: Access, matrix: Shape, box: Box, step: int) -> NDArray[np.uint8]:
-        """Return the codes of every so many rows of a box, a byte each."""
+        """Return the codes of every `step`-th row of a box, one byte each."""
         (row, column), (count, width) = box
         view = _matrix(self.parts[0], matrix)
         if self.bits == 8:
             return files.read(view.narrow(box))[::step]
         first, last = column // 2, (column + width - 1) // 2
         pairs = files.read(view.narrow(Box((row, first), (count, last - first + 1))))[::step]
-        apart = pairs.astype("<u2")  # a byte becomes two, the lower one first
+        apart = pairs.astype("<u2")  # one byte becomes two, the low half first
         apart |= apart << 4
         apart &= 0x0F0F
         start = column - 2 * first
@@ -235,7 +235,7 @@ class Blocks(Coded):
         if zeros[0].dtype != "int32":
             return exact, files.read(zeros[0].narrow(box)).view(np.int8).astype(np.float32)
         code = CODES[self.code]
-        each = 32 // code.bits  # of them are in a word, those of the first rows in the lowest bits
+        each = 32 // code.bits  # zero points per word, those of the first rows in the lowest bits
         first, last = row // each, (row + count - 1) // each
         words = files.read(zeros[0].narrow(Box((first, column), (last - first + 1, width))))
         shifts = np.arange(each, dtype=np.uint32)[:, None] * np.uint32(code.bits)
@@ -245,7 +245,7 @@ class Blocks(Coded):
 
 
 def _matrix(view: View, at: Shape) -> View:
-    """Return the view of one of a stack of matrices."""
+    """Return the view of one matrix of a stack."""
     for index in at:
         view = view.select(index)
     return view
@@ -262,7 +262,7 @@ def _unsigned(dtype: str) -> str:
 
 
 def _tables(values: Floats, scales: Floats, zeros: Floats | None, dtype: str) -> Tables:
-    """Return what each code stands for in each of some blocks. The longer of codes and blocks varies fastest."""
+    """Return the value of each code in each block. The longer of the two dimensions varies fastest."""
     by_code, by_block = (scales.size, 1) if scales.size > len(values) else (1, len(values))
     codes, blocks = (values[:, None], scales.reshape(-1)) if by_block == 1 else (values, scales.reshape(-1, 1))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -279,11 +279,11 @@ def _tables(values: Floats, scales: Floats, zeros: Floats | None, dtype: str) ->
 
 @dataclass(frozen=True)
 class Quantised:
-    """What a checkpoint holds in few bits an element, and what decoding it costs. Sizes in bytes.
+    """Quantised tensors of a checkpoint, with their sizes in bytes before and after decoding.
 
-    `method` is the `quant_method` of its `config.json`, `forms` say bits and blocks in words, one for each kind of
-    tensor. `nbytes` are those of `num_tensors` tensors in files, scales included, and `decoded` theirs as `dtype`.
-    `loss` is what values lose at most where they are quantised as they are written.
+    `method` is the `quant_method` of its `config.json`; `forms` describe bits and blocks, one text for each kind of
+    tensor. `num_tensors` tensors have `nbytes` bytes in files, scales included, and `decoded` bytes as `dtype`.
+    `loss` describes the largest error of values that are quantised while writing.
     """
 
     method: str

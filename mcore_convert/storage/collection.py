@@ -1,4 +1,4 @@
-"""Work that makes many objects and no garbage."""
+"""Garbage collection, switched off for work that creates many objects and no garbage."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-FEW = 10_000  # objects that Python searches in a millisecond or two: less than what is frozen takes to be counted
+FEW = 10_000  # objects that a collection traverses in a millisecond or two: counting frozen objects takes longer
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """A scope in which Python collects no cycles: searching new objects by the hundred thousand takes longest.
+    """A scope without cyclic garbage collection: traversing hundreds of thousands of new objects is slow.
 
-    What it leaves counts as old: else Python would search all of it, twice, when the scope ends.
+    The objects that it leaves are moved to the oldest generation: otherwise Python would traverse all of them, twice,
+    when the scope ends.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -21,7 +22,7 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if gc.get_count()[0] > FEW and not gc.get_freeze_count():  # what a caller has frozen stays so
+            if gc.get_count()[0] > FEW and not gc.get_freeze_count():  # keep what a caller has frozen
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -1,7 +1,7 @@
-"""Signals that wait: what several steps make, or take back, is not to be left half done between two of them.
+"""Deferred signals: a sequence of steps that create or remove something is not interrupted between two of them.
 
-A handler that raises, as those of Ctrl-C and of the command do, may do so between any two instructions: after a file
-was made and before anybody remembers it, or in the first line of what would have removed it.
+A signal handler that raises, as those of Ctrl-C and of the command do, may do so between any two instructions: after
+a file was created and before it is recorded, or in the first line of the code that would have removed it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Deferral:
-    """A scope in which these signals wait for its end, or for a moment at which it admits them.
+    """A scope in which these signals are deferred until its end, or until it admits them.
 
-    The handlers stay wrapped until the end, and one switch says whether they wait: no signal can come between two of
-    them. Threads beside the main one are never interrupted, and have nothing to wait for.
+    The handlers stay wrapped until the end, and one flag says whether they are deferred, so that all change at once.
+    Threads other than the main one are never interrupted by signals, and defer nothing.
 
-    What is admitted may still come in the line that calls `hold`. So that line has a `finally` of its own, within the
-    one that cleans up.
+    An admitted signal may still be handled in the line that calls `hold`. So that line has a `finally` of its own,
+    inside the one that cleans up.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Deferral:
             try:
                 for number in self._handlers:
                     signal.signal(number, self._handle)
-            except BaseException:  # one that came just now
+            except BaseException:  # a signal during this loop
                 self._give_back()
                 raise
         self._waiting = True
@@ -49,17 +49,17 @@ class Deferral:
         self._deliver()
 
     def admit(self) -> None:
-        """Let signals come from here on; one that has waited comes now."""
+        """Admit signals from here on; one that was deferred is raised now."""
         self._waiting = False
         self._deliver()
 
     def hold(self) -> None:
-        """Let signals wait from here on."""
+        """Defer signals from here on."""
         self._waiting = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._waiting:
-            self._waiting = True  # what a handler raises cleans up on its way, and the next signal waits for that
+            self._waiting = True  # the next signal must not interrupt the clean-up after a handler that raises
             self._handlers[number](number, frame)
             self._waiting = False
         elif self._came is None:

@@ -1,8 +1,8 @@
-"""The directory that a conversion makes: claimed while it is written, there when it is whole, or not there at all.
+"""Destination directory of a conversion: claimed while it is written, and either complete or absent.
 
-Beside `DST` there may be, for as long as a conversion runs: `DST.partial`, which becomes it and holds a marker until
-then; `DST.partial.lock`, held by the process that writes, with the id of its work; `DST.partial.old-ID`, what `DST`
-was, for the moment of the exchange. What has none of these marks is a stranger's, and refused.
+While a conversion runs there may be, beside `DST`: `DST.partial`, which is renamed to `DST` and holds a marker until
+then; `DST.partial.lock`, held by the writing process, with the id of its work; `DST.partial.old-ID`, the previous
+`DST`, during the exchange. Anything without one of these marks was made by someone else, and is refused.
 """
 
 from __future__ import annotations
@@ -23,40 +23,38 @@ from mcore_convert.storage.marker import MARKER, in_the_way, journals, mark_of, 
 from mcore_convert.storage.remote import RemotePath
 from mcore_convert.storage.sending import check_free_remote
 
-# What this process has given its name, or is about to: the path, and the directory's own numbers.
+# Destinations that this process has renamed into place, or is about to: the path, and the device and inode numbers.
 _published: list[tuple[Path, tuple[int, int]]] = []
-_began: list[Path] = []  # the partial directories that it made
+_began: list[Path] = []  # the partial directories that this process made
 
 
 def partial_path(final: Path) -> Path:
-    """Return where a conversion is written until it is complete."""
+    """Return the directory in which a conversion is written until it is complete."""
     return final.with_name(final.name + ".partial")
 
 
 def finished(since: int = 0) -> list[Path]:
-    """Return the destinations that this process has finished and that stand,
-    told from the disk and so true at any moment.
+    """Return the destinations that this process has finished and that still exist,
+    as the disk shows at this moment.
 
     Args:
-        since: leave out what was finished before, as many as `counts` said.
+        since: skip that many, a number that `counts` returned earlier.
     """
     return [path for path, identity in _published[since:] if _identity(path) == identity]
 
 
 def left(since: int = 0) -> list[Path]:
-    """Return the partial directories that this process has made and not been able to remove;
-    `since` as for `finished`.
-    """
+    """Return the partial directories that this process made and could not remove; `since` as for `finished`."""
     return [path for path in _began[since:] if mark_of(path) is not None]
 
 
 def counts() -> tuple[int, int]:
-    """Return how many there are of `finished` and of `left`."""
+    """Return the numbers that `finished` and `left` take as `since`."""
     return len(_published), len(_began)
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
-    """Prove that a destination can be made.
+    """Check that a destination can be made.
 
     Raises:
         UnwritableTarget: it exists and is not to be replaced, or is no name (`.`, `..`, `/`).
@@ -71,9 +69,9 @@ def check_free(final: Path, *, overwrite: bool) -> None:
 
 @dataclass
 class Claim:
-    """A destination that this process writes, and no other: in `partial`, until `publish`.
+    """A destination that only this process writes: in `partial`, until `publish`.
 
-    `cleared`: an earlier run had completed files there, which were removed.
+    `cleared`: files that an earlier run had completed there were removed.
     """
 
     final: Path
@@ -86,9 +84,9 @@ class Claim:
         return partial_path(self.final)
 
     def publish(self) -> None:
-        """Give the directory its name. What had the name is removed when that is done, and else has it again.
+        """Rename the directory to its final name. A previous destination is removed afterwards, or restored on failure.
 
-        A signal waits until then: one half of it is neither the old destination nor the new one.
+        Signals are deferred meanwhile: halfway there is neither the old destination nor the new one.
         """
         with Deferral():
             self._publish()
@@ -98,7 +96,7 @@ class Claim:
         old = _old_path(final, self.lock.identity)
         identity = _identity(partial)
         assert identity is not None
-        self.lock.record(publishes=identity)  # from here on the directory is ours without its marker
+        self.lock.record(publishes=identity)  # identifies the directory as ours once its marker is gone
         unmark(partial)
         sync(partial)
         _published.append((final, identity))
@@ -117,10 +115,10 @@ class Claim:
 
 @contextlib.contextmanager
 def claimed(final: Path, nbytes: int, *, overwrite: bool, resume: bool = False) -> Iterator[Claim]:
-    """Make the partial directory, and remove it if anything goes wrong. What a killed run of ours left is cleared.
+    """Make the partial directory, and remove it if anything goes wrong. The remains of a killed run are cleared.
 
     Args:
-        resume: take what an earlier run left as it is, and leave what this one has completed.
+        resume: keep the files that an earlier run completed, and on failure those that this run completed.
 
     Raises:
         UnwritableTarget: another process writes it, something that is not ours is in its place, the destination has
@@ -167,12 +165,12 @@ def claimed(final: Path, nbytes: int, *, overwrite: bool, resume: bool = False) 
 
 
 def has_journal(partial: Path) -> bool:
-    """Return whether a partial directory is ours, and holds files that are complete."""
+    """Return whether a partial directory is ours and holds completed files."""
     return mark_of(partial) is not None and bool(journals(partial))
 
 
 def _allocated(folder: Path) -> int:
-    """Return the bytes that the files below a folder take on the disk."""
+    """Return the disk space of the files below a folder, in bytes."""
     return sum(path.stat(follow_symlinks=False).st_blocks * 512 for path in folder.rglob("*"))
 
 
@@ -181,7 +179,7 @@ def _old_path(final: Path, identity: str) -> Path:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return which directory a path is; None where there is none."""
+    """Return the device and inode numbers of a path; None if it does not exist."""
     try:
         state = path.stat(follow_symlinks=False)
     except OSError:
@@ -203,14 +201,14 @@ def _settle(final: Path, old: Path) -> None:
 
 
 def _clear(final: Path, partial: Path, earlier: dict[str, Any] | None) -> None:
-    """Remove what a killed run left; one that was killed during the exchange gets its destination back."""
+    """Remove the remains of a killed run; if it was killed during the exchange, restore its old destination."""
     for identity in {mark_of(partial), None if earlier is None else str(earlier["id"])} - {None}:
         _settle(final, _old_path(final, str(identity)))
     if not os.path.lexists(partial):
         return
     if mark_of(partial) is None and not _left_unmarked(partial, earlier):
         raise in_the_way(partial)
-    # the marker goes last: if this process is killed as well, the rest is still ours
+    # remove the marker last: if this process is killed, too, the rest can still be identified as ours
     for entry in partial.iterdir():
         if entry.name != MARKER:
             remove_tree(entry)
@@ -218,7 +216,7 @@ def _clear(final: Path, partial: Path, earlier: dict[str, Any] | None) -> None:
 
 
 def _left_unmarked(partial: Path, earlier: dict[str, Any] | None) -> bool:
-    """Return whether a process was killed before it could mark the directory, or after it had taken the mark away."""
+    """Return whether a process was killed before it could mark the directory, or after it had removed the mark."""
     if earlier is None or partial.is_symlink() or not partial.is_dir():
         return False
     if earlier.get("publishes") is not None:
@@ -227,7 +225,7 @@ def _left_unmarked(partial: Path, earlier: dict[str, Any] | None) -> bool:
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """Make a directory and those above it; returns the ones that were not there, innermost first."""
+    """Make a directory and its parents, and return those that were missing, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     folder.mkdir(parents=True, exist_ok=True)
     return missing

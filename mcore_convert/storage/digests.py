@@ -1,7 +1,7 @@
-"""Checksums of what is written, taken from the bytes as they pass, and counts of the numbers in them that are none.
+"""Checksums of written bytes, computed while they are copied, and counts of the NaN and infinite elements in them.
 
-A checksum is XXH3 of 64 bits: it finds damage by accident, and says nothing against an attacker. A `Region` is a run of
-bytes of one file that has a checksum for each of its blocks.
+A checksum is XXH3 of 64 bits: it detects accidental damage, and gives no protection against an attacker. A `Region`
+is a run of bytes of one file that has a checksum for each of its blocks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mcore_convert.storage.sources import Handle
 from mcore_convert.storage.views import DTYPE_SIZES, View
 
 ALGORITHM = "xxh3_64"
-BLOCK = 16 * 2**20  # bytes with a checksum of their own: how closely damage can be placed
-STEP = 256 * 2**10  # bytes that are read, added and written while they are in the cache
+BLOCK = 16 * 2**20  # bytes with a checksum of their own: the precision with which damage is located
+STEP = 256 * 2**10  # bytes that are read, hashed and written while they are in the cache
 
-# Takes bytes that were written: the file, where in it, and what. In any order; those in the order of the file are free.
+# Takes bytes that were written: file, offset and content. In any order; bytes in file order cost no re-reading.
 Feed = Callable[[Path, int, memoryview], None]
 
 # The bits, without the sign, of the largest finite number and of infinity; None where a dtype has no infinity.
@@ -39,14 +39,14 @@ LARGEST: dict[str, tuple[int, int | None]] = {
 
 
 def hand_on(feed: Feed | None, view: View, written: NDArray[Any]) -> None:
-    """Feed what was written to a view, where it is one run of bytes."""
+    """Feed the elements that were written to a view, if they are one run of bytes."""
     if feed is not None and view.is_contiguous:
         feed(view.path, view.offset, written.reshape(-1).view(np.uint8).data)
 
 
 def sealed(parts: Iterable[bytes], last: Callable[[str], bytes]) -> Iterator[bytes]:
-    """Yield the parts of a file, and at the end what `last` makes of their checksum;
-    in pieces that are worth a write.
+    """Yield the parts of a file, joined into pieces of at least STEP bytes,
+    and at the end what `last` returns for their checksum.
     """
     digest = xxhash.xxh3_64()
     held = bytearray()
@@ -61,11 +61,11 @@ def sealed(parts: Iterable[bytes], last: Callable[[str], bytes]) -> Iterator[byt
 
 
 class Unsealed:
-    """The lines of a file that `sealed` has written, without the last, which must have the checksum of those before.
+    """Lines of a file that `sealed` has written, without the last line, which must have the checksum of the others.
 
     Args:
-        file: stands at its beginning.
-        last: matches the last line, its first group the checksum; that is `checksum` after the lines.
+        file: positioned at its beginning.
+        last: matches the last line, its first group the checksum, which is in `checksum` after the lines were read.
     """
 
     def __init__(self, file: Iterable[bytes], last: re.Pattern[bytes]) -> None:
@@ -73,10 +73,10 @@ class Unsealed:
         self.checksum = ""
 
     def __iter__(self) -> Iterator[bytes]:
-        """Give each line without its end.
+        """Yield each line without its newline.
 
         Raises:
-            ValueError: the checksum is another, or there is none.
+            ValueError: the checksum differs, or there is none.
         """
         digest, line = xxhash.xxh3_64(), b""
         for following in self._file:
@@ -91,7 +91,7 @@ class Unsealed:
 
 
 def checksum_of_runs(fd: Handle, path: Path, runs: Iterable[tuple[int, int]]) -> str:
-    """Return the checksum of runs of bytes of a file, each from its start to its end, one behind the other.
+    """Return the checksum of runs of bytes of a file, each from its start to its end, concatenated.
 
     Raises:
         Shrunk: the file ends before.
@@ -107,7 +107,7 @@ def checksum_of_runs(fd: Handle, path: Path, runs: Iterable[tuple[int, int]]) ->
 
 
 def gaps_between(runs: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """Yield what lies between runs of bytes of a file, which are in order, and at its ends."""
+    """Yield the gaps before, between and after runs of bytes of a file, which are in order."""
     at = 0
     for start, end in runs:
         if at < start:
@@ -127,7 +127,7 @@ def not_finite(bits: NDArray[Any], dtype: str) -> tuple[int, int]:
         return 0, 0
     finite, infinity = LARGEST[dtype]
     sign = 1 << (8 * bits.itemsize - 1)
-    # two plain reductions, of each sign, cost half of what masking the sign does
+    # two plain reductions, one per sign, cost half as much as masking the sign
     if int(bits.view(f"i{bits.itemsize}").max()) <= finite and int(bits.max()) <= sign | finite:
         return 0, 0
     sizes = bits & bits.dtype.type(sign - 1)
@@ -137,11 +137,11 @@ def not_finite(bits: NDArray[Any], dtype: str) -> tuple[int, int]:
 
 
 class Region:
-    """Bytes `start` to `end` of a file that is written, with what is known of them.
+    """Bytes `start` to `end` of a file that is written, with their checksums and counts.
 
     Attributes:
         sums: the checksum of each block of BLOCK bytes, the last of which may be shorter.
-        pending: how many copies are still to fill it.
+        pending: how many copies still have to fill it.
     """
 
     __slots__ = ("_at", "_hash", "dtype", "end", "infinite", "nan", "path", "pending", "start", "sums")
@@ -154,9 +154,9 @@ class Region:
         self._hash: Any = None
 
     def add(self, at: int, part: memoryview) -> None:
-        """Take bytes that were written. Those that do not follow the ones before are left for `finish`.
+        """Add bytes that were written. Those that do not follow the previous ones are left for `finish`.
 
-        Each byte is written once, so that one thread at most has those that come next: this needs no lock.
+        Each byte is written once, so at most one thread has the bytes that come next: no lock is needed.
         """
         if at != self._at or not len(part):
             return
@@ -182,17 +182,17 @@ class Region:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of its bytes were taken."""
+        """Whether all bytes of the region were added."""
         return self._at == self.end
 
     def finish(self, fd: int) -> None:
-        """Read what was not taken in order from the file itself."""
+        """Read the bytes that were not added in order from the file itself."""
         while self._at < self.end:
             part = scratch(min(STEP, self.end - self._at)).data
             read_at(fd, part, self._at, self.path)
             self.add(self._at, part)
 
     def adopt(self, nan: int, infinite: int, sums: Iterable[str]) -> None:
-        """Take what is known of bytes that others have written."""
+        """Adopt the counts and checksums of bytes that others have written."""
         self.nan, self.infinite, self.sums = nan, infinite, list(sums)
         self._at, self.pending = self.end, 0

@@ -1,7 +1,7 @@
-"""Reading and writing files: complete, or an error. The one place that asks the operating system for either.
+"""Reading and writing files: complete, or an error. The one module with the system calls for both.
 
-A system call may do less than it was asked for and call that success. Every loop that goes on with the rest is here,
-and so is every place where nothing at all was done.
+A system call may transfer fewer bytes than requested and still succeed. All loops that continue with the rest are
+here, and so are the checks for calls that transferred nothing.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mcore_convert.storage.remote import RemotePath, fresh
 from mcore_convert.storage.sources import Handle, Stamp, close_fd, open_fd, size_of, stamp_of
 
 STEP = 2 * 2**20  # bytes that go through memory at once, while they are in the cache
-NEAR = 64  # bytes that cost less to write than another system call
+NEAR = 64  # bytes of a gap that cost less to write than another system call
 AT_ONCE = 2**30  # bytes of one call: macOS refuses 2**31 and more
-# What a file system answers that cannot do a thing at all: it is then done by plain reads and writes.
+# Errors of a file system that does not support an operation: plain reads and writes replace it.
 CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
 NO_KERNEL_COPY = (*CANNOT, errno.EXDEV, errno.EBADF)
 
 
 class Shrunk(OSError):
-    """A file that ends before what was to be read of it."""
+    """A file that ends before the requested range."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EIO, "it became shorter while it was read", str(path))
 
 
 def stamped(paths: Iterable[Path]) -> dict[Path, Stamp]:
-    """Return the stamp of each file; an empty one for what is not there."""
+    """Return the stamp of each file; an empty one if it does not exist."""
     stamps: dict[Path, Stamp] = {}
     paths = [*paths]
     for store in {path.parts[0]: path for path in paths if isinstance(path, RemotePath)}.values():
@@ -48,7 +48,7 @@ def stamped(paths: Iterable[Path]) -> dict[Path, Stamp]:
 
 
 def write_at(fd: int, content: bytes | memoryview, at: int) -> None:
-    """Write all of `content` at a place of a file.
+    """Write all of `content` at an offset of a file.
 
     Raises:
         OSError: not all of it can be written.
@@ -64,10 +64,10 @@ def write_at(fd: int, content: bytes | memoryview, at: int) -> None:
 
 
 def reserve(path: Path, size: int, literals: Iterable[tuple[int, bytes]]) -> None:
-    """Make a file of its final size, with the bytes that are known already.
+    """Make a file of its final size, with the bytes that are already known.
 
     Raises:
-        OSError: the file system refuses, or the file does not have that size then.
+        OSError: the file system refuses, or the file has another size afterwards.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -81,10 +81,10 @@ def reserve(path: Path, size: int, literals: Iterable[tuple[int, bytes]]) -> Non
 
 
 def _joined(literals: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Yield the same with those in one that lie near to each other, in a file that has zeros between them.
+    """Yield the literals in file order, with near ones joined: the bytes between them are zeros in the file.
 
-    Between the end of one chunk's archive and the beginning of the next there is next to nothing. They are put in the
-    order of the file first: no zero may take the place of what was written before.
+    Between the end of one chunk's archive and the beginning of the next there are only a few bytes. The literals are
+    sorted first, so that zeros never overwrite an earlier literal.
     """
     first, joined, end = 0, bytearray(), 0
     for at, content in sorted(literals, key=lambda literal: literal[0]):
@@ -99,7 +99,7 @@ def _joined(literals: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]
 
 
 def read_at(handle: Handle, into: memoryview, at: int, path: Path) -> None:
-    """Fill `into` with the bytes at a place of a file.
+    """Fill `into` with the bytes at an offset of a file.
 
     Raises:
         Shrunk: the file ends before.
@@ -115,7 +115,7 @@ def read_at(handle: Handle, into: memoryview, at: int, path: Path) -> None:
 
 
 def copy_range(reading: Handle, source: Path, start: int, writing: int, at: int, count: int) -> None:
-    """Copy bytes from one file to another, inside the kernel where it can.
+    """Copy bytes from one file to another, inside the kernel where possible.
 
     Raises:
         Shrunk: the source ends before.
@@ -130,7 +130,7 @@ def copy_range(reading: Handle, source: Path, start: int, writing: int, at: int,
             except OSError as error:  # another file system, or one that cannot
                 if error.errno not in NO_KERNEL_COPY:
                     raise
-        if not done:  # some file systems answer 0 for what they cannot copy: a read tells which it is
+        if not done:  # 0 is the end of the file, or a file system that cannot copy: the read below distinguishes them
             copy_file_range = None
             done = min(count, STEP)
             buffer = memoryview(bytearray(done))
@@ -149,7 +149,7 @@ def stream_range(
     count: int,
     feed: Callable[[int, memoryview], None],
 ) -> None:
-    """Copy bytes from one file to another through `buffer`, and hand them on with their place in the target.
+    """Copy bytes from one file to another through `buffer`, and pass them to `feed` with their offset in the target.
 
     Raises:
         Shrunk: the source ends before.
@@ -195,7 +195,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> None:
-    """Make a new file of parts, one behind the other, and return when they are on the disk.
+    """Make a new file of parts, concatenated, and return when they are on the disk.
 
     Raises:
         OSError: as `write_new`.
@@ -212,7 +212,7 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Write at the end of a file, which is made if it is not there, and return when it is on the disk.
+    """Write at the end of a file, created if missing, and return when the content is on the disk.
 
     Raises:
         OSError: not all of it can be written.
@@ -231,12 +231,12 @@ def mark(folder: Path, identity: str) -> None:
 
 
 def remark(folder: Path, identity: str) -> None:
-    """Mark a directory that another process has marked as work of this one."""
+    """Take over a directory that another process has marked: write the mark of this one."""
     write_whole(folder / MARKER, record_bytes(identity))
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Give a file new content: at any moment it has the old or the new one. What a killed run of ours left is removed.
+    """Replace the content of a file atomically. Unfinished files of killed runs are removed.
 
     Raises:
         OSError: the file system refuses.
@@ -275,7 +275,7 @@ def _remove_if_dead(partial: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a directory and all below it; whatever it is, no link is followed."""
+    """Remove a directory and everything below it, or a file or link; no link is followed."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder)
     else:
@@ -283,7 +283,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def sync_data(fd: int) -> None:
-    """Wait until what is in a file is on the disk, which need not know its times."""
+    """Wait until the content of a file is on the disk; its times need not be."""
     getattr(os, "fdatasync", os.fsync)(fd)
 
 
@@ -293,7 +293,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in CANNOT or not path.is_dir():  # some network file systems keep names without being asked
+        if error.errno not in CANNOT or not path.is_dir():  # some network file systems sync names by themselves
             raise
     finally:
         os.close(fd)

@@ -1,7 +1,7 @@
-"""The elements that views describe: reading, copying and comparing them, a block at a time and from several threads.
+"""Reading, copying and comparing the elements of views, a block at a time and from several threads.
 
-Runs of bytes are copied by the kernel; what is transposed or cut across rows is read a block at a time, and goes to a
-memory map of what is written, so that no tensor is ever held in memory.
+Runs of bytes are copied by the kernel; elements that are transposed or cut across rows are read a block at a time into
+a memory map of the target, so that no tensor is ever held in memory.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mcore_convert.storage.views import Slot, View
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 16 * 2**20  # bytes a thread copies before it looks whether it should stop
-CAST_BLOCK = 2 * 2**20  # bytes a thread rounds at once: what stands between its two dtypes stays in the cache
-MOST_FILES = 10_240  # open at once, where the system names no limit
+BLOCK = 16 * 2**20  # bytes that a thread copies before it checks whether it should stop
+CAST_BLOCK = 2 * 2**20  # bytes that a thread rounds at once: the intermediate values stay in the cache
+MOST_FILES = 10_240  # files open at once, if the system has no limit
 KERNEL_RUN = 64 * 2**10  # shorter runs cost more in system calls than in copying
 
 Bytes = NDArray[Any]
@@ -60,19 +60,17 @@ class Files:
         BLOCKS.clear()
 
     def fd(self, path: Path) -> Handle:
-        """Return a file that is open to be read; it stays open until all are closed."""
+        """Return the handle of a file, opened for reading; it stays open until all files are closed."""
         return self._opened(path, os.O_RDONLY)
 
     def writing(self, path: Path) -> int:
-        """Return the descriptor of a file that is written, which can be read as well;
-        it stays open until all are closed.
-        """
+        """Return the descriptor of a file, opened for reading and writing; it stays open until all files are closed."""
         fd = self._opened(path, os.O_RDWR)
         assert isinstance(fd, int)
         return fd
 
     def _opened(self, path: Path, flags: int) -> Handle:
-        known = self._fds.get((path, flags))  # without the lock, which is there for who opens it
+        known = self._fds.get((path, flags))  # without the lock, which only opening needs
         if known is not None:
             return known
         with self._lock:
@@ -86,8 +84,8 @@ class Files:
         """Return the elements of a view in memory, as unsigned integers of their size.
 
         Args:
-            into: an array that takes them; a new one unless given.
-            dtype: round them to it, once; as the view has them unless given.
+            into: the array to fill; a new one unless given.
+            dtype: the dtype to round to, once; that of the view unless given.
 
         Raises:
             UnreadableCheckpoint: the file ends before them.
@@ -109,7 +107,7 @@ class Files:
         return into
 
     def read_run(self, path: Path, at: int, into: memoryview) -> None:
-        """Fill `into` with bytes that lie together.
+        """Fill `into` with consecutive bytes of a file.
 
         Raises:
             UnreadableCheckpoint: the file ends before them.
@@ -119,9 +117,9 @@ class Files:
 
     @contextlib.contextmanager
     def target(self, view: View) -> Iterator[Bytes]:
-        """A scope with the elements of a view of a file that is written, to be set: all of them.
+        """A scope that gives the elements of a view of a target file as an array; all of them have to be set.
 
-        They are those of a memory map, or where there can be none, memory that is written at the end of the scope.
+        The array is a memory map, or if there can be none, a buffer that is written at the end of the scope.
         """
         fd = self.writing(view.path)
         with self._lock:
@@ -147,8 +145,8 @@ def _as_unreadable() -> Iterator[None]:
 
 
 def _opened(path: Path, flags: int) -> Handle:
-    """Return a descriptor. The usual limit of 1024 is too low for a checkpoint of a thousand files,
-    so it is raised then.
+    """Open a file. The usual limit of 1024 open files is too low for a checkpoint of a thousand files:
+    it is raised when it is reached.
     """
     try:
         return _open(path, flags)
@@ -156,7 +154,7 @@ def _opened(path: Path, flags: int) -> Handle:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if error.errno != errno.EMFILE or soft == hard:
             raise
-        most = hard if hard != resource.RLIM_INFINITY else MOST_FILES  # macOS has a limit that it does not tell
+        most = hard if hard != resource.RLIM_INFINITY else MOST_FILES  # macOS has a limit that it does not report
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         return _open(path, flags)
 
@@ -166,10 +164,10 @@ def _open(path: Path, flags: int) -> Handle:
 
 
 def copy_view(files: Files, source: View, target: View, feed: Feed | None = None) -> Iterator[int]:
-    """Copy one view to another of equal shape, cast to its dtype; yields the bytes read after each block.
+    """Copy one view to another of equal shape, cast to its dtype; yield the bytes read after each block.
 
     Args:
-        feed: takes what was written. With one, bytes that lie together go through memory, and not through the kernel.
+        feed: gets the bytes that were written. If given, runs of bytes go through memory instead of the kernel.
 
     Raises:
         OverflowError: as `cast`.
@@ -190,7 +188,7 @@ def copy_view(files: Files, source: View, target: View, feed: Feed | None = None
             at = target.offset + lead * target_strides[0]
             yield from _copy_run(files, source.path, start, target.path, at, run, feed)
         return
-    # a block of columns has short runs, all the shorter the fewer they are
+    # a block of columns has short runs: the fewer columns, the shorter
     limit = CAST_BLOCK if source.strides[-1] == source.itemsize else BLOCK
     for block in blocks_of(source.shape, source.itemsize, limit):
         with files.target(target.block(block)) as into:
@@ -211,7 +209,7 @@ def _cast_view(files: Files, source: View, target: View, feed: Feed | None) -> I
 def _copy_run(
     files: Files, source: Path, start: int, target: Path, at: int, count: int, feed: Feed | None
 ) -> Iterator[int]:
-    """Copy bytes that lie together."""
+    """Copy consecutive bytes."""
     reading, writing = files.fd(source), files.writing(target)
     for done in range(0, count, BLOCK):
         step = min(count - done, BLOCK)
@@ -225,7 +223,7 @@ def _copy_run(
 
 
 def _joined(source: View, target: View) -> tuple[Shape, Shape, Shape]:
-    """Shape and strides with neighbouring dimensions joined where both views allow it."""
+    """Return shape and strides with neighbouring dimensions merged where both views allow it."""
     shape: list[int] = []
     steps: list[tuple[int, int]] = []
     for size, step in zip(source.shape, zip(source.strides, target.strides, strict=True), strict=True):
@@ -242,7 +240,7 @@ def _joined(source: View, target: View) -> tuple[Shape, Shape, Shape]:
 
 
 def blocks_of(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple[slice, ...]]:
-    """Slices of the first dimension, each of about `limit` bytes; of the next where one index is larger."""
+    """Yield slices of the first dimension of about `limit` bytes each; of the next one too if an index is larger."""
     if not shape:
         yield ()
         return
@@ -260,7 +258,7 @@ def blocks_of(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple
 
 
 def differing(files: Files, a: View, b: View) -> Iterator[tuple[Bytes, Bytes, Bytes]]:
-    """Yield the blocks in which two views of equal shape and dtype differ: where, and what either holds."""
+    """Yield each block in which two views of equal shape and dtype differ: a mask, and the elements of both."""
     for block in blocks_of(a.shape, a.itemsize, CAST_BLOCK):
         first, second = files.read(a.block(block)), files.read(b.block(block))
         unequal = first != second

@@ -1,7 +1,7 @@
-"""Encoding: numbers rounded to codes of few bits with a scale for each block, as they are written.
+"""Encoding: rounding numbers to codes of a few bits with a scale per block, while they are written.
 
-The scale of a block is its largest magnitude over the largest number of the code, so that nothing is cut off. What is
-lost is at most half the distance of two neighbouring numbers of the code, times the scale.
+The scale of a block is its largest magnitude divided by the largest value of the code, so that nothing is clipped. The
+error is at most half the distance of two neighbouring values of the code, times the scale.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mcore_convert.storage.values import Bytes, round_to
 from mcore_convert.storage.views import Access, Slot, View, cut
 
 STRIPE = 2**19  # elements that are encoded at once
-LEAST_SCALE = np.float32(2.0**-126)  # of blocks that are zero, or nearly
-LARGEST = {"float8_e4m3fn": 448.0, "packed int4": 7.0}  # -8 is left out, so that both signs have one scale
+LEAST_SCALE = np.float32(2.0**-126)  # for blocks of zeros or nearly zeros
+LARGEST = {"float8_e4m3fn": 448.0, "packed int4": 7.0}  # -8 is unused, so that the range is symmetric
 
 
 def encode(files: Access, coded: Blocks, slots: Sequence[Slot], feed: Feed | None = None) -> Iterator[int]:
-    """Write a coded matrix; yields the bytes read after each stripe of rows.
+    """Write a coded matrix; yield the bytes read after each stripe of rows.
 
     Args:
-        slots: the boxes of it that files hold; what none of them covers is zero.
-        feed: takes what was written.
+        slots: the boxes of the matrix that source files hold; elements outside of them are zero.
+        feed: gets the bytes that were written.
 
     Raises:
-        ConvertError: a number that is not finite.
+        ConvertError: a number is not finite.
     """
     rows, columns = coded.shape
     high = coded.block[0]
@@ -56,13 +56,13 @@ def encode(files: Access, coded: Blocks, slots: Sequence[Slot], feed: Feed | Non
 
 
 def box_of(view: View, coded: Blocks) -> Box:
-    """Return the box of a coded matrix that a view of it has."""
+    """Return the box of a coded matrix that a view of it covers."""
     row, column = divmod(view.offset // view.itemsize, coded.shape[1])
     return Box((row, column), view.shape)
 
 
 def _encoded(coded: Blocks, exact: Floats) -> tuple[Bytes, Bytes]:
-    """Return the codes of some rows as they are stored, and the scales."""
+    """Return the codes of some rows in their stored form, and the scales."""
     high, wide = coded.block
     rows, columns = exact.shape
     tops = np.maximum.reduceat(np.abs(exact), np.arange(0, columns, wide), axis=1)

@@ -1,7 +1,7 @@
-"""Reading strided elements of a file into memory, and writing them, with as few system calls as pay.
+"""Reading strided elements of a file into memory, and writing them, with few system calls.
 
-Sources are read and not mapped: a file that shrinks while it is mapped ends the process with a signal, and one that
-is read is an error with a name.
+Sources are read and not mapped: if a mapped file shrinks, a signal ends the process; if a file shrinks while it is
+read, that is an error that names it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcore_convert.storage.ranges import Ranges
 from mcore_convert.storage.sources import Handle
 from mcore_convert.storage.views import View, contiguous_strides
 
-GAP = 6 * 2**10  # bytes that cost less to read in vain than another system call
+GAP = 6 * 2**10  # unneeded bytes that cost less to read than another system call
 LIMIT = 2**20  # bytes that are read at once
 
 _of_thread = threading.local()
@@ -30,7 +30,7 @@ def gathered(fd: Handle, view: View, into: NDArray[Any] | None = None) -> NDArra
     """Return the elements of a view in memory, as unsigned integers of their size.
 
     Args:
-        into: an array of the view's shape that takes them, as one of a file that is written; a new one unless given.
+        into: the array to fill, of the view's shape, such as a map of a target file; a new one unless given.
 
     Raises:
         Shrunk: the file ends before them.
@@ -54,8 +54,8 @@ def gathered(fd: Handle, view: View, into: NDArray[Any] | None = None) -> NDArra
 
 
 def _fill(fd: Handle, whole: NDArray[Any], strides: Sequence[int], view: View) -> None:
-    """Read the runs of an array, those with small gaps between them at once."""
-    span, axis = view.itemsize, len(strides) - 1  # an index of `axis` takes `span` bytes, from first to last
+    """Read the runs of an array; those with small gaps between them in one call."""
+    span, axis = view.itemsize, len(strides) - 1  # an index of `axis` spans `span` bytes, gaps included
     while axis and _near(whole.shape[axis], strides[axis], span):
         wider = (whole.shape[axis] - 1) * strides[axis] + span
         if wider > LIMIT:
@@ -86,7 +86,7 @@ def _fill(fd: Handle, whole: NDArray[Any], strides: Sequence[int], view: View) -
 
 
 def _fill_runs(fd: Handle, whole: NDArray[Any], steps: Sequence[int], nbytes: int, view: View) -> None:
-    """Read runs of so many bytes, which lie far apart, one by one."""
+    """Read runs of `nbytes` bytes, which lie far apart, one by one."""
     starts: NDArray[np.int64] = np.array([view.offset])
     for count, step in zip(whole.shape, steps, strict=False):
         starts = (starts[:, None] + np.arange(count) * step).reshape(-1)
@@ -95,7 +95,7 @@ def _fill_runs(fd: Handle, whole: NDArray[Any], steps: Sequence[int], nbytes: in
     for low, start in zip(range(0, len(into), nbytes), starts.tolist(), strict=True):
         run = into[low : low + nbytes]
         if preadv(fd, [run], start) != nbytes:
-            read_at(fd, run, start, view.path)  # goes on with the rest, or says what is wrong
+            read_at(fd, run, start, view.path)  # reads the rest, or raises the error
 
 
 def _preadv(file: Ranges, into: Sequence[memoryview], at: int) -> int:
@@ -121,7 +121,7 @@ def scattered(fd: int, view: View, array: NDArray[Any]) -> None:
 
 
 def scratch(nbytes: int) -> NDArray[np.uint8]:
-    """Memory of this thread, with whatever is in it."""
+    """Return a buffer of this thread, uninitialised."""
     held: NDArray[np.uint8] | None = getattr(_of_thread, "buffer", None)
     if held is None or held.nbytes < nbytes:
         held = _of_thread.buffer = np.empty(max(nbytes, LIMIT), np.uint8)

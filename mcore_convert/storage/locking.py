@@ -1,4 +1,4 @@
-"""Lock files: held by the process that writes beside them, with the id of its work in them."""
+"""Lock files: each held by the process that writes the directory beside it, with the id of its work."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.disk import write_at
 from mcore_convert.storage.marker import LARGEST, in_the_way, new_id, record_bytes, record_of
 
-# File systems that cannot lock files, such as Lustre mounted without `flock`: better no lock than no conversion.
+# Errors of file systems without locks, such as Lustre mounted without `flock`: a conversion then goes without a lock.
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @dataclass
 class Lock:
-    """A lock file that is held, and what the process that had it before has recorded in it.
+    """A lock file that is held, and the record of the process that held it before.
 
-    It `stays` behind while there is what one of them left: without the record nobody would know whose that is.
+    It `stays` while there are remains of an unfinished run: without the record they could not be identified as ours.
     """
 
     fd: int
@@ -34,8 +34,8 @@ class Lock:
     stays: bool = False
 
     def record(self, **facts: Any) -> None:
-        """Write down the id of this work, and what else the next process must know if this one is killed."""
-        write_at(self.fd, record_bytes(self.identity, **facts).ljust(LARGEST // 4), 0)  # as long as the one before
+        """Record the id of this work, and the facts that the next process needs if this one is killed."""
+        write_at(self.fd, record_bytes(self.identity, **facts).ljust(LARGEST // 4), 0)  # padded to a fixed length
         os.fsync(self.fd)
 
 
@@ -44,7 +44,7 @@ def locked(file: Path, partial: Path) -> Iterator[Lock]:
     """Hold a lock file, and remove it at the end.
 
     Raises:
-        UnwritableTarget: another process holds it, or it is something else than a lock file of ours.
+        UnwritableTarget: another process holds it, or it is not a lock file of ours.
     """
     with Deferral() as signals:
         fd, earlier = _acquired(file, partial)
@@ -57,7 +57,7 @@ def locked(file: Path, partial: Path) -> Iterator[Lock]:
                 signals.hold()
         finally:
             if not lock.stays:
-                file.unlink(missing_ok=True)  # before the lock is given up, so that nobody else's is removed
+                file.unlink(missing_ok=True)  # before releasing the lock: later it may be another process's file
             os.close(fd)
 
 
@@ -77,7 +77,7 @@ def _acquired(file: Path, partial: Path) -> tuple[int, dict[str, Any] | None]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), file.stat()):
                 break
-        os.close(fd)  # its last holder has removed it between our two calls
+        os.close(fd)  # its last holder removed it between our two calls
     try:
         content = os.pread(fd, LARGEST, 0) if os.fstat(fd).st_size else b""
         earlier = record_of(content)

@@ -1,4 +1,4 @@
-"""Memory maps of files that are written, with the room that they need: where the file system has both."""
+"""Memory maps of target files, with disk space allocated, if the file system supports both."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NO_MAP = (*CANNOT, errno.ENODEV, errno.EACCES)
 
 
 def fallocate(fd: int, size: int) -> None:
-    """Let the disk keep room for a file of this size; what is in it stays.
+    """Allocate disk space for a file of this size; its content stays.
 
-    Not `os.posix_fallocate`: where the file system cannot, the C library reads and writes a byte of each block, over
-    what other threads write there meanwhile (posix_fallocate(3), BUGS).
+    Not `os.posix_fallocate`: if the file system does not support it, the C library reads and writes a byte of each
+    block, and may overwrite what other threads write meanwhile (posix_fallocate(3), BUGS).
 
     Raises:
-        OSError: there is no room, or the file system or the system cannot do it.
+        OSError: there is no room, or the file system or the operating system does not support it.
     """
     if not sys.platform.startswith("linux"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -31,9 +31,9 @@ def fallocate(fd: int, size: int) -> None:
 
 
 def mapped(fd: int) -> mmap.mmap | None:
-    """Return a map of a file that is written, with room on the disk for all of it; None where there can be none.
+    """Return a memory map of a target file, with disk space for all of it; None if the file system lacks either.
 
-    A full disk must be an error here, not a signal while writing: without the room there is no map.
+    A full disk must be an error here, not a signal while writing: without the space there is no map.
 
     Raises:
         OSError: there is no room.

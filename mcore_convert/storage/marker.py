@@ -1,7 +1,7 @@
-"""The mark of this tool's own unfinished work on the disk. Nothing that lacks it is ever cleared or renamed.
+"""The mark of this tool's unfinished work on the disk. Nothing without it is ever cleared or renamed.
 
-A directory that is being written holds a file MARKER with an id. What cannot hold one, a file or what a directory has
-replaced, has the id in its name, and the lock beside it says which id that is.
+A directory that is being written holds a file MARKER with an id. A file, or a directory that is being replaced, cannot
+hold one: it has the id in its name, and the lock beside it records that id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from mcore_convert.errors import UnwritableTarget
 
 MARKER = ".mcore-convert-partial"
-JOURNAL = ".mcore-convert-journal"  # what begins the name of a journal, which goes with the marker
+JOURNAL = ".mcore-convert-journal"  # prefix of the names of journals, which are removed with the marker
 TOOL = "mcore-convert"
 PARTIAL, REMOVED = ".partial", ".removed"
 ID = re.compile(r"[0-9a-f]{32}")
@@ -36,7 +36,7 @@ def record_bytes(identity: str, **facts: Any) -> bytes:
 
 
 def record_of(content: bytes) -> dict[str, Any] | None:
-    """Return what such a content says; None where it is no record of ours."""
+    """Parse the content of a marker or lock; None if it is not a record of ours."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(content)
         if isinstance(record, dict) and record.get("tool") == TOOL and ID.fullmatch(str(record.get("id"))):
@@ -45,7 +45,7 @@ def record_of(content: bytes) -> dict[str, Any] | None:
 
 
 def unmark(folder: Path) -> None:
-    """Take the mark and the journals away: the directory is finished."""
+    """Remove the mark and the journals: the directory is finished."""
     for journal in journals(folder):
         journal.unlink()
     (folder / MARKER).unlink(missing_ok=True)
@@ -57,12 +57,12 @@ def journals(folder: Path) -> list[Path]:
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Return whether a file in an unfinished directory is ours, and no part of what is made."""
+    """Return whether a file in an unfinished directory is a marker or journal, and not part of the result."""
     return name == MARKER or name.startswith(f"{JOURNAL}-")
 
 
 def mark_of(folder: Path) -> str | None:
-    """Return the id that a directory is marked with; None where it is not ours, or no directory."""
+    """Return the id that a directory is marked with; None if it is not ours, or not a directory."""
     try:
         if folder.is_symlink():
             return None
@@ -79,21 +79,21 @@ def mark_of(folder: Path) -> str | None:
 
 
 def in_the_way(path: Path) -> UnwritableTarget:
-    """Return the refusal for what stands where unfinished work would, and is not marked."""
+    """Return the refusal for an unmarked file or directory in the place of unfinished work."""
     return UnwritableTarget(f"`{path}` is in the way, and no conversion left it", hint=HINT)
 
 
 def unfinished(path: Path, identity: str, ending: str = PARTIAL) -> Path:
-    """Return what a file or a directory is called until it is complete, or once it is no more."""
+    """Return the name of a file or directory until it is complete, or while it is being removed."""
     return path.with_name(f"{path.name}.{TOOL}-{identity}{ending}")
 
 
 def finished_name(path: Path) -> Path | None:
-    """Return what an unfinished file or directory was to become, or was; None where it is not one of ours."""
+    """Return the final, or former, name of an unfinished file or directory; None if it is not one of ours."""
     match = UNFINISHED.fullmatch(path.name)
     return None if match is None else path.with_name(match[1])
 
 
 def unfinished_ones(path: Path) -> list[Path]:
-    """Return the unfinished files or directories that have not become `path`."""
+    """Return the unfinished files or directories that were to become `path`."""
     return [each for each in path.parent.iterdir() if finished_name(each) == path and each.name.endswith(PARTIAL)]

@@ -1,4 +1,4 @@
-"""Paths: the files below one, the same path below another, and the one that a path with a slip may have meant."""
+"""Paths: listing files, rebasing a path on another root, and suggesting an existing path for a mistyped one."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pathlib import Path
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.storage.remote import RemotePath
 
-LIKE = 0.8  # of difflib: names that share less are not a slip
+LIKE = 0.8  # ratio of difflib: less similar names are not taken for a typing error
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """Return all files below a folder, in order, by their names from there."""
+    """Return all files below a folder, sorted, by their paths relative to it."""
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @lru_cache(maxsize=4096)  # a file holds many weights
 def moved(path: Path, root: Path, other: Path) -> Path:
-    """Return the path that has below `other` the place of `path` below `root`."""
+    """Return the path below `other` that corresponds to `path` below `root`."""
     return other / path.relative_to(root)
 
 
 @lru_cache(maxsize=4096)
 def name_below(path: Path, root: Path) -> str:
-    """Return the name of a file from a folder."""
+    """Return the path of a file relative to a folder."""
     return str(path.relative_to(root))
 
 
 def near_miss(path: Path) -> Path | None:
-    """Return the path that exists and was meant by one that does not; None where none is like it.
+    """Return the existing path that a missing one was probably meant to be; None if none is similar.
 
-    Names that differ in a number are different things: `Llama-3.2-3B` is no slip of `Llama-3.2-1B`.
+    Names with different numbers are different things: `Llama-3.2-3B` is not a misspelt `Llama-3.2-1B`.
     """
     try:
         missing = next(here for here in (path, *path.parents) if here.parent.is_dir() and not here.exists())
@@ -49,7 +49,7 @@ def near_miss(path: Path) -> Path | None:
 
 
 def absent(source: str | Path) -> UnreadableCheckpoint:
-    """Return the error for a path that does not exist, as the user writes it."""
+    """Return the error for a path that does not exist, spelled as the user did."""
     meant = None if isinstance(source, RemotePath) else near_miss(Path(source))
     return UnreadableCheckpoint(f"`{source}` does not exist", hint=f"did you mean `{meant}`?" if meant else None)
 

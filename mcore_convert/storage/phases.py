@@ -1,4 +1,4 @@
-"""The parts of what a function does: progress shows their names, and the log keeps their times."""
+"""Phases of a public function: progress shows their names, and the log records their times."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger("mcore_convert")
 
 @contextlib.contextmanager
 def phase(progress: Progress | None, name: str, nbytes: int = 0) -> Iterator[None]:
-    """A scope in which one thing is done. Phases follow one another; none is inside another.
+    """A scope that is one phase. Phases follow one another; they are never nested.
 
     Args:
-        progress: called with bytes by whoever moves them. Where it also has a method `phase`, that gets the name here,
-            and None at the end.
-        name: what is done, as `copying`.
-        nbytes: how much is moved, for the log.
+        progress: called with bytes by the code that moves them. If it also has a method `phase`, that is called with
+            the name here, and with None at the end.
+        name: name of the phase, such as `copying`.
+        nbytes: how many bytes are moved, for the log.
     """
     report = getattr(progress, "phase", None)
     start = time.monotonic()
@@ -38,7 +38,7 @@ def phase(progress: Progress | None, name: str, nbytes: int = 0) -> Iterator[Non
 
 
 class Part:
-    """The progress of a part of a larger task: `before` bytes are done, of `total`."""
+    """Progress of a part of a larger task, of which `before` bytes of `total` are done."""
 
     def __init__(self, progress: Progress, before: int, total: int) -> None:
         self._progress, self._before, self._total = progress, before, total

@@ -1,4 +1,4 @@
-"""Progress: how many bytes of how many are done, counted from any thread."""
+"""Progress: bytes done and their total, counted from any thread."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Progress = Callable[[int, int], None]
 
 
 class Meter:
-    """Counts bytes from any thread and tells `progress` how many of all are done.
+    """Counter of bytes, for any thread, that calls `progress` with the bytes done and their total.
 
-    `stop` is set by whoever wants the threads to end.
+    `stop` is set to end the threads.
     """
 
     def __init__(self, total: int, progress: Progress | None, done: int = 0) -> None:
@@ -21,14 +21,14 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """Count `nbytes` more bytes as done."""
         with self._lock:
             self.done += nbytes
             if self._progress is not None and not self._shared:
                 self._progress(self.done, self._total)
 
     def show(self, done: int) -> None:
-        """Tell `progress` how many bytes several processes have done; this counter's own are not told from then on."""
+        """Report the bytes that several processes have done; from then on this counter's own are not reported."""
         with self._lock:
             self._shared = True
             if self._progress is not None:

@@ -1,7 +1,7 @@
-"""Files of remote stores, read by ranges: what lies together in one request, several at once, nothing twice in a row.
+"""Files of remote stores, read by ranges: neighbouring blocks in one request, several requests at once, with a cache.
 
-Headers are read in small pages, so that little more is fetched than they are; the bytes of tensors in large blocks,
-some ahead of who reads one after the other. Both take a bounded amount of memory, however large the files are.
+Headers are read in small pages, so that little more than the headers is fetched; the bytes of tensors in large blocks,
+with read-ahead for sequential readers. Both take a bounded amount of memory, however large the files are.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ AT_ONCE = 4 * REQUEST  # bytes that one reader waits for
 
 
 class Cache:
-    """Blocks of files that were read, or are on their way.
+    """Cache of blocks of files: already read, or being fetched.
 
     Args:
-        block: bytes of each.
-        capacity: bytes that are kept; those that were used longest ago go first.
-        ahead: bytes that are fetched at most beyond what is asked for, for who reads one block after the other.
+        block: bytes of each block.
+        capacity: bytes that are kept; the least recently used are dropped first.
+        ahead: most bytes of read-ahead for a sequential reader.
     """
 
     def __init__(self, block: int, capacity: int, ahead: int) -> None:
@@ -40,7 +40,7 @@ class Cache:
         self._lock = threading.Lock()
 
     def read_into(self, file: Ranges, into: memoryview, at: int) -> int:
-        """Fill `into` with the bytes at a place; returns how many there are, fewer where the file ends."""
+        """Fill `into` with the bytes at an offset and return their number: fewer at the end of the file."""
         end = min(at + len(into), file.size)
         for start in range(at, end, AT_ONCE):
             stop = min(start + AT_ONCE, end)
@@ -53,19 +53,19 @@ class Cache:
         return max(0, end - at)
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         with self._lock:
             self._held.clear()
 
     def expect(self, file: Ranges, numbers: Iterable[int]) -> None:
-        """Let blocks be on their way, as many as are kept."""
-        with Deferral():  # or a block would be awaited that nobody fetches
+        """Start fetching blocks, at most as many as are kept."""
+        with Deferral():  # otherwise a signal could leave a block that is awaited and never fetched
             with self._lock:
                 work = self._begin(file, sorted(numbers)[: self._most])
             self._submit(file, work)
 
     def _wanted(self, file: Ranges, first: int, last: int) -> list[Future[bytes]]:
-        """Return the blocks from `first` to `last`; those that are not here are on their way then, with some ahead."""
+        """Return the blocks from `first` to `last`, and start fetching those that are missing, with some read-ahead."""
         wanted = range(first, last + 1)
         with Deferral():
             with self._lock:
@@ -82,14 +82,14 @@ class Cache:
         return futures
 
     def _further(self, file: Ranges, first: int) -> int:
-        """Return how many blocks to fetch beyond what is asked for: as many as were read before it,
-        one after the other.
+        """Return how many blocks to read ahead: as many as were read without a gap before `first`,
+        up to the limit.
         """
         before = itertools.takewhile(lambda number: (file.identity, number) in self._held, range(first - 1, -1, -1))
         return sum(1 for _ in itertools.islice(before, self._ahead))
 
     def _begin(self, file: Ranges, numbers: Iterable[int]) -> list[tuple[list[int], list[Future[bytes]]]]:
-        """Return the requests for those of the blocks that are not here, in order."""
+        """Return the requests for the missing blocks, in order."""
         work: list[tuple[list[int], list[Future[bytes]]]] = []
         for number in numbers:
             if (file.identity, number) in self._held:
@@ -114,7 +114,7 @@ class Cache:
             content = file.fetch(start, stop)
         except BaseException as error:
             with self._lock:
-                for number in run:  # the next who asks may have more luck
+                for number in run:  # so that the next reader tries again
                     self._held.pop((file.identity, number), None)
             for future in futures:
                 future.set_exception(error)
@@ -128,7 +128,7 @@ BLOCKS = Cache(2**20, 512 * 2**20, ahead=4 * REQUEST)
 
 
 class Ranges(io.RawIOBase):
-    """A file of a remote store, open to be read."""
+    """A file of a remote store, open for reading."""
 
     def __init__(self, path: RemotePath, pages: Cache) -> None:
         state = path.stat()
@@ -137,15 +137,15 @@ class Ranges(io.RawIOBase):
         self.identity = (str(path), path.store.serial, state.st_size, state.st_mtime_ns, state.st_ino)
 
     def read_at(self, into: memoryview, at: int) -> int:
-        """Fill `into` with the bytes at a place, as `os.preadv`; returns how many there are."""
+        """Fill `into` with the bytes at an offset, as `os.preadv` does, and return their number."""
         return self._cache.read_into(self, into.cast("B"), at) if at < self.size else 0
 
     def expect(self, places: Iterable[int]) -> None:
-        """Let the blocks at these places be on their way."""
+        """Start fetching the blocks at these offsets."""
         self._cache.expect(self, {at // self._cache.block for at in places if at < self.size})
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """Ask the store for a range, and get all of it.
+        """Fetch a range from the store, complete.
 
         Raises:
             OSError: it cannot be read, or has become shorter.

@@ -1,8 +1,8 @@
-"""Paths in remote stores (`s3://`, `gs://`, `hf://`, `memory://`), which fsspec and the packages for it can reach.
+"""Paths in remote stores (`s3://`, `gs://`, `hf://`, `memory://`), reached through fsspec and its packages.
 
-A `RemotePath` is a path as any other: it joins, compares and lists. What asks the operating system of a local path asks
-the store here, each question again where the connection is lost, and each refusal as an OSError that names the URL.
-A directory is listed once between two calls of `located`, with which every command begins.
+A `RemotePath` is used as any other path: it joins, compares and lists. Where a local path asks the operating system, a
+remote one asks the store: requests are repeated if the connection is lost, and refusals are OSErrors that name the URL.
+A directory is listed once between two calls of `located`, which every command begins with.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from mcore_convert.storage.asking import StoreError, asked, credentials_of, firs
 
 URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}([^/].*)", re.DOTALL)  # a `Path` of a URL has one slash
 
-# What fsspec's packages call the time and the version of a file.
+# Names in fsspec's packages for the time and the version of a file.
 TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
 VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "blob_id")
 
 
 class Entry(NamedTuple):
-    """What a listing says of a file or a directory."""
+    """Entry of a listing: a file or a directory."""
 
     is_dir: bool
     size: int = 0
     written: int = 0  # in ns, as far as the store says
-    version: int = 0  # of its ETag or checksum
+    version: int = 0  # CRC-32 of its ETag or checksum
 
 
 _serials = itertools.count()
 
 
 class _Store:
-    """One file system of fsspec, and what it has listed."""
+    """One file system of fsspec, with the listings that were fetched."""
 
     def __init__(self, fs: Any) -> None:
         self.fs, self.serial = fs, next(_serials)
@@ -58,7 +58,7 @@ class RemotePath(PosixPath):
 
     if sys.version_info >= (3, 12):
 
-        def with_segments(self, *segments: Any) -> Path:  # type: ignore[override]  # what is no URL is a plain path
+        def with_segments(self, *segments: Any) -> Path:  # type: ignore[override]  # anything but a URL is a plain path
             plain = Path(*segments)
             return RemotePath(plain) if _is_remote(plain.parts) else plain
 
@@ -82,7 +82,7 @@ class RemotePath(PosixPath):
 
     @property
     def key(self) -> str:
-        """Its name for the file system of fsspec."""
+        """Name of the path in fsspec's file system."""
         return str(self.store.fs._strip_protocol(str(self)))
 
     @property
@@ -91,7 +91,7 @@ class RemotePath(PosixPath):
 
     @property
     def parent(self) -> RemotePath:
-        """The directory of it; a bucket, or a repository of the Hub, is its own."""
+        """Directory that contains the path; a bucket, or a repository of the Hub, is its own parent."""
         return self if len(self.parts) <= self._top else RemotePath(*self.parts[:-1])
 
     @property
@@ -99,9 +99,10 @@ class RemotePath(PosixPath):
         return [RemotePath(*self.parts[:count]) for count in range(len(self.parts) - 1, self._top - 1, -1)]
 
     def entry(self) -> Entry | None:
-        """Return what the store has there; None where there is nothing.
+        """Return the entry of the path in the store; None if there is none.
 
-        It is known from the listing of a directory above, or of those between, which are listed; else it is asked for.
+        It comes from the listing of a directory above, if one was fetched, after listing those between; otherwise
+        from a request for this path alone.
         """
         listings, parts = self.store.listings, self.parts
         root = next((each for each in self.store.roots if each.parts == parts[: len(each.parts)] != parts), None)
@@ -119,9 +120,7 @@ class RemotePath(PosixPath):
                 return None
 
     def _alone(self) -> Entry | None:
-        """Return what the store has there, without a listing of the directory that it is in,
-        which may be large or closed.
-        """
+        """Return the entry of the path without listing its parent directory, which may be large or forbidden."""
         try:
             rows = asked(self, lambda: self.store.fs.ls(self.key, detail=True))
         except FileNotFoundError:
@@ -129,7 +128,7 @@ class RemotePath(PosixPath):
         except PermissionError:
             if any(self.is_relative_to(root) for root in self.store.roots):
                 raise
-            return None  # beside what was asked for
+            return None  # outside of the paths that the user named
         if len(rows) == 1 and rows[0]["type"] != "directory" and rows[0]["name"].strip("/") == self.key.strip("/"):
             return _entry(rows[0])
         if not rows:
@@ -190,7 +189,7 @@ class RemotePath(PosixPath):
         return True
 
     def _refused(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise for what only a file system on this machine does."""
+        """Raise for operations that only a local file system has."""
         raise StoreError(errno.EOPNOTSUPP, "a remote store cannot do this", self, "choose a directory on this machine")
 
     open = mkdir = rename = replace = unlink = rmdir = touch = symlink_to = hardlink_to = chmod = _refused
@@ -198,7 +197,7 @@ class RemotePath(PosixPath):
 
 def located(source: str | Path) -> Path:
     """Return the path that a user names, in a store or on this machine.
-    What was listed of the store before is forgotten.
+    Earlier listings of the store are dropped.
 
     Raises:
         ConvertError: fsspec has no such file system, or it cannot be set up.
@@ -219,7 +218,7 @@ def located(source: str | Path) -> Path:
         raise ConvertError(
             f"`{path}` cannot be reached: {error}", hint=f"install what fsspec needs for {protocol}"
         ) from error
-    except Exception as error:  # of the package, when it looks for credentials
+    except Exception as error:  # raised by the package while it searches for credentials
         raise ConvertError(f"`{path}` cannot be reached: {first_line(error)}", hint=credentials_of(path)) from error
     before = _stores.get(protocol)
     store = _stores[protocol] = _Store(fs)
@@ -229,7 +228,7 @@ def located(source: str | Path) -> Path:
 
 
 def fresh(path: Path) -> None:
-    """Forget what was listed around a path."""
+    """Drop all listings of the store of a path."""
     if isinstance(path, RemotePath):
         path.store.listings.clear()
         path.store.fs.invalidate_cache()
@@ -247,7 +246,7 @@ def _listing(path: RemotePath) -> dict[str, Entry]:
 
 
 def _entries(path: RemotePath, rows: Sequence[dict[str, Any]]) -> dict[str, Entry]:
-    own = path.key.strip("/")  # which some stores list, too
+    own = path.key.strip("/")  # some stores list the directory itself, too
     return {_name_of(row): _entry(row) for row in rows if row["name"].strip("/") != own}
 
 
@@ -256,7 +255,7 @@ def _name_of(row: dict[str, Any]) -> str:
 
 
 def _entry(row: dict[str, Any]) -> Entry:
-    """Return an entry of a listing of fsspec, whose packages name times and versions in their own ways."""
+    """Convert a row of fsspec's listing; its packages differ in how they name times and versions."""
     if row["type"] == "directory":
         return Entry(is_dir=True)
     written = next((row[name] for name in TIMES if row.get(name)), 0)

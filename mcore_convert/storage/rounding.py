@@ -1,4 +1,4 @@
-"""The proof that a master copy is that of a weight: it rounds to it."""
+"""The check that a master copy belongs to a weight: it rounds to the weight."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mcore_convert.storage.values import Bytes, as_float, round_to
 
 
 class Tolerance(NamedTuple):
-    """How far a master copy may be from a weight: a share of itself, and one of the largest in the same block.
+    """Largest distance of a master copy from its weight: a share of the value, plus one of the block's largest value.
 
-    `kind` says of what the weight was rounded.
+    `kind` names the rounding.
     """
 
     kind: str
@@ -22,10 +22,10 @@ class Tolerance(NamedTuple):
 
 
 def rounds_to(array: Bytes, other: Bytes, dtype: str) -> NDArray[np.bool_]:
-    """Return where fp32 values, rounded to a dtype, are the elements of another array, both as unsigned integers.
+    """Return a mask: where fp32 values, rounded to a dtype, equal another array; both are unsigned integers.
 
-    Halfway between two bfloat16 either counts: torch rounds to the even one, Transformer Engine's Adam away from zero
-    where it keeps remainders (`multi_tensor/adam.cu`, `AdamFunctorMasterParamRemainder`).
+    For ties between two bfloat16 either counts: torch rounds to even, and Transformer Engine's Adam away from zero if
+    it keeps remainders (`multi_tensor/adam.cu`, `AdamFunctorMasterParamRemainder`).
     """
     equal: NDArray[np.bool_] = round_to(array, dtype) == other
     if dtype == "bfloat16" and not equal.all():
@@ -34,7 +34,7 @@ def rounds_to(array: Bytes, other: Bytes, dtype: str) -> NDArray[np.bool_]:
 
 
 def are_masters(masters: Bytes, weights: Bytes, dtype: str, near: Tolerance | None = None) -> bool:
-    """Return whether fp32 values round to others, or all of them are as near as is allowed; as unsigned integers."""
+    """Return whether all fp32 values round to the weights, or all are within the tolerance; as unsigned integers."""
     if rounds_to(masters, weights, dtype).all():
         return True
     if near is None:

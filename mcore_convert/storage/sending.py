@@ -1,7 +1,7 @@
-"""The directory that a conversion makes in a remote store: file by file, marked until it is whole, or not there at all.
+"""Remote destination of a conversion: sent file by file, marked until it is complete, and removed on failure.
 
-A store gives no directory a name. So what is written has its place from the start: beside a marker, and what makes a
-checkpoint of files (`.metadata`, index, tracker, manifest) behind all of them. Each file appears when it is complete.
+A store cannot rename a directory. So files are written to their final place, beside a marker, and the files that make
+a checkpoint of them (`.metadata`, index, tracker, manifest) come last. Each file appears when it is complete.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ READ_ONLY = {"hf:": "convert to a directory on this machine, and `mcore-convert 
 
 
 def staged(final: Path) -> Path:
-    """Return where a destination is made: in its own place,
-    or for a remote one in a directory of this user for the URL.
+    """Return the directory in which a destination is made: the destination itself,
+    or for a remote one a temporary directory of this user, named after the URL.
 
     Raises:
         UnwritableTarget: the directory is another user's.
@@ -45,13 +45,13 @@ def staged(final: Path) -> Path:
 
 @contextlib.contextmanager
 def staging(final: Path) -> Iterator[Path]:
-    """A scope with the place of `staged`, whose directories go at the end."""
+    """A scope that gives the directory of `staged`, and removes its parents at the end."""
     place = staged(final)
     try:
         yield place
     finally:
         for folder in (place.parent, place.parent.parent) if place != final else ():
-            with contextlib.suppress(OSError):  # what could not be removed, or another conversion
+            with contextlib.suppress(OSError):  # not empty: it could not be cleared, or another conversion uses it
                 folder.rmdir()
 
 
@@ -69,10 +69,10 @@ def source_at(source: str | Path) -> Path:
 
 
 def check_free_remote(final: RemotePath, *, overwrite: bool) -> None:
-    """Prove that a remote destination can be made.
+    """Check that a remote destination can be made.
 
     Raises:
-        UnwritableTarget: there is something, it is a bucket, or nothing is written to such a store.
+        UnwritableTarget: it exists, it is a bucket, or the store is read-only here.
     """
     if final.parts[0] in READ_ONLY:
         raise UnwritableTarget(f"`{final}` cannot be written", hint=READ_ONLY[final.parts[0]])
@@ -97,7 +97,7 @@ class Sending:
         self.sizes: dict[RemotePath, int] = {}
 
     def send(self, file: Path, target: RemotePath) -> None:
-        """Send a file that is complete.
+        """Send a complete file.
 
         Raises:
             OSError: the store refuses it.
@@ -109,10 +109,10 @@ class Sending:
         logger.debug("sent %s, %d bytes", target, size)
 
     def complete(self) -> RemotePath:
-        """Return the directory, which is proven to have every file that was sent, as long as it was.
+        """Return the directory, after checking that it has every file that was sent, in its full size.
 
         Raises:
-            UnwritableTarget: it has not.
+            UnwritableTarget: a file is missing, or has another size.
         """
         fresh(self.final)
         self.final.is_dir()  # lists it
@@ -127,12 +127,12 @@ class Sending:
         return self.final
 
     def publish(self) -> None:
-        """Take the mark away: the directory is whole."""
+        """Remove the mark: the directory is complete."""
         remove(self.final / MARKER)
         fresh(self.final)
 
     def withdraw(self) -> None:
-        """Remove what was sent, the last first, so that nothing looks whole meanwhile.
+        """Remove the files that were sent, the last first, so that the directory never looks complete.
 
         Raises:
             OSError: the store refuses.
@@ -147,7 +147,7 @@ class Sending:
 
 @contextlib.contextmanager
 def sending(final: RemotePath, *, overwrite: bool) -> Iterator[Sending]:
-    """Mark a remote destination, and remove it if anything goes wrong. What a killed run left is cleared.
+    """Mark a remote destination, and remove it if anything goes wrong. The remains of a killed run are cleared.
 
     Raises:
         UnwritableTarget: as `check_free_remote`.
@@ -177,7 +177,7 @@ def sending(final: RemotePath, *, overwrite: bool) -> Iterator[Sending]:
 def _put(target: RemotePath, content: bytes) -> None:
     fs, key = target.store.fs, target.key
     if not getattr(fs, "async_impl", False):
-        fs.makedirs(fs._parent(key), exist_ok=True)  # one with true directories; for buckets this would make one
+        fs.makedirs(fs._parent(key), exist_ok=True)  # a store with real directories; for buckets this would create one
     asked(target, lambda: fs.pipe_file(key, content))
 
 

@@ -1,7 +1,7 @@
-"""Shifted tensors: norms that one side stores less one. A shift is exact, or it is refused.
+"""Shifted tensors: norms that one side stores minus one. A shift is exact, or it is refused.
 
-Where one is added in float32, the sum is the float32 that Megatron Core computes with, as Transformer Engine's norms
-add it there. Where numbers are cast to another dtype, which rounds every weight, that sum is rounded as they are.
+If one is added in float32, the sum is the float32 that Megatron Core computes with: Transformer Engine's norms add it
+in the same way. If numbers are cast to another dtype, which rounds every weight, the sum is rounded as they are.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from mcore_convert.storage.views import Access, Coded, View
 
 @dataclass(frozen=True, order=True, slots=True)
 class Shifted(Coded):
-    """A list of numbers of which files hold those less `by`, in the same dtype."""
+    """A vector that files hold minus `by`, in the same dtype."""
 
     by: float
 
     @staticmethod
     def of(name: str, view: View, by: float) -> View:
-        """Return a view of the numbers of a list with `by` added to each."""
+        """Return a view of a vector with `by` added to each element."""
         return View.decoded(Shifted((name,), (view,), view.shape, by), view.dtype)
 
     def read(self, files: Access, view: View, dtype: str) -> Bytes:
         return self._added(files, self.under(view), self.by, dtype)
 
     def write(self, files: Access, source: View, target: View, feed: Feed | None) -> Iterator[int]:
-        """Copy a view to one of this tensor; yields the bytes read.
+        """Copy a view to a view of this tensor; yield the bytes read.
 
         Raises:
-            ConvertError: a number less `by` is none of the dtype.
+            ConvertError: a number minus `by` is not exact in the dtype.
         """
         stored = self.under(target)
         with files.target(stored) as written:
@@ -44,7 +44,7 @@ class Shifted(Coded):
         yield source.nbytes
 
     def under(self, view: View) -> View:
-        """Return what files hold of a view of the list."""
+        """Return the stored view under a view of the vector."""
         (part,) = self.parts
         return part._replace(offset=part.offset + view.offset, shape=view.shape, strides=view.strides)
 

@@ -1,7 +1,7 @@
-"""Opening what others wrote: regular files alone, and of each kind no more bytes than it can need.
+"""Opening source files: only regular ones, and each kind up to a limit of bytes.
 
-The one place that opens a source. A named pipe in a file's place would be waited for without end, a device may do
-anything, and a file that is read whole takes as much memory as whoever made it likes.
+The one place that opens a source. Opening a named pipe would block forever, a device may do anything, and without a
+limit whoever made a file decides how much memory reading it takes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from mcore_convert.storage.ranges import BLOCKS, PAGES, Ranges
 from mcore_convert.storage.remote import RemotePath
 
-MEMORY = 512 * 2**20  # bytes that the content of one small file may take once it is read
+MEMORY = 512 * 2**20  # bytes of memory that the parsed content of one small file may take
 
-HEAD = 64 * 2**10  # bytes at the beginning of a remote file that are fetched before they are asked for
+HEAD = 64 * 2**10  # bytes at the beginning of a remote file that are prefetched
 
-Handle = int | Ranges  # an open file: a descriptor, or one of a remote store
-Stamp = tuple[int, ...]  # what tells that a file was written: size, time, and which file it is
+Handle = int | Ranges  # an open file: a descriptor, or a file of a remote store
+Stamp = tuple[int, ...]  # size, modification time, device and inode: differs if a file was written
 
 _watched: ContextVar[dict[Path, Stamp] | None] = ContextVar("watched", default=None)
 
@@ -37,10 +37,10 @@ KINDS = {
 
 
 class Limit(Enum):
-    """What a file may hold at most, in bytes, for each kind that is read whole."""
+    """Limit in bytes for each kind of file that is read whole."""
 
     JSON = "a JSON file", 64 * 2**20  # the index of a model of 10**12 parameters has 20 MB
-    MANIFEST = "a manifest", 256 * 2**20  # that of a model of 10**12 parameters with its optimizer has a fifth
+    MANIFEST = "a manifest", 256 * 2**20  # a fifth for a model of 10**12 parameters with its optimizer
     TOKENIZER = "a tokenizer's file", 256 * 2**20  # the largest in use have 40 MB
     VOCABULARY = "a vocabulary", 16 * 2**20  # SentencePiece or tiktoken, whose largest have 5 MB
     CARD = "a model card", 2**20
@@ -53,21 +53,21 @@ class Limit(Enum):
 
 
 class Unfit(OSError):
-    """A file that is not read: it is no regular one, or larger than its kind can be."""
+    """A file that is refused: it is not a regular file, or larger than the limit of its kind."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EINVAL, why, str(path))
 
 
 def open_fd(path: Path) -> Handle:
-    """Return a regular file, open to read a lot of it: a descriptor, or the ranges of a remote one.
-    Nothing is waited for.
+    """Open a regular file for bulk reading: return a descriptor, or the ranges of a remote file.
+    Opening never blocks.
 
     Raises:
-        Unfit: it is something else.
+        Unfit: it is not a regular file.
         OSError: it cannot be opened.
     """
-    _check_regular(path, path.stat().st_mode)  # to open a device may be to use it
+    _check_regular(path, path.stat().st_mode)  # merely opening a device may have effects
     if isinstance(path, RemotePath):
         return Ranges(path, BLOCKS)
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -80,10 +80,10 @@ def open_fd(path: Path) -> Handle:
 
 
 def open_file(path: Path, *, grows: bool = False) -> BufferedReader:
-    """Return a regular file, to read; errors as of `open_fd`.
+    """Open a regular file for reading; errors as of `open_fd`.
 
     Args:
-        grows: others may write it at any time, as a run in training does its metrics.
+        grows: others may write it at any time, as a training run writes its metrics.
     """
     if isinstance(path, RemotePath):
         state = path.stat()
@@ -107,23 +107,23 @@ def close_fd(handle: Handle) -> None:
 
 
 def handle_of(file: BufferedReader) -> Handle:
-    """Return what an open file is read by, at any place."""
+    """Return the handle of an open file, for reads at any offset."""
     return file.raw if isinstance(file.raw, Ranges) else file.fileno()
 
 
 def size_of(handle: Handle) -> int:
-    """Return the bytes of an open file."""
+    """Return the size of an open file in bytes."""
     return os.fstat(handle).st_size if isinstance(handle, int) else handle.size
 
 
 def expect(handle: Handle, places: Iterable[int]) -> None:
-    """Let some bytes from each of these places be on their way, where each request would be waited for."""
+    """Start fetching some bytes at each of these offsets, if the file is remote."""
     if not isinstance(handle, int):
         handle.expect(places)
 
 
 def expect_headers(paths: Iterable[Path]) -> None:
-    """Let the beginnings and the ends of remote files be on their way, all at once."""
+    """Start fetching the beginnings and the ends of all remote files at once."""
     for path in paths:
         if isinstance(path, RemotePath) and path.is_file():
             size = path.stat().st_size
@@ -131,7 +131,7 @@ def expect_headers(paths: Iterable[Path]) -> None:
 
 
 def expect_archives(archives: Iterable[tuple[Path, int, int]]) -> None:
-    """Expect the same of archives, each by its file, its place in it and its size, which are all remote or all not."""
+    """Start fetching both ends of archives, each a file, an offset and a size; either all are remote or none is."""
     ends: dict[RemotePath, list[int]] = {}
     for path, at, size in archives:
         if not isinstance(path, RemotePath):
@@ -142,7 +142,7 @@ def expect_archives(archives: Iterable[tuple[Path, int, int]]) -> None:
 
 
 def bytes_at(handle: Handle, count: int, at: int) -> bytes:
-    """Bytes at a place of an open file, as `os.pread`: fewer where the file ends."""
+    """Return the bytes at an offset of an open file, as `os.pread` does: fewer at the end of the file."""
     if isinstance(handle, int):
         return os.pread(handle, count, at)
     content = bytearray(max(0, min(count, handle.size - at)))
@@ -151,13 +151,13 @@ def bytes_at(handle: Handle, count: int, at: int) -> bytes:
 
 
 def stamp_of(state: os.stat_result) -> Stamp:
-    """Return what tells whether a file was written since."""
+    """Return the stamp of a file, which changes if the file is written."""
     return state.st_size, state.st_mtime_ns, state.st_dev, state.st_ino
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[Path, Stamp]]:
-    """A scope that gives the stamp of each file that is opened in it, as it was before it was read."""
+    """A scope that gives the stamp of each file that is opened in it, taken before it is read."""
     stamps: dict[Path, Stamp] = {}
     token = _watched.set(stamps)
     try:
@@ -170,7 +170,7 @@ def content_of(path: Path, limit: Limit) -> bytes:
     """Return all bytes of a file.
 
     Raises:
-        Unfit: it is no regular file, or larger than its kind can be.
+        Unfit: it is not a regular file, or larger than the limit of its kind.
         OSError: it cannot be read.
     """
     with open_file(path, grows=limit is Limit.TRACKER) as file:
@@ -182,7 +182,7 @@ def content_of(path: Path, limit: Limit) -> bytes:
 
 
 def text_of(path: Path, limit: Limit) -> str:
-    """Return the text of a file; what is no UTF-8 is shown as such. Errors as of `content_of`."""
+    """Return the text of a file; invalid UTF-8 becomes replacement characters. Errors as of `content_of`."""
     return content_of(path, limit).decode(errors="replace")
 
 

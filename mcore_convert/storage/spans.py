@@ -1,4 +1,4 @@
-"""Elements in the order in which files hold them: what may be looked at in any order is read as fast as a file is."""
+"""Elements in file order: computations that do not depend on the order read at the speed of the file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.elements import blocks_of
 from mcore_convert.storage.views import Slot, View, contiguous_strides, cut
 
-# Bytes that are looked at in one step. Large enough that threads do not wait for each other between numpy's
+# Bytes that are processed in one step. Large enough that threads do not wait for each other between numpy's
 # operations, small enough for a processor's cache.
 STEP = 2 * 2**20
 PART = 64 * 2**20  # bytes that one thread takes at a time
 
 
 class Piece(NamedTuple):
-    """A box of the global tensor whose first element is number `start` of a span; `axes` vary slowest to fastest."""
+    """A box of the global tensor whose first element has index `start` in a span; `axes` from slowest to fastest."""
 
     start: int
     box: Box
@@ -28,16 +28,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """Elements of one global tensor, and where each of several files has them: views of equal shape.
+    """Elements of one global tensor, and their place in each of several files: views of equal shape.
 
-    Boxes that lie one behind the other in every file are one span, so that a tensor of many pieces is read at once.
+    Boxes that are consecutive in every file are one span, so that a tensor of many pieces is read at once.
     """
 
     views: tuple[View, ...]
     pieces: tuple[Piece, ...]
 
     def place(self, index: int) -> Shape:
-        """Return where element `index` of the span stands in the global tensor."""
+        """Return the indices in the global tensor of element `index` of the span."""
         piece = self.pieces[bisect.bisect_right(self.pieces, index, key=lambda piece: piece.start) - 1]
         left = index - piece.start
         at = list(piece.box.offsets)
@@ -48,7 +48,7 @@ class Span:
 
 
 class Block(NamedTuple):
-    """A part of a span that is looked at in one step: elements `start` to `stop`, which `where` selects from a view."""
+    """A part of a span that is processed in one step: elements `start` to `stop`, which `where` selects from a view."""
 
     start: int
     stop: int
@@ -67,14 +67,12 @@ class Part(NamedTuple):
 
 
 def spans_of(slots: Sequence[Slot]) -> list[Span]:
-    """Return the elements that slots hold, each once, in the order of the files."""
+    """Return the elements of slots, each once, in file order."""
     return _joined(((slot.view,), slot.box) for slot in slots)
 
 
 def paired_spans(mine: Sequence[Slot], theirs: Sequence[Slot]) -> list[Span]:
-    """Return the elements that two lists of slots have in common, with both views of each,
-    in the order of the first.
-    """
+    """Return the elements that two lists of slots have in common, with both views, in file order of the first."""
     pairs = []
     for slot in mine:
         for part in cut(list(theirs), slot.box):
@@ -83,7 +81,7 @@ def paired_spans(mine: Sequence[Slot], theirs: Sequence[Slot]) -> list[Span]:
 
 
 def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Span]:
-    """Return one span for what lies together in every file."""
+    """Return one span for each sequence of boxes that is consecutive in every file."""
     spans: list[Span] = []
     views: tuple[View, ...] = ()
     pieces: list[Piece] = []
@@ -92,7 +90,7 @@ def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Span]:
             continue
         axes = tuple(sorted(range(len(box.sizes)), key=lambda axis: -each[0].strides[axis]))
         turned = tuple(_flat(_turned(view, axes)) for view in each)
-        if not all(len(view.shape) == 1 for view in turned):  # one of them is not contiguous: all keep their shape
+        if not all(len(view.shape) == 1 for view in turned):  # one view is not contiguous: all keep their shape
             turned = tuple(_turned(view, axes) for view in each)
             spans.append(Span(turned, (Piece(0, box, axes),)))
             continue
@@ -112,14 +110,14 @@ def _joined(held: Iterable[tuple[tuple[View, ...], Box]]) -> list[Span]:
 
 
 def _turned(view: View, axes: tuple[int, ...]) -> View:
-    """Return the view with its dimensions in another order; a number becomes a list of one."""
+    """Return the view with its dimensions in another order; a scalar becomes a vector of one element."""
     shape = tuple(view.shape[axis] for axis in axes) or (1,)
     strides = tuple(view.strides[axis] for axis in axes) or (view.itemsize,)
     return view._replace(shape=shape, strides=strides, high=None if view.high is None else _turned(view.high, axes))
 
 
 def _flat(view: View) -> View:
-    """Return the view as one dimension where its elements are one run of bytes; else as it is."""
+    """Return the view flattened to one dimension if its elements are one run of bytes; otherwise unchanged."""
     if not view.is_contiguous:
         return view
     shape = (Box.whole(view.shape).numel,)
@@ -137,7 +135,7 @@ def _follows(view: View, before: View) -> bool:
 
 
 def parts_of(spans: Iterable[Span]) -> Iterator[Part]:
-    """Yield the spans in parts that threads can take; the same parts whatever the number of threads."""
+    """Yield the spans in parts, one for a thread at a time; the parts do not depend on the number of threads."""
     for span in spans:
         blocks: list[Block] = []
         nbytes = 0
@@ -152,7 +150,7 @@ def parts_of(spans: Iterable[Span]) -> Iterator[Part]:
 
 
 def _blocks(span: Span) -> Iterator[Block]:
-    """Neighbouring elements, about STEP bytes of the first file at a time."""
+    """Yield blocks of consecutive elements, of about STEP bytes of the first file each."""
     shape = span.views[0].shape
     start = 0
     for where in blocks_of(shape, span.views[0].itemsize, STEP):

@@ -1,9 +1,9 @@
-"""Work that a few threads do while the main one waits for them, or for a signal.
+"""Work in a few threads, for which the main thread waits in a way that signals can interrupt.
 
-A handler that raises, as those of Ctrl-C and of the command do, may do so inside the classes of `threading`: a lock
-that the main thread has just taken then stays taken, and all who need it wait for ever. So threads are started and
-joined while signals wait, and what the main thread waits for is a queue of the interpreter's own, which holds no lock
-when a signal comes.
+A signal handler that raises, as those of Ctrl-C and of the command do, may do so inside the classes of `threading`: a
+lock that the main thread has just acquired is then never released, and every thread that needs it waits forever. So
+threads are started and joined while signals are deferred, and the main thread waits on a `SimpleQueue`, which the
+interpreter implements and which holds no lock when a signal comes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mcore_convert.storage.deferral import Deferral
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-Outcome = tuple[Any, BaseException | None]  # what a function has returned, or raised
+Outcome = tuple[Any, BaseException | None]  # the result of a function, or its exception
 
 
 def _processors() -> int:
-    """Return the processors of this process; torchrun says how many processes of a machine share them."""
+    """Return the number of processors for this process; torchrun says how many processes share the machine."""
     every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, every // max(1, int(sharing if sharing.isdigit() else 1)))
@@ -40,16 +40,16 @@ def in_threads(
     workers: int | None = None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Run a function for each job in a few threads, and hand the results on in the order of the jobs.
+    """Run a function for each job in a few threads, and pass the results on in the order of the jobs.
 
-    An error or a signal ends what has not begun, and is raised when what has begun is over.
+    After an error or a signal no further job begins, and the exception is raised when the running jobs have ended.
 
     Args:
         work: the function, which may run in several threads at once.
         jobs: drawn one by one, when a thread is free.
-        take: gets the results, in the thread that called.
+        take: gets the results, in the calling thread.
         workers: how many threads; WORKERS unless given.
-        stop: is set when an error or a signal ends the work, so that what has begun may end early; ends it, too.
+        stop: set when an error or a signal ends the work, so that running jobs may end early; setting it ends the work.
     """
     done: SimpleQueue[tuple[int, Outcome] | None] = SimpleQueue()
     drawing, source = threading.Lock(), iter(jobs)
@@ -62,7 +62,7 @@ def in_threads(
             with drawing:
                 number, drawn = drawn, drawn + 1
                 job, error = _outcome(lambda: next(source, done))
-            if job is done:  # which stands for the end
+            if job is done:  # sentinel for the end
                 break
             outcome = (None, error) if error is not None else _outcome(partial(work, job))
             if outcome[1] is not None:
@@ -98,7 +98,7 @@ def _outcome(function: Callable[[], Any]) -> Outcome:
 
 
 def _hand_on(done: SimpleQueue[tuple[int, Outcome] | None], take: Callable[[Any], object], running: int) -> None:
-    """Hand results on as they come, in order, until each thread has said that it has no more."""
+    """Pass results on in order as they arrive, until every thread has finished."""
     early: dict[int, Outcome] = {}
     following = 0
     while running:
@@ -116,7 +116,7 @@ def _hand_on(done: SimpleQueue[tuple[int, Outcome] | None], take: Callable[[Any]
 
 
 def started(work: Callable[[], object], name: str | None = None) -> threading.Thread:
-    """Return a thread that runs a function, and keeps no process from its end; signals wait while it is started."""
+    """Start a daemon thread that runs a function, and return it; signals are deferred while it starts."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     with Deferral():
         thread.start()
@@ -124,9 +124,9 @@ def started(work: Callable[[], object], name: str | None = None) -> threading.Th
 
 
 def aside(question: Callable[[], Result]) -> Result:
-    """Return the answer to a question that other people's code may wait for with locks of `threading`.
+    """Return the result of a function of other packages that may wait on locks of `threading`.
 
-    It is asked in a thread of its own if this is the main one, which a signal leaves behind: the answer may take long.
+    In the main thread it runs in a thread of its own, which is abandoned if a signal comes: it may take long.
     """
     if threading.current_thread() is not threading.main_thread():
         return question()
@@ -139,7 +139,7 @@ def aside(question: Callable[[], Result]) -> Result:
 
 
 class Line:
-    """A thread that runs functions one after the other, while others go on.
+    """A background thread that runs functions one after the other.
 
     The first error is raised by `check`.
     """
@@ -152,11 +152,11 @@ class Line:
         self._thread = started(self._run, "line")
 
     def add(self, function: Callable[[], object]) -> None:
-        """Run a function when those before it are over."""
+        """Run a function after those before it."""
         self._waiting.put(function)
 
     def close(self, *, wait: bool) -> None:
-        """Wait until all is done, or give up what has not begun."""
+        """Wait until all functions have run, or drop those that have not begun."""
         with Deferral() as signals:
             self._given_up = not wait
             self._waiting.put(None)
@@ -171,7 +171,7 @@ class Line:
                 self._thread.join()
 
     def check(self) -> None:
-        """Raise what went wrong."""
+        """Raise the first error."""
         if self._error is not None:
             raise self._error
 

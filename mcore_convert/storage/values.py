@@ -1,4 +1,4 @@
-"""Elements as numbers: the values of bit patterns, and rounding from one dtype to another, as torch does it."""
+"""Elements as numbers: the values of bit patterns, and rounding from one dtype to another as torch does."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def as_float(array: Bytes, dtype: str) -> NDArray[np.float64]:
 
 
 def _exponents() -> NDArray[np.float64]:
-    """Return the value of every byte that is the exponent of a power of two,
-    as the scales of OCP's microscaling formats.
-    """
+    """Return the value of every byte as the exponent of a power of two, the scale of OCP's microscaling formats."""
     values = np.ldexp(1.0, np.arange(256) - 127)
     values[255] = np.nan
     return values
@@ -57,14 +55,14 @@ FP8 = {
 
 # The fp32 bits, without the sign, of the least number that rounds to infinity: half a step above the largest finite.
 INFINITE_FROM = {"bfloat16": 0x7F7F8000, "float16": 0x477FF000}
-INFINITY = 0x7F800000  # in fp32; what is above is no number
+INFINITY = 0x7F800000  # in fp32; bits above are NaN
 
 
 def round_to(array: Bytes, dtype: str) -> Bytes:
-    """fp32 values, read as unsigned integers, rounded to the nearest of a dtype, ties to even, as torch does."""
+    """Round fp32 values, as unsigned integers, to the nearest of a dtype, ties to even, as torch does."""
     bits = np.ascontiguousarray(array)
     if dtype == "bfloat16":
-        raised: Bytes = bits >> 16  # in place, as each array more costs as much as the rounding
+        raised: Bytes = bits >> 16  # in place: another array would cost as much as the rounding
         raised &= 1
         raised += 0x7FFF
         raised += bits
@@ -80,7 +78,7 @@ def round_to(array: Bytes, dtype: str) -> Bytes:
 
 
 def cast(array: Bytes, source: str, target: str) -> Bytes:
-    """Floating-point elements of one dtype as those of another, both as unsigned integers, rounded as torch does.
+    """Convert floating-point elements to another dtype, both as unsigned integers, rounded as torch does.
 
     Raises:
         OverflowError: a number is beyond the largest of the target, and would become infinite.

@@ -1,6 +1,6 @@
-"""Views: the file, the first byte, the shape and the strides of a tensor. No bytes are read here.
+"""Views: file, offset, shape and strides of a tensor. No bytes are read here.
 
-Everything that moves is in the end a pair of views of equal shape: `elements` copies or compares such pairs alone.
+Every copy and comparison is a pair of views of equal shape, and `elements` handles nothing but such pairs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def made(kind: type[T], rows: Iterable[tuple[Any, ...]]) -> Iterator[T]:
-    """Return named tuples of plain ones, whole rows of them: their own constructors would take twice as long."""
+    """Make named tuples of complete plain tuples, in half the time of their constructors."""
     return map(tuple.__new__, repeat(kind), rows)  # type: ignore[arg-type]
 
 
@@ -64,13 +64,13 @@ class TensorMeta(NamedTuple):
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
 def common_meta(shape: Shape, dtype: str) -> TensorMeta:
-    """Return the same object for all tensors that are alike."""
+    """Return one shared object for each shape and dtype."""
     return TensorMeta(shape, dtype)
 
 
 @lru_cache(maxsize=4096)
 def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
-    """Byte strides of a row-major tensor."""
+    """Return the byte strides of a row-major tensor."""
     strides = []
     step = itemsize
     for size in reversed(shape):
@@ -81,23 +81,23 @@ def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
 
 @lru_cache(maxsize=4096)
 def _span(shape: Shape, strides: Shape, dtype: str) -> int:
-    """Return the bytes from the first of the first element to the last of the last one."""
+    """Return the bytes from the start of the first element to the end of the last one."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + DTYPE_SIZES[dtype]
 
 
 class Access(Protocol):
-    """Open files, as `elements.Files` has them."""
+    """Interface of open files, which `elements.Files` implements."""
 
     def read(self, view: View, into: NDArray[Any] | None = None, dtype: str | None = None) -> NDArray[Any]:
         """Return the elements of a view in memory."""
 
     def target(self, view: View) -> contextlib.AbstractContextManager[NDArray[Any]]:
-        """Return a scope with the elements of a view of a file that is written, to be set."""
+        """Return a scope that gives the elements of a view of a target file, to be set."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Coded(ABC):
-    """A tensor whose values are computed from other tensors, its `parts`, which files hold under these `names`."""
+    """A tensor whose values are computed from other tensors, its `parts`, stored under these `names`."""
 
     names: tuple[str, ...]
     parts: tuple[View, ...]
@@ -105,12 +105,12 @@ class Coded(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in files."""
+        """Size of the stored parts in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     @abstractmethod
     def read(self, files: Access, view: View, dtype: str) -> NDArray[Any]:
-        """Return the elements of a view of it, each computed in fp32 and rounded once, as unsigned integers.
+        """Return the elements of a view of this tensor, each computed in fp32 and rounded once, as unsigned integers.
 
         Raises:
             UnreadableCheckpoint, OverflowError: as `Files.read`.
@@ -120,11 +120,11 @@ class Coded(ABC):
 class View(NamedTuple):
     """Some elements of a file as a tensor: `offset` and `strides` in bytes. Slicing a view reads nothing.
 
-    With `coded` no file has these bytes: they are those of a row-major tensor of `dtype` that begins at 0, whose
-    elements `coded` computes. All that holds for bytes of a file (boxes, transposes, runs) holds for them.
+    With `coded`, no file has these bytes: they are those of a row-major tensor of `dtype` that begins at 0, whose
+    elements `coded` computes. Boxes, transposes and runs work as for the bytes of a file.
 
-    Elements that are rebuilt from two places (`storage/joining.py`) have the view of the other one in `high`. Then
-    `dtype` is that of the result, and `low_dtype` that of the bytes here.
+    Elements that are joined from two parts (`storage/joining.py`) have the view of the upper part in `high`. Then
+    `dtype` is that of the result, and `low_dtype` that of the part here.
     """
 
     path: Path
@@ -138,24 +138,24 @@ class View(NamedTuple):
 
     @staticmethod
     def of(path: Path, offset: int, meta: TensorMeta) -> View:
-        """Return a whole row-major tensor that begins at `offset`."""
+        """Return the view of a whole row-major tensor that begins at `offset`."""
         return View(path, offset, meta.shape, contiguous_strides(meta.shape, DTYPE_SIZES[meta.dtype]), meta.dtype)
 
     @staticmethod
     def decoded(coded: Coded, dtype: str) -> View:
-        """Return the whole of a coded tensor."""
+        """Return the view of a whole coded tensor."""
         strides = contiguous_strides(coded.shape, DTYPE_SIZES[dtype])
         return View(coded.parts[0].path, 0, coded.shape, strides, dtype, coded)
 
     @property
     def stored(self) -> tuple[View, ...]:
-        """What files hold of it: itself, the parts of the coded tensor that it is of, or both places."""
+        """Stored views behind this one: itself, the parts of its coded tensor, or both joined parts."""
         if self.coded is not None:
             return self.coded.parts
         return (self,) if self.high is None else (self.low, *self.high.stored)
 
     def moved(self, place: Callable[[Path], Path]) -> View:
-        """Return the view of the same bytes of other files."""
+        """Return the view of the same bytes in other files."""
         if self.is_plain:
             return View(place(self.path), *self[1:])
         coded = self.coded
@@ -177,7 +177,7 @@ class View(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte of the file behind the last element."""
+        """Offset in the file of the first byte after the last element."""
         return self.offset + _span(self.shape, self.strides, self.dtype)
 
     @property
@@ -197,7 +197,7 @@ class View(NamedTuple):
         return self._at(offset, box.sizes, self.strides, self.high and self.high.narrow(box))
 
     def block(self, where: tuple[slice, ...]) -> View:
-        """Return the view of slices of the first dimensions, each with its start and stop."""
+        """Return the view of slices of the first dimensions; each slice has a start and a stop."""
         offset, shape = self.offset, list(self.shape)
         for axis, part in enumerate(where):
             offset += part.start * self.strides[axis]
@@ -205,7 +205,7 @@ class View(NamedTuple):
         return self._at(offset, tuple(shape), self.strides, self.high and self.high.block(where))
 
     def select(self, *place: int) -> View:
-        """Return the view of one index of each of the first dimensions, which go away."""
+        """Return the view at one index of each of the first dimensions, which are dropped."""
         offset, axes = self.offset, len(place)
         for index, stride in zip(place, self.strides, strict=False):
             offset += index * stride
@@ -221,17 +221,17 @@ class View(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether files hold the elements as they are."""
+        """Whether the elements are stored as they are, neither coded nor joined."""
         return self.coded is None and self.high is None
 
     @property
     def low(self) -> View:
-        """The bytes here, of elements that are rebuilt from two places."""
+        """Lower part of elements that are joined from two parts."""
         return self._replace(dtype=self.low_dtype, high=None, low_dtype="")
 
 
 def bytes_of(views: Iterable[View]) -> int:
-    """Return the bytes of all of these: many are alike, which are counted first."""
+    """Return the total size in bytes; views of equal shape and dtype are grouped first, for speed."""
     alike = Counter(map(attrgetter("shape", "dtype"), views))
     return sum(common_meta(*kind).nbytes * count for kind, count in alike.items())
 
@@ -243,28 +243,28 @@ class Slot(NamedTuple):
     box: Box
 
     def part(self, box: Box) -> View:
-        """Return the view of a box of the global tensor that lies in the slot's own."""
+        """Return the view of a box of the global tensor that lies inside the slot's box."""
         return self.view if box == self.box else self.view.narrow(box.relative_to(self.box.offsets))
 
     def select(self, *place: int) -> Slot:
-        """Return the slot at one index of each of the first dimensions, which lies in its box; they go away."""
+        """Return the slot at one index of each of the first dimensions, inside its box; they are dropped."""
         if not place:
             return self
         (offsets, sizes), view, axes = self.box, self.view, len(place)
-        if offsets[:axes] == place and view.high is None:  # as of a chunk of one layer and expert
+        if offsets[:axes] == place and view.high is None:  # such as a chunk of one layer and expert
             inside = view._at(view.offset, view.shape[axes:], view.strides[axes:], None)
         else:
             inside = view.select(*[index - start for index, start in zip(place, offsets, strict=False)])
         return Slot(inside, Box(offsets[axes:], sizes[axes:]))
 
     def moved(self, rows: int) -> Slot:
-        """Return the slot of a tensor that has so many rows before those of this one's."""
+        """Return the slot in a tensor that has `rows` more rows before those of this one."""
         offsets = (self.box.offsets[0] + rows, *self.box.offsets[1:]) if rows else self.box.offsets
         return Slot(self.view, Box(offsets, self.box.sizes))
 
 
 class Sum(NamedTuple):
-    """The CRC-32 that a writer stored of some bytes of a file, under the name of their record."""
+    """Stored CRC-32 of some bytes of a file, with the name of their record."""
 
     path: Path
     record: str
@@ -283,7 +283,7 @@ _common = lru_cache(maxsize=4096)(parts_in)
 
 
 def is_inside(file: str) -> bool:
-    """Return whether a file that a checkpoint names lies in the checkpoint's own directory."""
+    """Return whether a file name in a checkpoint stays inside the checkpoint's own directory."""
     path = PurePosixPath(file)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
@@ -295,7 +295,7 @@ def open_error(path: Path | str, error: OSError) -> UnreadableCheckpoint:
 
 @contextlib.contextmanager
 def file_errors() -> Iterator[None]:
-    """A scope in which what the file system refuses while a source is read becomes an error of ours."""
+    """A scope in which errors of the file system become errors of this package, for reading a source."""
     try:
         yield
     except OSError as error:

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 
 class OfWeight(Protocol):
-    """What is said of one tensor."""
+    """Description of one tensor."""
 
     @property
     def name(self) -> str: ...
@@ -27,7 +27,7 @@ Described = TypeVar("Described", bound=OfWeight)
 
 
 def folded(members: Iterable[Described]) -> list[list[Described]]:
-    """Group the descriptions of the same weight in all layers and experts, in the order of the first."""
+    """Group the descriptions by weight and state, over all layers and experts, in order of first appearance."""
     groups: dict[tuple[str, str], list[Described]] = {}
     for each in members:
         groups.setdefault((each.weight, each.state), []).append(each)
@@ -35,7 +35,7 @@ def folded(members: Iterable[Described]) -> list[list[Described]]:
 
 
 def in_layers(members: Iterable[Described]) -> dict[int, list[Described]]:
-    """Group descriptions by the number of their layer, in ascending order: of several tensors with experts."""
+    """Group descriptions by layer, in ascending order; with experts a layer has several tensors."""
     layers: dict[int, list[Described]] = {}
     for each in members:
         if each.layer is not None:

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def meant(near: object) -> str:
-    """Name the one that is near: `; did you mean ...?`; empty where none is."""
+    """Suggest a near name: `; did you mean ...?`; empty if there is none."""
     return f"; did you mean `{near}`?" if near else ""

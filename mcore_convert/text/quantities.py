@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def in_bytes(count: float) -> str:
-    """Return a number of bytes: `2.47 GB`."""
+    """Format a number of bytes: `2.47 GB`."""
     return f"{count:.0f} B" if count < 1000 else _scaled(count, (" B", " kB", " MB", " GB", " TB"))
 
 
 def in_parameters(count: float) -> str:
-    """Return a number of parameters: `1.24 B`."""
+    """Format a number of parameters: `1.24 B`."""
     return _scaled(count, ("", " k", " M", " B", " T"))
 
 
@@ -23,17 +23,17 @@ def _scaled(count: float, units: Sequence[str]) -> str:
 
 
 def in_digits(value: float) -> str:
-    """Return three digits of a number."""
+    """Format a number with three significant digits."""
     return "0" if value == 0 else f"{value:.3g}"
 
 
 def in_range(values: Sequence[float]) -> str:
-    """`0.019 - 0.024`, or one number where they are alike."""
+    """Format the range of values: `0.019 - 0.024`, or one number if both ends look the same."""
     low, high = in_digits(min(values)), in_digits(max(values))
     return low if low == high else f"{low} - {high}"
 
 
 def in_percent(share: float) -> str:
-    """Return a share of all; what is not all never shows as 100 %."""
+    """Format a share in percent; a share below 1 is never shown as 100 %."""
     text = f"{100 * share:.3g}"
     return f"{'>99.9' if text == '100' and share < 1 else text} %"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-LEAST_FACTOR = (
-    4.0  # between the lowest and the highest step of a logarithmic scale: values that are nearly equal look so
-)
+LEAST_FACTOR = 4.0  # least ratio of the ends of a logarithmic scale, so that nearly equal values look nearly equal
 
 
 def logarithmic(values: Sequence[float | None], steps: int) -> list[int | None]:
@@ -45,7 +43,7 @@ def _step(share: float, steps: int) -> int:
 
 
 def _without_scale(value: float | None, steps: int) -> int | None:
-    """Return the step of what has no place on a scale: nothing, zero, infinity."""
+    """Return the step of a value without a logarithm: None or NaN, zero, infinity."""
     if value is None or math.isnan(value):
         return None
     return steps if value else 0

@@ -1,1 +1,1 @@
-"""Files that formats are made of: safetensors, torch archives, pickles."""
+"""File types that formats consist of: safetensors, torch archives, pickles."""

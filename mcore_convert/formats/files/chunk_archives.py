@@ -1,6 +1,6 @@
-"""Archives of one tensor each, as chunks in a `.distcp` file are: those that differ in values alone are parsed once.
+"""Archives of one tensor each, the chunks in a `.distcp` file: archives that differ only in values are parsed once.
 
-A model of experts has tens of thousands of them, and some dozen of forms.
+A model with experts has tens of thousands of them, in a few dozen forms.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mcore_convert.storage.views import Sum, View, open_error
 
 logger = logging.getLogger(__name__)
 
-MAX_AROUND = 2**14  # bytes of an archive that are not its tensor's; torch writes 2 kB
-MAX_FORMS = 16  # of one length: any more are parsed each
+MAX_AROUND = 2**14  # bytes of an archive outside of its tensor; torch writes 2 kB
+MAX_FORMS = 16  # per length: archives of further forms are parsed individually
 CHECKSUM_IN_HEADER, CHECKSUM_IN_ENTRY, CHECKSUM_BEHIND = 14, 16, 4  # places of the CRC-32 in parts of a zip file
 
 
@@ -29,10 +29,10 @@ Place = TypeVar("Place", bound=tuple[str, int, int])
 
 
 class _Form(NamedTuple):
-    """What archives have in common that are parsed alike.
+    """The common parts of archives that differ only in the values of their tensor.
 
-    `fixed` are the first `head` bytes and the last `tail`, which surround the tensor's own, as a number that has zeros
-    where `mask` has them: those bytes have no say in the result, but for the tensor's checksum, which is at `checksum`.
+    `fixed` are the first `head` and the last `tail` bytes, which surround the tensor, as one number, masked by `mask`:
+    the masked bytes do not affect the result, except the tensor's checksum, which is at `checksum`.
     """
 
     view: View
@@ -46,7 +46,7 @@ class _Form(NamedTuple):
     fixed: int
 
     def parsed(self, around: bytes, path: Path, offset: int) -> tuple[View, tuple[Sum, ...]] | None:
-        """Return the tensor of an archive that begins at `offset`, from the bytes around it; None for another form."""
+        """Return the tensor of an archive at `offset`, given the bytes around it; None if the form differs."""
         if len(around) != self.head + self.tail or int.from_bytes(around, "little") & self.mask != self.fixed:
             return None
         _, at, shape, strides, dtype, *_ = self.view
@@ -56,16 +56,16 @@ class _Form(NamedTuple):
 
 
 class ChunkArchives:
-    """The forms of the archives that were read."""
+    """Reader of archives that caches their forms."""
 
     def __init__(self) -> None:
         self._forms: dict[int, list[_Form]] = {}
 
     def read(self, folder: Path, places: Iterable[Place]) -> Iterator[tuple[Place, Any, tuple[Sum, ...]]]:
-        """Yield each archive with its tree and its sums, as `TorchFile` has them; each file is opened once.
+        """Yield each archive with its tree and its checksums, as `TorchFile` has them; each file is opened once.
 
         Args:
-            places: the file in the folder, the first byte and the number of bytes of each archive.
+            places: file in the folder, offset and length of each archive.
 
         Raises:
             UnreadableCheckpoint, UnsafePickle: as `TorchFile`.
@@ -115,12 +115,12 @@ def _around(opened: BufferedReader, offset: int, length: int, head: int, tail: i
     try:
         return bytes_at(fd, head, offset) + bytes_at(fd, tail, offset + length - tail)
     except OSError:
-        return b""  # whatever it is, reading the archive meets it, too
+        return b""  # parsing the archive raises the error
 
 
 def _form_of(archive: TorchFile, opened: BufferedReader, offset: int, length: int) -> _Form | None:
-    """Return the form of an archive of one tensor; None where others of its kind cannot be told by the bytes around
-    it.
+    """Return the form of an archive of one tensor; None if the bytes around the tensor are not enough to recognise
+    others.
     """
     if not isinstance(archive.tree, View) or len(archive.starts) != 1:
         return None
@@ -141,7 +141,7 @@ def _form_of(archive: TorchFile, opened: BufferedReader, offset: int, length: in
     if start + record.size < record.until:
         free.append((start + record.size + CHECKSUM_BEHIND, 4))
     for other, each in archive.records.items():
-        if other not in (name, "data.pkl", "byteorder"):  # it is not read
+        if other not in (name, "data.pkl", "byteorder"):  # not read
             free += [(each.header, each.until - each.header), (each.entry + CHECKSUM_IN_ENTRY, 4)]
     mask = bytearray(b"\xff" * len(around))
     for at, size in free:
@@ -155,8 +155,8 @@ def _form_of(archive: TorchFile, opened: BufferedReader, offset: int, length: in
 
 
 def _is_plain(tail: bytes, length: int, records: Mapping[str, Record]) -> bool:
-    """Return whether all records lie before the directory, and it before the end that names it:
-    else anything may be free.
+    """Return whether all records come before the directory, and the directory before the end record that refers to it;
+    otherwise the mask cannot be trusted.
     """
     end = tail.rfind(b"PK\x05\x06")
     if end < 0 or any(record.until <= record.header for record in records.values()):

@@ -1,6 +1,6 @@
 """Directories of `torch.distributed.checkpoint`: `.metadata` and the `.distcp` files, without torch.
 
-A key is an object, or a tensor cut into chunks, each an archive in a file (torch, `checkpoint/filesystem.py`).
+A key is an object, or a tensor cut into chunks; each is an archive in a file (torch, `checkpoint/filesystem.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, is_inside, 
 
 logger = logging.getLogger(__name__)
 
-METADATA, SMALL = ".metadata", 2**12  # the latter in bytes: of an archive of one number
+METADATA, SMALL = ".metadata", 2**12  # SMALL: bytes of an archive of one number
 SIZE, STORAGE_INFO = Global("torch", "Size"), Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
 class Place(NamedTuple):
-    """Where one archive lies."""
+    """File, offset and length of one archive."""
 
     file: str
     offset: int
@@ -48,9 +48,9 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Directory:
-    """What `.metadata` says: for each key its tensor and chunks, or where its object lies.
+    """Contents of `.metadata`: for each key its tensor and chunks, or the place of its object.
 
-    `unflattened` has the shape `[sizes]` of a tensor that Megatron Core 0.8 to 0.15 stored as `[*grid, elements]`: cut
+    `unflattened` has the original shape of tensors that Megatron Core 0.8 to 0.15 stored as `[*grid, elements]`: cut
     into equal cells, each of them flattened.
     """
 
@@ -61,15 +61,15 @@ class Directory:
     unflattened: Mapping[str, Shape] = field(default_factory=dict)
     flattens: ClassVar[bool] = True
     _values: dict[bytes, Any] = field(default_factory=dict, compare=False)  # of small archives
-    _sums: dict[Place, tuple[Sum, ...]] = field(default_factory=dict, compare=False)  # of the archives that were read
+    _sums: dict[Place, tuple[Sum, ...]] = field(default_factory=dict, compare=False)  # of archives that were read
     _slots: dict[str, list[Slot]] = field(default_factory=dict, compare=False)
     _archives: ChunkArchives = field(default_factory=ChunkArchives, compare=False)
 
     def check(self, keys: Iterable[str]) -> None:
-        """Prove that the chunks of these keys tile their tensors, and that every file is there and long enough.
+        """Check that the chunks of these keys tile their tensors, and that every file exists and is long enough.
 
         Raises:
-            UnreadableCheckpoint: with every file and every key that is not.
+            UnreadableCheckpoint: with every file and every key for which this fails.
         """
         needed: dict[str, int] = {}
         for place in [chunk.place for chunks in self.chunks.values() for chunk in chunks] + list(self.objects.values()):
@@ -100,27 +100,27 @@ class Directory:
 
     @property
     def num_files(self) -> int:
-        """How many files hold tensors and objects."""
+        """Number of files with tensors and objects."""
         chunks = (chunk for chunks in self.chunks.values() for chunk in chunks)
         return len({chunk.place.file for chunk in chunks} | {place.file for place in self.objects.values()})
 
     @property
     def unreferenced(self) -> list[str]:
-        """The files of tensors that nothing refers to."""
+        """`.distcp` files that nothing refers to."""
         named = {chunk.place.file for chunks in self.chunks.values() for chunk in chunks}
         named |= {place.file for place in self.objects.values()}
         return sorted(file.name for file in self.path.glob("*.distcp") if file.name not in named)
 
     @property
     def sums(self) -> Iterator[Sum]:
-        """The checksums that are stored of tensors; reads the headers of chunks that were not read before."""
+        """Stored checksums of tensors; reads the headers of chunks that were not read before."""
         for place in (chunk.place for chunks in self.chunks.values() for chunk in chunks):
             if place not in self._sums:
                 self._tree(place)
             yield from self._sums[place]
 
     def slots(self, key: str) -> list[Slot]:
-        """Return the chunks of a key as slots, in the coordinates of the key's tensor; reads their headers, once."""
+        """Return the chunks of a key as slots in the key's tensor; their headers are read once."""
         if not self._slots:
             places = (chunk.place for chunks in self.chunks.values() for chunk in chunks)
             expect_archives((self.path / place.file, place.offset, place.length) for place in places)
@@ -131,7 +131,7 @@ class Directory:
         return self._slots[key]
 
     def view(self, key: str, chunk: Chunk) -> View:
-        """Return the tensor of one chunk; reads its header."""
+        """Return the view of one chunk; reads its header."""
         return self._view(key, chunk, self._tree(chunk.place))
 
     def _view(self, key: str, chunk: Chunk, view: Any) -> View:
@@ -148,7 +148,7 @@ class Directory:
         return self._tree(self.objects[key])
 
     def value(self, key: str) -> Any:
-        """Return the object of a key, or the number that its tensor is.
+        """Return the object of a key, or the value of its one-element tensor.
 
         A state dict may have the same number under a hundred thousand keys: archives of equal bytes are parsed once.
         """
@@ -162,7 +162,7 @@ class Directory:
         return value
 
     def _content(self, place: Place) -> bytes:
-        """Return the bytes of an archive; fewer where its file is too short, which parsing it tells."""
+        """Return the bytes of an archive; fewer if its file is too short, which parsing reports."""
         with opened_chunks(self.path / place.file) as opened:
             return bytes_at(handle_of(opened), place.length, place.offset)
 
@@ -177,7 +177,7 @@ class Directory:
 
 
 def read(path: Path) -> Directory:
-    """Read `.metadata` of a directory; no other file is opened.
+    """Read the `.metadata` of a directory; no other file is opened.
 
     Raises:
         UnreadableCheckpoint: it is missing, damaged, or uses a storage option that is not supported.
@@ -196,7 +196,7 @@ def read(path: Path) -> Directory:
 
 def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
     places = _places(path, metadata.storage_data)
-    metadata.storage_data.clear()  # each entry of which takes as much memory as all that is kept of it
+    metadata.storage_data.clear()  # an entry takes as much memory as all that is kept of it
     files = {place.file for place in places.values()}
     outside = sorted(file for file in files if not is_inside(file))
     if outside:
@@ -204,7 +204,7 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
     tensors: dict[str, TensorMeta] = {}
     chunks: dict[str, list[Chunk]] = {}
     objects: dict[str, Place] = {}
-    known: dict[Shape, Shape] = {}  # shapes, of which there are few
+    known: dict[Shape, Shape] = {}  # shared shapes: there are few
     lost = []
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, pickles.TensorStorageMetadata):
@@ -232,9 +232,9 @@ def _decoded(path: Path, metadata: pickles.Metadata) -> Directory:
 
 
 def _places(path: Path, stored: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Place]:
-    """Return where each key at each offset lies, all of them at once: a checkpoint may have some hundred thousand.
+    """Return the place of each key at each offset, in bulk operations: a checkpoint may have some hundred thousand.
 
-    Nothing is hashed before it is proven to be a name or a shape, which a hostile pickle need not have there.
+    Nothing is hashed before it is known to be a name or a shape: a hostile pickle may have anything there.
     """
     keys, offsets = [index.fqn for index in stored], [index.offset for index in stored]
     if not {*map(type, keys)} <= {str} or not are_shapes([each for each in offsets if each is not None]):
@@ -264,8 +264,8 @@ def _overlap(places: Iterable[Place]) -> bool:
 
 
 def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mapping[str, Place]) -> None:
-    """Refuse bytes of two archives: each is written on its own, and one would be read in the other's place."""
-    # a box that a key has twice has one place, and is refused where the boxes of the key are looked at
+    """Refuse archives that share bytes: each is written separately, so one would be read in place of the other."""
+    # a repeated box of a key has one place, and is refused when the boxes of the key are checked
     held = [
         (chunk.place, key, number)
         for key, parts in chunks.items()
@@ -293,7 +293,7 @@ def _refuse_shared(path: Path, chunks: Mapping[str, list[Chunk]], objects: Mappi
 
 
 def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> dict[str, Shape]:
-    """Return the shapes from before flattening (Megatron Core, `strategies/torch.py`, `mcore_data`)."""
+    """Return the shapes before flattening (Megatron Core, `strategies/torch.py`, `mcore_data`)."""
     shapes: dict[str, Shape] = {}
     for key, known in getattr(metadata, "mcore_data", {}).items():
         shape = known.get("nd_reformulated_orig_global_shape")
@@ -310,5 +310,5 @@ def _unflattened(metadata: pickles.Metadata, tensors: dict[str, TensorMeta]) -> 
 
 
 def exists(path: Path) -> bool:
-    """Return whether a directory looks like one of these."""
+    """Return whether a directory has a `.metadata` file."""
     return (path / METADATA).is_file()

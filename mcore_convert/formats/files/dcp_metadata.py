@@ -24,8 +24,8 @@ def metadata_bytes(
 ) -> bytes:
     """Return the content of `.metadata`, as `torch.distributed.checkpoint` of torch 2.4 and later reads it.
 
-    `unflattened` is as Directory has it, for Megatron Core 0.8 to 0.15. `paths` say where each key stood in the nested
-    state dict that torch's own planner makes of them (`default_planner.py`, `DefaultSavePlanner`).
+    `unflattened` is that of Directory, for Megatron Core 0.8 to 0.15. `paths` has the path of each key in the nested
+    state dict that torch's own planner builds (`default_planner.py`, `DefaultSavePlanner`).
     """
     entries: dict[str, Any] = {}
     for key, meta in tensors.items():
@@ -59,7 +59,7 @@ def _size(shape: Shape | Hole) -> Call:
 
 @lru_cache
 def _dcp(name: str) -> Global:
-    """Return a class of torch's metadata; always the same object, so that its name is written once."""
+    """Return a class of torch's metadata; always the same object, so that its name is pickled once."""
     return Global("torch.distributed.checkpoint.metadata", name)
 
 

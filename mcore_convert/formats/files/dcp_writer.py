@@ -1,6 +1,6 @@
-"""The files of a `torch.distributed.checkpoint` directory before they are filled: which archive lies where.
+"""Layout of the files of a `torch.distributed.checkpoint` directory: the place of each archive, before it is filled.
 
-Any number of ranks can read them: what a rank asks for is found through `.metadata` (torch,
+Any number of ranks can read them: a rank finds its tensors through `.metadata` (torch,
 `distributed/checkpoint/filesystem.py`).
 """
 
@@ -16,14 +16,14 @@ from mcore_convert.formats.request import Reservation
 from mcore_convert.spec.shard import Box
 from mcore_convert.storage.views import DTYPE_SIZES, TensorMeta
 
-# A reading rank loads every chunk that it needs a part of, whole: smaller chunks keep its memory low.
+# A rank loads every chunk of which it needs a part completely: smaller chunks keep its memory low.
 MAX_CHUNK = 2**30
 ALIGNMENT = 64
 
 
 @dataclass
 class DcpFiles:
-    """The `.distcp` files as they fill up, each to at most `limit` bytes or one archive."""
+    """The `.distcp` files that are laid out, each of at most `limit` bytes or one archive."""
 
     folder: Path
     reservation: Reservation
@@ -53,12 +53,12 @@ class DcpFiles:
 
 @lru_cache(maxsize=4096)
 def archive_of(meta: TensorMeta) -> torch_archive.Archive:
-    """Return the archive of one tensor: chunks of one shape, as those of experts are, differ in their content alone."""
+    """Return the archive of one tensor; chunks of one shape, such as those of experts, differ only in content."""
     return torch_archive.lay_out(lambda refs: refs[0], [meta])
 
 
 def bounded(box: Box, dtype: str, limit: int = MAX_CHUNK) -> list[Box]:
-    """Return the box cut along its first dimension into boxes of at most so many bytes."""
+    """Return the box cut along its first dimension into boxes of at most `limit` bytes, or one row."""
     row = box.numel // box.sizes[0] * DTYPE_SIZES[dtype]
     rows = max(1, limit // row)
     return [

@@ -1,4 +1,4 @@
-"""JSON files: objects alone, read strictly and written as transformers writes them."""
+"""JSON files: only objects, read strictly and written as transformers writes them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.storage.sources import MEMORY, Limit, content_of
 from mcore_convert.storage.views import open_error
 
-# What Python makes of JSON, in bytes, from above: the parts that such a character stands for.
+# Upper bounds of Python's memory for parsed JSON, in bytes per occurrence of a character.
 COSTS = {b"{": 190, b"[": 90, b",": 48, b":": 110, b'"': 25}
-MOST = max(COSTS.values()) + 8  # of any character
+MOST = max(COSTS.values()) + 8  # for any character
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -23,7 +23,7 @@ def read_json(path: Path, limit: Limit = Limit.JSON) -> dict[str, Any]:
     """Return a JSON object.
 
     Raises:
-        UnreadableCheckpoint: the file is missing, is not one, or is larger than its kind can be.
+        UnreadableCheckpoint: the file is missing, is not a JSON object, or is larger than its limit.
     """
     try:
         content = parsed(content_of(path, limit))
@@ -39,16 +39,16 @@ def read_json(path: Path, limit: Limit = Limit.JSON) -> dict[str, Any]:
 
 
 def parsed(content: bytes, *, any_string: bool = False) -> Any:
-    """Parse a JSON text; its strings are all text, which can be written again.
+    """Parse a JSON text; all of its strings are valid Unicode, so that they can be written again.
 
     Args:
-        any_string: its strings may be no text, as those that spell paths that are not UTF-8.
+        any_string: accept invalid Unicode in strings, for paths that are not UTF-8.
 
     Raises:
-        ValueError: it is none, or takes more memory than any file that is in use.
+        ValueError: it is not JSON, or takes more memory than any file in use.
         RecursionError: it is nested too deeply.
     """
-    cost = cost_of(content) if MOST * len(content) > MEMORY // 2 else 0  # a small text takes no more, whatever it is
+    cost = cost_of(content) if MOST * len(content) > MEMORY // 2 else 0  # a small text needs no count
     if cost > MEMORY:
         raise ValueError(f"it would take up to {cost:,} bytes of memory")
     text = content.decode(json.detect_encoding(content))
@@ -59,13 +59,13 @@ def parsed(content: bytes, *, any_string: bool = False) -> Any:
 
 
 def cost_of(content: bytes) -> int:
-    """Return how many bytes of memory the reading of a JSON text takes at most."""
+    """Return an upper bound of the memory for parsing a JSON text, in bytes."""
     width = 1 if content.isascii() else 4  # of each character, in the text and in its strings
     return 4096 + 2 * width * len(content) + sum(content.count(part) * each for part, each in COSTS.items())
 
 
 def _check_text(value: Any) -> None:
-    """Prove that there is no half of a surrogate pair, which JSON can spell and no file can hold."""
+    """Check that there is no lone surrogate, which JSON can spell and UTF-8 cannot encode."""
     pending = [value]
     while pending:
         part = pending.pop()
@@ -78,7 +78,7 @@ def _check_text(value: Any) -> None:
 
 
 def _constant(word: str) -> float:
-    """Infinity, which is no JSON and stands in the published configurations of Nemotron-H; NaN is refused."""
+    """Return Infinity, which is not JSON, but in the published configurations of Nemotron-H; NaN is refused."""
     if word != "Infinity":
         raise ValueError(f"it says {word}")
     return math.inf

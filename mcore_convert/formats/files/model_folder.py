@@ -1,6 +1,6 @@
 """The small files of a Hugging Face model: configuration, tokenizer, generation config, card, license.
 
-They travel with a model into every format, so that the way back needs nothing else.
+They are copied with a model into every format, so that the conversion back needs nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mcore_convert.storage.paths import files_in
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
-CARD = "README.md"  # says whose work a model is; travels as the card of the model that another came from
+CARD = "README.md"  # credits the authors; copied as the card of the original model
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -31,12 +31,12 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja",
 )
 
-# What belongs to a model beside its weights and travels with them unchanged.
+# Files that are copied unchanged with the weights of a model.
 CARRIED_FILES = (GENERATION_CONFIG, *TOKENIZER_FILES, CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "USE_POLICY.md")
 
 
 def carried_files(path: Path, patterns: Sequence[str] = CARRIED_FILES) -> list[str]:
-    """Return the names of the files in a directory that travel with a model: tokenizer, generation config,
+    """Return the names of the files in a directory that are copied with a model: tokenizer, generation config,
     chat template.
     """
     return [name for name in files_in(path) if any(fnmatch(name, pattern) for pattern in patterns)]

@@ -1,4 +1,4 @@
-"""Limits of what a pickle has built, before anybody recurses into it."""
+"""Limits of an unpickled tree, checked before any recursion into it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from mcore_convert.formats.files.pickle_records import Record, TensorRef
 from mcore_convert.spec.config.arguments import TorchDtype
 
-MAX_DEPTH = 200  # of what a checkpoint holds beside its metadata
-MAX_PARTS = 20_000_000  # of the same, with every part counted wherever it occurs
-PLAIN = frozenset({str, bytes, int, float, bool, type(None)})  # of which most keys are
+MAX_DEPTH = 200  # of objects in a checkpoint, except its metadata
+MAX_PARTS = 20_000_000  # of the same, with every occurrence of a part counted
+PLAIN = frozenset({str, bytes, int, float, bool, type(None)})  # the types of most keys
 LEAVES = PLAIN | {TensorRef}
 KEYS = (str, bytes, int, float, TorchDtype, type(None))
 
 
 def check_tree(tree: Any) -> None:
-    """Prove that one can recurse into what was read: it is not too deep, holds not itself, and is as large as it looks.
+    """Check that recursion into an unpickled tree is safe: limited depth, no cycles, limited size with repeated parts.
 
     Raises:
-        ValueError: it is not so, or it has a key that is no plain value.
+        ValueError: it is not safe, or it has a key that is not a plain value.
     """
-    sizes: dict[int, int] = {}  # of what is done, with every part counted wherever it occurs
+    sizes: dict[int, int] = {}  # of finished parts, with every occurrence of a part counted
     path: set[int] = set()
     pending: list[tuple[Any, bool]] = [(tree, False)]
     while pending:
@@ -64,7 +64,7 @@ def _children(part: Any) -> list[Any] | None:
 
 
 def check_keys(keys: Collection[Any]) -> None:
-    """Prove that the keys of a dict, or the parts of a set, are plain values, or tuples of such.
+    """Check that the keys of a dict, or the items of a set, are plain values or tuples of them.
 
     Raises:
         ValueError: one is not.

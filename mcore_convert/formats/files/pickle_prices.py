@@ -1,6 +1,6 @@
-"""The price of what a pickle makes: the most bytes that an opcode's object can take.
+"""Prices of a pickle's opcodes: upper bounds of the memory for the objects that they create.
 
-Measured of CPython 3.11, of 64 bits, with the room that lists and dicts keep for more.
+Measured with 64-bit CPython 3.11, including the spare capacity of lists and dicts.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import os
 import re
 
 MEMORY = 448 * 2**20  # bytes that one pickle may take: a process that reads it stays below 512 MiB
-VARIABLE = "MCORE_CONVERT_PICKLE_MIB"  # of the environment: another limit, where a checkpoint that one trusts needs it
+VARIABLE = "MCORE_CONVERT_PICKLE_MIB"  # environment variable: another limit, for a trusted checkpoint that needs it
 
 # Prices in bytes.
 RECORD, CALL, CLASS, REMEMBERED, PUSHED = 80, 272, 3000, 16, 10
 DICT, LIST, TUPLE, SINGLE, SET, MARK = 80, 80, 64, 48, 240, 120
 INTEGER, TEXT = 32, 80
-WIDE = 48  # for a shape of four to eight dimensions, beside that of a tuple
-SOME_PAIRS, SOME_ITEMS = 176, 64  # for the first five of a dict, the first four of a list
+WIDE = 48  # for a shape of four to eight dimensions, in addition to a tuple
+SOME_PAIRS, SOME_ITEMS = 176, 64  # for the first five pairs of a dict, the first four items of a list
 PAIR, ITEM, ELEMENT = 160, 18, 140
-HEAVY = 160  # for what is remembered here of a tuple
+HEAVY = 160  # for the entry of a memoized tuple in the walk's own dict
 
 _GET = b"(?:j....|h.)"
 INTEGERS = b"(?:M..|K.|J....|\x8a(?:\x05.....|\x06......|\x04....|\x07.......))"
@@ -26,9 +26,9 @@ SIZES = b"(?:(?:%b){1,3}+[\x85-\x87]|\\((?:%b){4,8}+t)" % (INTEGERS, INTEGERS)
 
 
 def _record(memo: bytes) -> re.Pattern[bytes]:
-    """Return what matches an object of a few plain fields, up to two of which are shapes: a row of metadata.
+    """Return the pattern of an object with a few plain fields, up to two of them shapes: a row of metadata.
 
-    Its groups are the shapes. `memo` is the opcode behind whatever is remembered.
+    Its groups are the shapes. `memo` is the opcode after each memoized object.
     """
     plain = b"(?:%b(?:%b(?![MKJ\x8a(])|%b|N))" % (_GET, _GET, INTEGERS)
     shape = b"(%b%b%b%b\x85%bR%b)" % (_GET, _GET, SIZES, memo, memo, memo)
@@ -37,15 +37,15 @@ def _record(memo: bytes) -> re.Pattern[bytes]:
 
 
 REMEMBERING, FORGETTING = _record(b"\x94"), _record(b"")
-IN_RECORD = [2 + 3 * shapes for shapes in range(3)]  # how many parts of one are remembered
-RECORDS = {  # the price, by how many shapes it has; what is not remembered is not kept
+IN_RECORD = [2 + 3 * shapes for shapes in range(3)]  # memoized parts of a record, by number of shapes
+RECORDS = {  # the price by number of shapes; objects that are not memoized are not kept
     REMEMBERING: [
         RECORD + DICT + PUSHED + shapes * (TUPLE + SINGLE) + count * REMEMBERED
         for shapes, count in enumerate(IN_RECORD)
     ],
     FORGETTING: [RECORD + PUSHED + shapes * TUPLE for shapes in range(3)],
 }
-# Opcodes that push one object, and have no argument that matters: how long they are, and the price.
+# Opcodes that push one object, without a relevant argument: their length, and the price.
 PUSHES = {
     **dict.fromkeys(b"N\x88\x89)", (1, 0)),
     ord("K"): (2, 0),
@@ -56,7 +56,7 @@ PUSHES = {
     ord("}"): (1, DICT),
     0x8F: (1, SET),
 }
-# Opcodes that make one object of some: of how many, and the price.
+# Opcodes that make one object from several: the number of those, and the price.
 MAKES = {
     ord("R"): (2, CALL),
     0x81: (2, RECORD),
@@ -67,7 +67,7 @@ MAKES = {
     0x86: (2, TUPLE),
     0x87: (3, TUPLE),
 }
-# Opcodes that take all from a mark on: the price, and that of each.
+# Opcodes that take all objects above a mark: the price, and the price per object.
 COLLECTS = {
     ord("u"): (SOME_PAIRS, PAIR // 2),
     ord("d"): (DICT + SOME_PAIRS, PAIR // 2),
@@ -79,7 +79,7 @@ COLLECTS = {
     0x90: (0, ELEMENT),
     0x91: (SET, ELEMENT),
 }
-# Opcodes that begin with the length of their argument: its form, and the most bytes of memory for one of the argument.
+# Opcodes whose argument begins with its length: format of the length, and most bytes of memory per byte of argument.
 SIZED = {
     **dict.fromkeys(b"UC", ("<B", 1)),
     **dict.fromkeys(b"TB", ("<L", 1)),
@@ -93,11 +93,11 @@ SIZED = {
 
 
 class TooMuch(ValueError):
-    """A pickle that takes more memory than one may."""
+    """A pickle that takes more memory than allowed."""
 
 
 class Budget:
-    """What is left of the memory that one pickle may take, in bytes."""
+    """Remaining memory for one pickle, in bytes."""
 
     __slots__ = ("left", "limit")
 
@@ -107,10 +107,10 @@ class Budget:
         self.limit = self.left = default if limit is None else limit
 
     def take(self, nbytes: int, what: str) -> None:
-        """Take some bytes for what is named.
+        """Take bytes from the budget; `what` names their use in the error.
 
         Raises:
-            TooMuch: there are not as many left.
+            TooMuch: not enough bytes are left.
         """
         self.left -= nbytes
         if self.left < 0:

@@ -1,4 +1,4 @@
-"""Stand-ins for the classes and functions that checkpoints name: records that do nothing."""
+"""Stand-ins for the classes and functions that checkpoints name: inert records."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from mcore_convert.errors import UnsafePickle
 from mcore_convert.formats.files.pickle_prices import PAIR, SOME_PAIRS, Budget
 from mcore_convert.spec.config.arguments import TorchDtype
 
-INTEGERS = {int}  # and not bool
+INTEGERS = {int}  # but not bool
 MAX_DIMS = 64  # of a tensor, as in torch
 
 
 class Sealed(type):
-    """The type of classes that a pickle may name, and not change."""
+    """Metaclass of classes that a pickle may name but not change."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise UnsafePickle(f"a pickle changes the class `{cls.__name__}`")
 
 
 class Record(metaclass=Sealed):
-    """An inert object: it keeps the fields that are read, and nothing can be called on it.
+    """An inert object: it keeps the needed fields and has no methods to call.
 
-    The dict in which a pickle brings them is emptied: the reader remembers each until it has read them all, and dicts
-    were most of the memory that a large checkpoint took.
+    The state dict from the pickle is cleared: the unpickler's memo keeps every dict until the end, and dicts took most
+    of the memory for a large checkpoint.
     """
 
     __slots__ = ()
@@ -36,7 +36,7 @@ class Record(metaclass=Sealed):
 
 
 class Namespace(argparse.Namespace, metaclass=Sealed):
-    """`argparse.Namespace`, which takes its attributes once from each dict."""
+    """`argparse.Namespace` whose state dict is cleared, as that of a Record."""
 
     _budget: ClassVar[Budget]
 
@@ -47,7 +47,7 @@ class Namespace(argparse.Namespace, metaclass=Sealed):
 
 
 class Function:
-    """A function of ours that a pickle may call, with the budget of that pickle. It has no state that one could set."""
+    """A function of this package that a pickle may call, with the pickle's budget. Its state cannot be set."""
 
     __slots__ = ("_budget", "_call")
     _call: Callable[..., Any]
@@ -68,7 +68,7 @@ class Function:
 
 
 class StandIn(Record):
-    """A class or function that is not needed: it keeps its name, its arguments and a state that is a tuple."""
+    """Stand-in for a class or function that is not needed: keeps its name, its arguments and a tuple as its state."""
 
     __slots__ = ("arguments", "state")
     _budget: ClassVar[Budget | None] = None
@@ -83,17 +83,17 @@ class StandIn(Record):
             self.state = state
 
     def append(self, item: Any) -> None:
-        """List items of a pickled subclass are dropped."""
+        """Drop a list item of a pickled subclass."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Dict items of a pickled subclass are dropped."""
+        """Drop a dict item of a pickled subclass."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__module__}.{type(self).__name__} {getattr(self, 'arguments', ())}>"
 
 
 class Metadata(Record):
-    """`torch.distributed.checkpoint.metadata.Metadata`, with what Megatron Core adds."""
+    """`torch.distributed.checkpoint.metadata.Metadata`, with the field that Megatron Core adds."""
 
     __slots__ = ("mcore_data", "state_dict_metadata", "storage_data")
     state_dict_metadata: dict[str, Any]
@@ -120,7 +120,7 @@ class TensorStorageMetadata(Record):
 
 
 class TensorProperties(Record):
-    """Pickled as a tuple that begins with the dtype."""
+    """Properties of a tensor, pickled as a tuple that begins with the dtype."""
 
     __slots__ = ("dtype",)
     dtype: TorchDtype | None
@@ -148,7 +148,7 @@ class BytesStorageMetadata(Record):
 
 
 class MetadataIndex(Record):
-    """Which chunk of which key; the key of `storage_data`, each of which is itself: the last of equals counts."""
+    """Key and offset of a chunk: a key of `storage_data`. Equal keys stay distinct objects, and the last one counts."""
 
     __slots__ = ("fqn", "offset")
     fqn: str
@@ -192,13 +192,13 @@ class TensorRef(NamedTuple):
 
 
 def are_counts(*numbers: Any) -> bool:
-    """Return whether all of these are integers that count something, as a hostile pickle need not have it."""
-    # Asked for every chunk of a checkpoint: a generator would take five times as long.
+    """Return whether all values are non-negative integers, which a hostile pickle may not have."""
+    # Called for every chunk of a checkpoint: a generator would take five times as long.
     return {*map(type, numbers)} <= INTEGERS and min(numbers, default=0) >= 0
 
 
 def are_shapes(shapes: list[Any], num_dims: int | None = None) -> bool:
-    """Return whether all of these are shapes, or offsets: tuples of counts; of so many, if this is given."""
+    """Return whether all values are shapes or offsets: tuples of counts, with `num_dims` entries if given."""
     widths = {*map(len, shapes)} if {*map(type, shapes)} <= {tuple} else {MAX_DIMS + 1}
     if max(widths, default=0) > MAX_DIMS or (num_dims is not None and not widths <= {num_dims}):
         return False

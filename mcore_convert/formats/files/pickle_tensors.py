@@ -1,4 +1,4 @@
-"""The opcodes of one tensor in torch's pickles, matched at once: a checkpoint has up to a hundred thousand of them."""
+"""The opcodes of one tensor in torch's pickles, as one pattern: a checkpoint has up to a hundred thousand tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from mcore_convert.formats.files.pickle_prices import CALL, INTEGER, INTEGERS, MARK, PUSHED, SIZES, TEXT, TUPLE, WIDE
 
-VISITED = 27  # parts that the hash of what a tensor is made of visits, at most
+VISITED = 27  # most parts that hashing the arguments of a tensor visits
 
 # `_rebuild_tensor_v2((storage, class, name, location, count), offset, sizes, strides, requires_grad, OrderedDict())`
-# (torch, `torch/_tensor.py`). The groups are what is got, what is put, and both shapes.
+# (torch, `torch/_tensor.py`). The groups are the memo's GETs, its PUTs, and both shapes.
 _NAME = b"X(?:%b)" % b"|".join(b"%b\0\0\0[0-9]{%d}" % (bytes([length]), length) for length in range(1, 8))
 _GET, _PUT, _SHAPE = b"(h.|j....)", b"(q.|r....)?", rb"(%b|\))" % SIZES
 _STORAGE = _GET + _GET + b"(?:%b%b|%b)" % (_NAME, _PUT, _GET) + _GET + INTEGERS + b"t" + _PUT + b"Q"
@@ -23,7 +23,7 @@ _DIMENSION = INTEGER + PUSHED + 8
 
 
 class Tensor(NamedTuple):
-    """A tensor's opcodes: the numbers of what they get and put, what they take in bytes, and where they end."""
+    """The opcodes of a tensor: memo numbers that they get and put, their price in bytes, and their end."""
 
     gets: tuple[int, ...]
     puts: tuple[int, ...]
@@ -32,19 +32,19 @@ class Tensor(NamedTuple):
 
 
 def tensor_at(data: bytes, at: int) -> Tensor | None:
-    """Return the tensor that begins there, or None, as where it has hooks."""
+    """Return the tensor that begins at `at`; None for another form, such as one with hooks."""
     tensor = _TENSOR.match(data, at)
     if tensor is None:
         return None
     first, second = tensor.group(*_SHAPES)
-    dimensions = (len(first) + len(second)) // 2  # of two bytes at least
+    dimensions = (len(first) + len(second)) // 2  # each has at least two bytes
     gets, puts = _same_numbers(tensor.group(*_GETS)), _numbers(tensor.group(*_PUTS))
     return Tensor(gets, puts, _PRICE + _DIMENSION * dimensions, tensor.end())
 
 
 def _numbers(opcodes: tuple[bytes | None, ...]) -> tuple[int, ...]:
-    """Return the numbers that some opcodes have for arguments."""
+    """Return the memo numbers in the arguments of opcodes."""
     return tuple([int.from_bytes(each[1:], "little") for each in opcodes if each])
 
 
-_same_numbers = lru_cache(maxsize=1024)(_numbers)  # tensors of a file get the same names and classes
+_same_numbers = lru_cache(maxsize=1024)(_numbers)  # the tensors of a file refer to the same names and classes

@@ -1,8 +1,8 @@
-"""The memory and the time that reading a pickle takes, known before it is read.
+"""Bounds of the memory and the time for reading a pickle, computed before it is read.
 
-Python's own reader takes whatever memory a pickle asks for, and computes for ever where one asks for the hash of tuples
-that hold each other again and again. So its opcodes, each with a price, are walked over first. Nothing is built:
-the stack has a number for each object, how many parts its hash visits.
+Python's unpickler allocates any memory that a pickle asks for, and never finishes hashing tuples that contain each
+other many times over. So the opcodes, each with a price, are scanned first. No object is built: the stack holds a
+number for each object, the parts that hashing it visits.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from mcore_convert.formats.files.pickle_prices import (
 from mcore_convert.formats.files.pickle_tensors import VISITED, tensor_at
 
 MAX_PICKLE = 2**28  # bytes
-MAX_KEY = 10_000  # parts of one key of a dict, and so how deep its hash recurses
-MAX_KEYS = 500_000_000  # parts of all keys: their hashes take seconds
-MAX_INTEGER = 1024  # bytes of an integer: hashing it takes as long as it is
+MAX_KEY = 10_000  # parts of one key of a dict, which also bounds the recursion of its hash
+MAX_KEYS = 500_000_000  # parts of all keys: hashing them takes seconds
+MAX_INTEGER = 1024  # bytes of an integer: the time to hash it grows with its length
 SMALL_INTEGER = 8  # bytes, beyond which thousands of integers can have one hash
-FLAT = 12  # parts of what is remembered and not known to have more: half of what a tensor's have
-MAX_ATOMS = 1000  # a tensor refers to a few names and classes
+FLAT = 12  # assumed parts of a memoized object that is not recorded as heavier: half of those of a tensor
+MAX_ATOMS = 1000  # a tensor refers to few names and classes
 ENDLESS = 2**62
-MAX_STEPS = 12_000_000  # opcodes beside those of records: they take seconds
+MAX_STEPS = 12_000_000  # opcodes outside of records: they take seconds
 
 _INTEGERS = b"\x8a\x8b"
-_RUN = re.compile(rb"(.)\1{0,999}", re.DOTALL)  # of one byte; no longer, since what is spent is judged between runs
+_RUN = re.compile(rb"(.)\1{0,999}", re.DOTALL)  # of one byte; limited, since the budget is checked between runs
 
 
 class Unfinished(ValueError):
-    """Opcodes that go on beyond what was given."""
+    """Opcodes that continue beyond the given bytes."""
 
 
 def end_of(data: bytes, budget: Budget) -> int:
-    """Return where the pickle at the beginning of `data` ends, and take from the budget what reading it takes.
+    """Return the end of the pickle at the beginning of `data`, and take its price from the budget.
 
     Raises:
-        Unfinished: not in `data`.
+        Unfinished: it does not end in `data`.
         TooMuch: it takes more than is left.
-        ValueError: it is none, or asks for more than its size justifies, or for hashes that take too long.
+        ValueError: it is not a pickle, asks for more than its size justifies, or for hashes that take too long.
     """
     walk = _Walk(data)
     try:
@@ -76,27 +76,27 @@ def end_of(data: bytes, budget: Budget) -> int:
     if walk.at > len(data) or not walk.is_done:
         raise Unfinished(
             "pickle data was truncated" if walk.at > len(data) else "Ran out of input"
-        )  # as pickle says it
+        )  # pickle's own messages
     return walk.at
 
 
 class _Walk:
-    """A walk over the opcodes of a pickle: where it stands, and what was counted."""
+    """A scan of the opcodes of a pickle: its position and its counters."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = self.spent = self.records = self.hashed = 0
-        self.remembered = self.numbers = 0  # how many objects are, and how many there is room for
-        self.stack: list[int] = []  # how many parts the hash of each object visits
+        self.remembered = self.numbers = 0  # memoized objects, and size of the memo
+        self.stack: list[int] = []  # number of parts that hashing each object visits
         self.below: list[list[int]] = []  # the stacks below the marks
-        self.heavy: dict[int, int] = {}  # how many of what is remembered, where more than FLAT
-        self.atoms: set[int] = set()  # numbers of what visits itself alone, though not of all
-        self.numbered: set[bool] = set()  # whether the pickle numbers what it remembers
+        self.heavy: dict[int, int] = {}  # parts of memoized objects with more than FLAT
+        self.atoms: set[int] = set()  # memo numbers of objects of one part, though not of all
+        self.numbered: set[bool] = set()  # whether the pickle numbers its memo explicitly
         self.record = REMEMBERING
         self.is_done = False
 
     def run(self, limit: int) -> None:
-        """Walk to the end of the pickle, or of the data, or until more than the limit was spent."""
+        """Scan to the end of the pickle, or of the data, or until more than the limit is spent."""
         data, size = self.data, len(self.data)
         for _ in range(MAX_STEPS):
             if self.at >= size or self.spent > limit or self.is_done:
@@ -124,10 +124,10 @@ class _Walk:
         self.at += width
 
     def _records(self) -> int:
-        """Step over the records that begin here, and return how many there are."""
+        """Skip the records that begin here, and return their number."""
         data, at = self.data, self.at
         match = self.record.match
-        counts = [0, 0, 0]  # by how many shapes they have
+        counts = [0, 0, 0]  # by number of shapes
         row = match(data, at)
         if row is None:
             self.record = FORGETTING if self.record is REMEMBERING else REMEMBERING
@@ -148,7 +148,7 @@ class _Walk:
         return count
 
     def _is_tensor(self) -> bool:
-        """Step over the tensor that begins here, if it is of atoms: what is remembered of it is none, so none nests."""
+        """Skip the tensor that begins here, if it consists of atoms. It is no atom itself, so tensors do not nest."""
         tensor = tensor_at(self.data, self.at)
         if tensor is None or not self.atoms.issuperset(tensor.gets):
             return False
@@ -222,7 +222,7 @@ class _Walk:
         elif code in b"\x90\x91":
             self._hash(items)
         if code in b"ue\x90":
-            self.stack[-1]  # what they are added to
+            self.stack[-1]  # the object that they are added to
         elif code != ord("1"):
             self._push(1 + sum(items) if code == ord("t") else 1, 0)
         self.at += 1
@@ -296,7 +296,7 @@ class _Walk:
         self.at += 1
         if len(self.numbered) > 1:
             raise ValueError("it numbers some of what it remembers, and not all")
-        if self.records:  # whose integers and wide tuples were not counted
+        if self.records:  # their integers and wide tuples were not counted
             self.spent += INTEGER * sum(self.data.count(each, 0, self.at) for each in (b"M", b"J", b"\x8a"))
             self.spent += WIDE * sum(self.data.count(each, 0, self.at) for each in (b"t\x85", b"t\x94\x85"))
 

@@ -1,7 +1,7 @@
-"""Writing pickles of classes that need not be importable: they are named, not loaded.
+"""Writing pickles of classes that need not be importable: classes are named, not loaded.
 
-Python's fast pickler looks every class up that it names. The one that can be taught not to is written in Python, and
-took longer for a model of many experts than all else that a plan needs.
+Python's C pickler imports every class that it names. The pure-Python pickler, which can be changed not to, took longer
+for a model of many experts than the rest of a plan.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Global(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a call of `function` returns."""
+    """Result of a call of `function`."""
 
     function: Global
     args: tuple[Any, ...]
@@ -40,14 +40,14 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """An object of `kind` with a state. Each is itself, so that it can be the key of a dict."""
+    """An object of `kind` with a state, compared by identity so that it can be the key of a dict."""
 
     kind: Global
     state: Any
 
 
 class Hole:
-    """The place of a value that differs in objects that are otherwise alike."""
+    """Placeholder for a value that differs between otherwise equal objects."""
 
 
 HOLE = Hole()
@@ -55,10 +55,10 @@ HOLE = Hole()
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A list, or a dict, of many objects: each group has one that has holes, and the values for them, row by row.
+    """A list or dict of many objects: each group has one object with holes, and the values for them, row by row.
 
-    In a list the object of a group is what it holds, in a dict a pair. Values are integers, strings, and tuples of
-    integers. Metadata of many experts is of such rows: what they have in common is written once and copied.
+    In a list the object of a group is an item, in a dict a pair. Values are integers, strings, and tuples of integers.
+    Metadata of many experts consists of such rows: their common bytes are computed once and copied.
     """
 
     groups: tuple[tuple[Any, Iterable[tuple[int | str | tuple[int, ...], ...]]], ...]
@@ -72,18 +72,18 @@ STORAGES = {dtype: Global("torch", storage) for dtype, storage in DTYPE_STORAGES
 
 
 class _Writer:
-    """Protocol 2, with the records of this module in place of the classes that they name.
+    """Pickler of protocol 2 that writes the records of this module as the classes that they name.
 
-    Strings and names that occur again are referred to, other objects are not: remembering every one would cost more
-    memory than all else that writing needs. Equal trees have equal bytes.
+    Repeated strings and names are memoized, other objects are not: a memo of all objects would take more memory than
+    the rest of writing. Equal trees have equal bytes.
     """
 
     def __init__(self) -> None:
         self.content = bytearray(pickle.PROTO + b"\x02")
         self._memo: dict[str | Global, bytes] = {}
-        self._kinds: dict[str, bytes] = {}  # how tensors of a dtype begin
-        self._values: Iterator[Any] = iter(())  # for the holes of what is written
-        self._parts: list[bytes] | None = None  # of what has holes, where these are what is asked for
+        self._kinds: dict[str, bytes] = {}  # first opcodes of the tensors of a dtype
+        self._values: Iterator[Any] = iter(())  # values for the holes of the object that is written
+        self._parts: list[bytes] | None = None  # bytes between the holes, while a frame is built
 
     def write(self, item: Any) -> None:
         """Append an object."""
@@ -94,7 +94,7 @@ class _Writer:
             _WRITERS.get(kind, _Writer._other)(self, item)
 
     def _numbered(self, item: str | Global) -> bytes:
-        """Return what numbers the object that was written last, so that it can be referred to."""
+        """Return the opcode that memoizes the last object, so that it can be referred to."""
         number = len(self._memo)
         self._memo[item] = _numbered(pickle.BINGET, pickle.LONG_BINGET, number)
         return _numbered(pickle.BINPUT, pickle.LONG_BINPUT, number)
@@ -103,7 +103,7 @@ class _Writer:
         self.content += self._memo.get(item) or self._text(item)
 
     def _text(self, item: str) -> bytes:
-        """Return a string that occurs for the first time."""
+        """Return the opcodes of a string that occurs for the first time."""
         encoded = item.encode("utf-8", "surrogatepass")
         return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded + self._numbered(item)
 
@@ -139,7 +139,7 @@ class _Writer:
         self._batches(item.items(), pickle.SETITEM, pickle.SETITEMS)
 
     def _batches(self, items: Collection[Any], one: bytes, several: bytes) -> None:
-        """Append what a list or a dict holds; of a dict, pairs."""
+        """Append the items of a list, or the pairs of a dict, in batches."""
         left, is_one = iter(items), len(items) == 1
         for _ in range(0, len(items), BATCH):
             self.content += b"" if is_one else pickle.MARK
@@ -176,13 +176,13 @@ class _Writer:
             while batch := list(islice(left, BATCH)):
                 self.content += pickle.MARK
                 if frame is None:
-                    self._filled(parts, batch.pop(0))  # now all names have their numbers
+                    self._filled(parts, batch.pop(0))  # all names are memoized now
                     frame = self._frame(parts)
                 self._copies(frame, batch)
                 self.content += pickle.SETITEMS if item.is_dict else pickle.APPENDS
 
     def _copies(self, frame: list[bytes], rows: Iterable[tuple[Any, ...]]) -> None:
-        """Append an object for each row: the bytes around its holes, and the values in them."""
+        """Append an object for each row: the bytes around the holes, and the values."""
         known, form = self._memo.get, b"%b".join(part.replace(b"%", b"%%") for part in frame)
         for row in rows:
             values = [
@@ -202,7 +202,7 @@ class _Writer:
             self.write(part)
 
     def _frame(self, parts: tuple[Any, ...]) -> list[bytes]:
-        """Return the bytes before the holes of an object, between them, and behind the last."""
+        """Return the bytes of an object before, between and after its holes."""
         whole, self.content, self._parts = self.content, bytearray(), []
         for part in parts:
             self.write(part)
@@ -224,7 +224,7 @@ class _Writer:
         self._instance(Instance(NAMESPACE, vars(item)))
 
     def _tensor(self, item: TensorRef) -> None:
-        """As `torch.save` writes one: its storage is a persistent id, and a function puts it together."""
+        """Write a tensor as `torch.save` does: its storage as a persistent id, and a call that rebuilds the tensor."""
         storage, memo = item.storage, self._memo
         known = self._kinds.get(storage.dtype)
         if known is None:
@@ -240,7 +240,7 @@ class _Writer:
         self.content += _integer(item.offset) + _integers(item.shape) + _integers(item.strides) + pickle.NEWFALSE
         self._call(NO_HOOKS)
         self.content += pickle.TUPLE + pickle.REDUCE
-        if known is None:  # now all names have their numbers
+        if known is None:  # all names are memoized now
             begin = memo[REBUILD] + pickle.MARK + pickle.MARK + memo["storage"]
             self._kinds[storage.dtype] = begin + memo[STORAGES[storage.dtype]]
 
@@ -248,13 +248,13 @@ class _Writer:
         """Write a value of a class of Python's own, such as a set or bytes, as Python writes it."""
         buffer = io.BytesIO()
         writer = _PythonWriter(buffer, protocol=2)
-        writer.fast = True  # without numbers, which would be those of this pickle
+        writer.fast = True  # without a memo, whose numbers would clash with this pickle's
         writer.dump(item)
         self.content += buffer.getvalue()[2:-1]  # without the protocol and the end
 
 
 class _PythonWriter(pickle.Pickler):
-    """Python's own pickler, for values that need no class of ours: a reader does not have those."""
+    """Python's own pickler, which refuses classes of this package: a reader does not have them."""
 
     def reducer_override(self, obj: Any) -> Any:
         kind = obj if isinstance(obj, type) else type(obj)
@@ -300,12 +300,12 @@ def _integer(item: int) -> bytes:
     return pickle.LONG4 + struct.pack("<i", len(encoded)) + encoded
 
 
-_dimension = lru_cache(maxsize=4096)(_integer)  # numbers of layers and experts, and sizes
+_dimension = lru_cache(maxsize=4096)(_integer)  # layer and expert numbers, and sizes
 
 
 @lru_cache(maxsize=4096)
 def _integers(items: tuple[int, ...]) -> bytes:
-    """Return a tuple of integers alone, as shapes are: many are equal."""
+    """Return the opcodes of a tuple of integers, such as a shape; cached, since many are equal."""
     parts = b"".join(map(_dimension, items))
     return parts + _TUPLES[len(items)] if len(items) <= 3 else pickle.MARK + parts + pickle.TUPLE
 

@@ -1,8 +1,8 @@
-"""Pickles without the programs they name: a restricted reader, and a writer of classes that need not be importable.
+"""Reading pickles without the packages that they name: a restricted unpickler.
 
 Checkpoints are pickles of torch, Megatron and argparse objects. The reader runs none of their code: it builds inert
-records for the few classes that carry a checkpoint's structure, stand-ins for Megatron's own (whose set changes with
-every release), and refuses every other global by name.
+records for the few classes that define a checkpoint's structure, stand-ins for Megatron's own (which change with every
+release), and refuses every other global by name.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ STORAGE_DTYPES = {
 }
 DTYPE_STORAGES = {dtype: storage for storage, dtype in STORAGE_DTYPES.items()}
 
-# Packages whose classes appear in checkpoints as bystanders (enums in `args`, plans, random states): never needed. Also
-# slime and miles keep their data sets for evaluation in `args` (`utils/arguments.py`, `eval_datasets`).
+# Packages whose classes appear in checkpoints without being needed (enums in `args`, plans, random states). slime and
+# miles keep their data sets for evaluation in `args` (`utils/arguments.py`, `eval_datasets`).
 STAND_IN_PACKAGES = (
     "megatron",
     "transformer_engine",
@@ -140,7 +140,7 @@ def _encode(budget: Budget, text: str, encoding: str = "utf-8") -> bytes:
 
 
 def _bytearray(budget: Budget, content: bytes | str = b"", encoding: str = "latin1") -> bytearray:
-    """`bytearray` without its other meaning: given a number, it takes that much memory."""
+    """Return a bytearray of content; unlike `bytearray`, a number is refused, which would allocate as many bytes."""
     budget.take(2 * len(content), "bytes")
     return bytearray(content if isinstance(content, bytes) else _encode(budget, content, encoding))
 
@@ -156,7 +156,7 @@ def _frozenset(budget: Budget, items: Sequence[Any] = ()) -> frozenset[Any]:
 
 
 def _ordered(budget: Budget, items: Sequence[tuple[Any, Any]] = ()) -> collections.OrderedDict[Any, Any]:
-    if items:  # of a tensor's hooks there are none
+    if items:  # the hooks of a tensor are empty
         budget.take(PAIR * len(items), "dicts")
         check_keys([key for key, _ in items])
     return collections.OrderedDict(items)
@@ -176,7 +176,7 @@ _ALLOWED: dict[str, Any] = {
     "pathlib.PosixPath": StandIn,
     "pathlib.WindowsPath": StandIn,
     "pathlib._local.PosixPath": StandIn,
-    "torch.Size": types.MethodType(operator.concat, ()),  # a tuple is returned as it is, and anything else refused
+    "torch.Size": types.MethodType(operator.concat, ()),  # returns a tuple unchanged, and refuses anything else
     "torch.Tensor": StandIn,
     "torch.nn.parameter.Parameter": StandIn,
     "torch._utils._rebuild_tensor": _rebuild_tensor,
@@ -200,10 +200,10 @@ _ALLOWED: dict[str, Any] = {
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Reads the classes above, and nothing else.
+    """Unpickler of the classes above, and no others.
 
     Raises:
-        UnsafePickle: the pickle names something else; its name is in the message.
+        UnsafePickle: the pickle names another class or function, which the message has.
     """
 
     def __init__(self, file: IO[bytes], budget: Budget | None = None) -> None:
@@ -229,7 +229,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> StorageRef:
         kind, storage, key, _location, numel, *view = pid
-        if not isinstance(key, (str, int)):  # the name of which would be as long as it is
+        if not isinstance(key, (str, int)):  # the name of another value could be arbitrarily long
             raise ValueError("it refers to a storage that has no name")
         if kind != "storage" or not isinstance(storage, _StorageType) or type(numel) is not int or numel < 0:
             raise ValueError("it refers to something that is not a tensor storage")
@@ -239,22 +239,22 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def _own(value: Any, budget: Budget) -> Any:
-    """Return a copy of what the table holds: with the opcode BUILD a pickle can change what it is given,
-    and only that.
+    """Return a copy of an entry of the table for one pickle: the opcode BUILD may change the object,
+    and must not change the table.
     """
     if isinstance(value, type):
         return _sealed(value.__name__, value, value.__module__, budget) if isinstance(value, Sealed) else value
-    if isinstance(value, types.MethodType):  # of C, which has no state
+    if isinstance(value, types.MethodType):  # a C function, without state
         return value
     return Function(value, budget) if isinstance(value, types.FunctionType) else copy.copy(value)
 
 
 def _sealed(name: str, kind: type, module: str, budget: Budget) -> Sealed:
-    """Return a class that is one pickle's own."""
+    """Return a subclass for one pickle only."""
     return Sealed(name, (kind,), {"__module__": module, "__slots__": (), "_budget": budget})
 
 
-# What damaged bytes can make an unpickler raise; anything else is a defect of ours and must be seen.
+# Errors that an unpickler can raise for damaged bytes; any other error is a defect of this package and must surface.
 DAMAGE = (
     pickle.UnpicklingError,
     EOFError,
@@ -271,11 +271,11 @@ DAMAGE = (
 
 
 def load(file: IO[bytes], where: str) -> Any:
-    """Read one pickle from a file that stands at its beginning.
+    """Read one pickle from a file that is positioned at its beginning.
 
     Raises:
         UnsafePickle: it names a class that is not allowed.
-        UnreadableCheckpoint: it is damaged. `where` is said in either message.
+        UnreadableCheckpoint: it is damaged. Both messages contain `where`.
     """
     try:
         budget = Budget()
@@ -292,7 +292,7 @@ def load(file: IO[bytes], where: str) -> Any:
 
 
 def _one_pickle(file: IO[bytes], budget: Budget) -> bytes:
-    """Return the bytes of the pickle at which a file stands, looked through; the file stands behind it then."""
+    """Return the bytes of the pickle at a file's position, after scanning it, and move the position to its end."""
     start, window, whole = file.tell(), 2**20, budget.left
     while True:
         file.seek(start)
@@ -308,10 +308,10 @@ def _one_pickle(file: IO[bytes], budget: Budget) -> bytes:
             window = min(window * 32, MAX_PICKLE)
         else:
             file.seek(start + end)
-            budget.take(end if end < len(data) else 0, "a copy of its own")  # out of a longer file
+            budget.take(end if end < len(data) else 0, "a copy of its own")  # the slice of a longer file
             return data[:end]
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an exception of DAMAGE says."""
+    """Return the message of an exception in DAMAGE."""
     return f"there is no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__

@@ -1,6 +1,6 @@
-"""safetensors files: the header read and written, the data left where it is.
+"""safetensors files: reading and writing the header; the data stays where it is.
 
-A file is eight bytes of header length, a JSON header and the tensors, which tile the rest exactly.
+A file has eight bytes with the header's length, a JSON header, and the tensors, which fill the rest without gaps.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ def _views(path: Path, header: Mapping[str, Mapping[str, Any]], start: int) -> t
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
 def _whole(shape: Shape, dtype: str) -> tuple[tuple[Any, ...], int]:
-    """Return what the view of a tensor has beside its place, and its size."""
+    """Return the fields of a tensor's view except its place, and its size."""
     meta = TensorMeta(shape, dtype)
     return View.of(Path(), 0, meta)[2:], meta.nbytes
 
 
 def header_bytes(tensors: Mapping[str, TensorMeta]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file with these tensors in this order, and where each begins in the file."""
+    """Return the header of a file with these tensors in this order, and the offset of each in the file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     starts = {}

@@ -1,4 +1,4 @@
-"""Tensors of one file at one place: which of them may be, and which are damage."""
+"""Tensors of one file that share bytes: allowed if they are identical, damage otherwise."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mcore_convert.storage.views import View
 
 
 def refuse_shared(path: Path, views: Mapping[str, View]) -> None:
-    """Prove that tensors are the same, as tied ones are, or lie apart.
+    """Check that any two tensors are identical, as tied ones are, or disjoint.
 
     Raises:
-        UnreadableCheckpoint: a byte belongs to two that are not the same.
+        UnreadableCheckpoint: different tensors share a byte.
     """
     held = sorted([(view.offset, view.end, name) for name, view in views.items() if view.nbytes])
     shared = []
@@ -28,7 +28,7 @@ def refuse_shared(path: Path, views: Mapping[str, View]) -> None:
 
 
 def views_in(tree: Any, name: str = "") -> Iterator[tuple[str, View]]:
-    """Yield every tensor of a tree that was read from a torch file, with its path in it, as `model.decoder.weight`."""
+    """Yield every tensor of a tree from a torch file with its path in the tree, such as `model.decoder.weight`."""
     if isinstance(tree, View):
         yield name, tree
         return

@@ -1,8 +1,8 @@
-"""`torch.save` files, without torch: where each tensor's bytes lie, and how to lay out a file before it is filled.
+"""`torch.save` files, without torch: finding the bytes of each tensor, and laying out a file before it is filled.
 
 A file is a zip archive of uncompressed records: `data.pkl` with the object, `data/N` with the bytes of storage N
 (torch, `caffe2/serialize/inline_container`). Files written before torch 1.6 are a sequence of pickles followed by the
-storages; those are read only. A chunk in a `.distcp` file is such an archive too, at an offset.
+storages; those are only read. A chunk in a `.distcp` file is such an archive, too, at an offset.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 MAX_RECORD = 64 * 2**20  # bytes of `data.pkl`: those of a million tensors
-ALIGNMENT = 64  # torch aligns every record to this, so that it can be mapped
+ALIGNMENT = 64  # torch aligns every record to this, for memory maps
 
 
 class TorchFile:
     """An archive, read once: `tree` is the saved object with a `View` in place of every tensor.
 
-    `sums` are the checksums that the writer has stored of these tensors, `records` those of the archive, and `starts`
-    the places of the storages that tensors lie in.
+    `sums` are the stored checksums of these tensors, `records` the archive's records, and `starts` the offsets of the
+    storages with tensors.
 
     Args:
-        opened: the file at `path`, if it is open; it stays so.
+        opened: the file at `path`, if it is already open; it stays open.
 
     Raises:
         UnreadableCheckpoint: the file is missing, damaged, compressed, or not a torch file.
@@ -74,7 +74,7 @@ class TorchFile:
             ) from error
 
     def _bytes(self, start: int, count: int) -> bytes:
-        if start + count > self._length:  # or `pread` would make room for whatever is asked for
+        if start + count > self._length:  # otherwise `pread` would allocate the requested size
             raise EOFError(f"it ends at byte {self.start + self._length}")
         content = bytes_at(self._fd, count, self.start + start)
         if len(content) != count:
@@ -155,7 +155,7 @@ def _view(path: Path, start: int, ref: TensorRef) -> View:
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few shapes
 def _reach(shape: Shape, steps: Shape, size: int) -> tuple[int, Shape]:
-    """Return how many elements the last one lies behind the first, and the strides in bytes."""
+    """Return the distance of the last element from the first, in elements, and the strides in bytes."""
     return sum((n - 1) * step for n, step in zip(shape, steps, strict=True)), tuple(step * size for step in steps)
 
 
@@ -163,7 +163,7 @@ def scalar(view: View) -> int | float | bool:
     """Return the value of a tensor of one element.
 
     Raises:
-        UnreadableCheckpoint: it has several, or its file is shorter than it was.
+        UnreadableCheckpoint: it has several elements, or its file has become shorter.
     """
     codes = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b"}
     code = {**codes, "uint8": "B", "bool": "?"}.get(view.dtype)
@@ -178,15 +178,15 @@ def scalar(view: View) -> int | float | bool:
 
 
 def with_views(tree: Any, view_of: Callable[[TensorRef], Any]) -> Any:
-    """Return the tree with every TensorRef replaced; dicts and lists are rebuilt, other objects stay as they are.
+    """Return the tree with every TensorRef replaced; dicts, lists and tuples are rebuilt, other objects are kept.
 
-    A part that occurs several times is rebuilt once: a hostile tree may hold itself, or as many parts as 2**100.
+    A repeated part is rebuilt once: a hostile tree may contain itself, or expand to 2**100 parts.
     """
     return _rebuilt(tree, view_of, {})
 
 
 def _rebuilt(part: Any, view_of: Callable[[TensorRef], Any], done: dict[int, Any]) -> Any:
-    """Rebuild a part, as `with_views`; no function within it, which would keep all of it until Python collects."""
+    """Rebuild a part for `with_views`; a nested function would be a cycle, and keep the tree until a collection."""
     if isinstance(part, TensorRef):
         return view_of(part)
     if not isinstance(part, (dict, list, tuple)):
@@ -206,20 +206,20 @@ def _rebuilt(part: Any, view_of: Callable[[TensorRef], Any], done: dict[int, Any
 
 @dataclass(frozen=True)
 class Archive:
-    """A torch file laid out but not filled: literal bytes and the holes for tensors, by offset."""
+    """Layout of a torch file that is not filled: literal bytes and holes for tensors, by offset."""
 
     size: int
     literals: tuple[tuple[int, bytes], ...]
     holes: tuple[int, ...]
 
     def filled(self, *contents: bytes) -> Archive:
-        """Return the archive with what belongs into its holes: complete."""
+        """Return the complete archive, with these contents in its holes."""
         pieces = sorted([*self.literals, *zip(self.holes, contents, strict=True)])
         return Archive(self.size, ((0, b"".join(content for _, content in pieces)),), ())
 
 
 def lay_out(tree_of: Callable[[list[TensorRef]], Any], tensors: list[TensorMeta], name: str = "archive") -> Archive:
-    """Lay out the file that `torch.save` would write for an object with these row-major tensors in it.
+    """Lay out the file that `torch.save` would write for an object with these row-major tensors.
 
     The checksum of a hole is left at 0, as `torch.serialization.set_crc32_options(False)` allows: torch does not check
     it, and computing it would cost as much as the copy.
@@ -270,12 +270,12 @@ def lay_out(tree_of: Callable[[list[TensorRef]], Any], tensors: list[TensorMeta]
 
 
 def _large(values: list[int]) -> bytes:
-    """Return the field that holds what is too large for a record's own."""
+    """Return the zip64 field for values that are too large for a record's own fields."""
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
 def _end(start: int, size: int, count: int) -> bytes:
-    """Return what follows the directory, which begins at `start`."""
+    """Return the end records that follow the directory at `start`."""
     end = b""
     if start + size >= MAX_ZIP or count >= MAX_RECORDS:
         end += struct.pack("<4sQHHLLQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
@@ -285,7 +285,7 @@ def _end(start: int, size: int, count: int) -> bytes:
 
 
 def _joined(literals: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    """Return the same bytes in as few pieces as there are gaps."""
+    """Return the literals with adjacent ones joined."""
     joined: list[tuple[int, bytes]] = []
     for at, content in literals:
         if joined and joined[-1][0] + len(joined[-1][1]) == at:
@@ -296,6 +296,6 @@ def _joined(literals: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
 
 
 def dumps(tree: Any) -> bytes:
-    """Return the bytes of a torch file that holds no tensor."""
+    """Return the bytes of a torch file without tensors."""
     archive = lay_out(lambda refs: tree, [])
     return b"".join(content for _, content in archive.literals)

@@ -1,4 +1,4 @@
-"""A torch file as a tree with holes: what is to be saved, with a `Hole` wherever a tensor will be."""
+"""A torch file as a tree with holes: the object to save, with a `Hole` in place of each tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_convert.storage.views import TensorMeta, View
 
 @dataclass(frozen=True, eq=False)
 class Hole:
-    """A tensor that is to be filled, or whose bytes are known already. One hole in several places is one storage."""
+    """A tensor to fill, or with known bytes. One hole in several places is one storage."""
 
     meta: TensorMeta
     content: bytes | None = None
@@ -30,7 +30,7 @@ class Hole:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """A file laid out for a tree, wherever it will be: files of ranks that differ in values alone are laid out once."""
+    """Layout of a tree's file for any path: files of ranks that differ only in values are laid out once."""
 
     tree: Any
     holes: Mapping[Hole, int]  # the number of each, in the order of the archive
@@ -62,16 +62,16 @@ def reserve_tree(path: Path, tree: Any, reservation: Reservation) -> Any:
 
 
 def replaced(tree: Any, by: Callable[[Hole], Any]) -> Any:
-    """Return the tree with something else for every hole; dicts, lists, tuples and Namespaces are rebuilt.
+    """Return the tree with every hole replaced; dicts, lists, tuples and Namespaces are rebuilt.
 
-    Equal strings become one, since a pickle refers back to what it has written: equal trees have equal bytes.
+    Equal strings become one object, since a pickle refers back to objects: equal trees have equal bytes.
     """
     if isinstance(tree, Hole):
         return by(tree)
     if isinstance(tree, str):
         return sys.intern(tree)
     if isinstance(tree, dict):
-        return {  # a state dict has names and holes, by the ten thousand: these without a call
+        return {  # fast path for state dicts, which have tens of thousands of names and holes
             sys.intern(key) if type(key) is str else replaced(key, by): by(value)
             if type(value) is Hole
             else replaced(value, by)

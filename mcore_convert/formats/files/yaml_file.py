@@ -1,4 +1,4 @@
-"""YAML files: mappings alone, read as data within limits; nothing in them makes anything but plain values."""
+"""YAML files: only mappings, read as data within limits; they can create nothing but plain values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mcore_convert.storage.views import open_error
 if TYPE_CHECKING:
     import yaml
 
-MAX_VALUES = 200_000  # once aliases are written out: a run's configuration has a thousand
+MAX_VALUES = 200_000  # after expanding aliases: a run's configuration has a thousand
 MAX_DEPTH = 60
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML mapping, in plain values of its own: what an alias stands for is copied.
+    """Return a YAML mapping of plain values; the targets of aliases are copied.
 
     Raises:
-        UnreadableCheckpoint: the file is missing, is not one, is larger than its kind can be, or grows beyond limits.
+        UnreadableCheckpoint: the file is missing, not a YAML mapping, larger than its limit, or expands beyond limits.
     """
     import yaml
 
@@ -44,7 +44,7 @@ def _loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """The safe loader without merge keys, each of which may double what it stands for."""
+        """The safe loader without merge keys, each of which may double the size of its target."""
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
             keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -72,7 +72,7 @@ def _plain(value: Any, left: list[int], depth: int) -> Any:
         return [_plain(each, left, depth - 1) for each in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return str(value)  # a date, which a name of a run may look like
+    return str(value)  # a date, such as a run's name may look like
 
 
 def yaml_text(content: dict[str, Any]) -> str:

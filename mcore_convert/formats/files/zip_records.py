@@ -1,4 +1,4 @@
-"""The directory of a zip archive whose records are stored as they are, as torch writes it."""
+"""The directory of a zip archive with uncompressed records, as torch writes it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-TAIL = 4096  # bytes read from the end at first: they hold the whole directory of a single tensor's archive
-MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # what is as large or larger has its place in fields of zip64
+TAIL = 4096  # bytes that are read from the end first: they contain the whole directory of a single tensor's archive
+MAX_ZIP, MAX_RECORDS = 2**32 - 1, 2**16 - 1  # values of this size or more are in zip64 fields
 
 HEADER = 30  # bytes of a record's own header, before its name
-MOST = 256  # of the same with the name and the padding, which are read at once where they are no more
-ENTRY, OWN = struct.Struct("<10xH4xLLLHHH8xL"), struct.Struct("<4s22xHH")  # of the directory, and of a record
-DESCRIPTORS = (16, 24)  # bytes that may follow a record: its checksum and sizes once more
+MOST = 256  # of the header with name and padding, read in one call if they are not longer
+ENTRY, OWN = struct.Struct("<10xH4xLLLHHH8xL"), struct.Struct("<4s22xHH")  # of the directory, of a record
+DESCRIPTORS = (16, 24)  # bytes that may follow a record: its checksum and sizes again
 MAX_DIRECTORY = 64 * 2**20  # bytes; those of a million tensors
 
 
 class Record(NamedTuple):
-    """One entry of an archive; a `checksum` of 0 is none, as writers leave it that spare themselves the reading.
+    """One entry of an archive; a `checksum` of 0 means that the writer has not computed one.
 
-    `until` is where the next entry begins, or the directory; `entry` is its place in the directory.
+    `until` is the offset of the next entry, or of the directory; `entry` is the offset of its directory entry.
     """
 
     header: int
@@ -32,10 +32,10 @@ class Record(NamedTuple):
 
 
 def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str, Record]:
-    """Return the central directory, read from the end; names without the archive's own folder.
+    """Return the central directory, read from the end, by names without the archive's own folder.
 
     Args:
-        bytes_at: so many bytes from a place in the archive, which has `length`.
+        bytes_at: returns `count` bytes at an offset of the archive, which has `length` bytes.
 
     Raises:
         ValueError, EOFError, struct.error: it is damaged, or not what torch writes.
@@ -79,9 +79,9 @@ def read_records(bytes_at: Callable[[int, int], bytes], length: int) -> dict[str
 
 
 def start_of(bytes_at: Callable[[int, int], bytes], record: Record) -> int:
-    """Return where a record's bytes begin: behind its own header, whose padding only the header knows.
+    """Return the offset of a record's bytes: after its own header, which alone has the size of its padding.
 
-    All that lies between two headers is accounted for: were the size of the padding wrong, other bytes would be read.
+    All bytes between two headers must be accounted for: with a wrong size of the padding, wrong bytes would be read.
 
     Raises:
         ValueError, EOFError: the header is damaged.
@@ -105,7 +105,7 @@ def start_of(bytes_at: Callable[[int, int], bytes], record: Record) -> int:
 
 
 def _is_tiled(extra: bytes) -> bool:
-    """Return whether fields, each with its size, take all of the bytes."""
+    """Return whether fields, each with its size, fill the bytes exactly."""
     at = 0
     while at + 4 <= len(extra):
         at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
@@ -113,7 +113,7 @@ def _is_tiled(extra: bytes) -> bool:
 
 
 def _refuse_shared(records: Mapping[str, Record]) -> None:
-    """Refuse bytes that belong to two records: one of them would be read in the other's place."""
+    """Refuse records that share bytes: one would be read in place of the other."""
     in_order = sorted(records.items(), key=lambda item: item[1].header)
     for (name, record), (following, after) in itertools.pairwise(in_order):
         if record.header + record.size > after.header or record.header == after.header:

@@ -1,4 +1,4 @@
-"""The format `fsdp_dtensor`: what Megatron-FSDP saves, a plain torch DCP directory of DTensors."""
+"""The format `fsdp_dtensor` of Megatron-FSDP: a plain torch DCP directory of DTensors."""
 
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format

@@ -1,15 +1,15 @@
 """Format `fsdp_dtensor`: Megatron-FSDP's checkpoints, read as Megatron Core 0.14 to 0.19 write them.
 
-    model.module.<name>                                           a weight, mostly its fp32 main copy
+    model.module.<name>                                           a weight, usually its fp32 main copy
     optimizer.state.module.module.module.<name>.<state>           `exp_avg`, `exp_avg_sq`, torch's own `step`
     optimizer.param_to_group_meta.module.module.module.<name>.<field>
     args, iteration, opt_param_scheduler.<field>, ...             objects
 
-`<name>` is that of the module's parameter with the global number of its expert. A gated `linear_fc1` is two tensors,
-`<name>_w` and `<name>_v`. Every tensor is whole to the reader, and cut unevenly into the rows that each rank had. From
+`<name>` is the module's parameter name with the global number of the expert. A gated `linear_fc1` is two tensors,
+`<name>_w` and `<name>_v`. A reader sees each tensor as a whole; its chunks are the uneven rows of each rank. From
 Megatron Core 0.16.1 and 0.19.0, `transformer/fsdp_dtensor_checkpoint.py` (`handle_swiglu_in_state_dict`,
 `handle_experts_in_state_dict`), `optimizer/distrib_optimizer.py` (`sharded_param_state_fsdp_dtensor`),
-`megatron_fsdp/param_and_grad_buffer.py` (`_init_distributed_params`: the main weights are what the module holds), and
+`megatron_fsdp/param_and_grad_buffer.py` (`_init_distributed_params`: the module holds the main weights), and
 `megatron/training/checkpointing.py` (`save_checkpoint`, `preprocess_fsdp_dtensor_state_dict`).
 """
 
@@ -48,19 +48,19 @@ from mcore_convert.spec.names import MASTER, PARAM, spell
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
 FSDP_DTENSOR = "fsdp_dtensor"
-# What is no weight: the optimizer's state, and tensors of random states and of the rerun state machine.
+# Keys that are not weights: optimizer state, and tensors of random states and of the rerun state machine.
 BESIDE = re.compile(r"(optimizer|rng_state|rerun_state_machine|opt_param_scheduler)\.")
 SCHEDULER = "opt_param_scheduler."
 
 
 def detect(path: Path) -> bool:
-    """Return whether a directory is one of Megatron-FSDP."""
+    """Return whether a directory was written by Megatron-FSDP."""
     return dcp.exists(path) and kind_of(path) is Kind.FSDP_DTENSOR
 
 
 @dataclass(frozen=True)
 class FsdpCheckpoint(Checkpoint):
-    """An open or a reserved directory. `prefix` stands before every weight; `given` are arguments of the user."""
+    """An open or a reserved directory. `prefix` is that of all weights; `given` are arguments of the user."""
 
     directory: dcp.Directory
     prefix: str
@@ -85,12 +85,12 @@ class FsdpCheckpoint(Checkpoint):
 
     @cached_property
     def optimizer(self) -> FsdpState:
-        """Where the optimizer's state is."""
+        """Keys of the optimizer's state."""
         return FsdpState.of(self.directory, self.prefix)
 
     @property
     def optimizer_keys(self) -> list[str]:
-        """The keys of the optimizer's tensors and objects."""
+        """Keys of the optimizer's tensors and objects."""
         every = [*self.directory.tensors, *self.directory.objects]
         return [key for key in every if key.startswith("optimizer.")]
 
@@ -130,7 +130,7 @@ class FsdpCheckpoint(Checkpoint):
 
     @cached_property
     def _mtp_layer(self) -> str:
-        """What the layer within one that predicts further tokens is called: 0.17 to 0.19 have the module's own name."""
+        """Name of the inner layer of one that predicts further tokens: 0.17 to 0.19 use the module's own name."""
         renamed = any(MTP_MODEL_LAYER in key for key in self.directory.tensors)
         return MTP_MODEL_LAYER if renamed else MTP_LAYER
 
@@ -154,7 +154,7 @@ class FsdpCheckpoint(Checkpoint):
         return self.directory.slots(key) if self.reserved is None else self.reserved[key]
 
     def _refuse_interleaved(self, key: str, weight: Weight) -> None:
-        """Refuse a tensor of parts that was not split, of several ranks: each had rows of one part, then of the next.
+        """Refuse an unsplit tensor of several parts from several ranks: each rank has rows of each part in turn.
 
         No release splits the segments of linear attention (0.19: nothing calls `handle_gdn_in_state_dict`).
         """
@@ -176,11 +176,11 @@ class FsdpCheckpoint(Checkpoint):
 
     @cached_property
     def common(self) -> Common:
-        """The objects with names of their own, and the scheduler's numbers; with what another program wrote beside.
+        """Objects with names of their own and the scheduler's numbers, merged with another program's configuration.
 
         Raises:
             UnreadableCheckpoint: one of them is damaged.
-            ConfigError: the other program's configuration names what is not known.
+            ConfigError: the other program's configuration names unknown classes or functions.
         """
         objects = self.directory.objects
         state = {key: self.directory.object(key) for key in objects if "." not in key}
@@ -207,7 +207,7 @@ class FsdpCheckpoint(Checkpoint):
         return companions_of(self.path)
 
     def progress_files(self, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
-        """Yield Megatron-Bridge's, which it has in the directory of an iteration and above it."""
+        """Yield the files of Megatron-Bridge, in the directory of an iteration and above it."""
         return progress_files(self.path, self.common, path, name)
 
     @property
@@ -215,7 +215,7 @@ class FsdpCheckpoint(Checkpoint):
         return self.directory.sums
 
     def check_whole(self) -> None:
-        """Prove that every file is there and that the chunks of every weight tile it.
+        """Check that every file exists and that the chunks of every weight tile it.
 
         Raises:
             UnreadableCheckpoint: as `dcp.Directory.check`.
@@ -232,10 +232,10 @@ class FsdpCheckpoint(Checkpoint):
 
 
 def open_fsdp_dtensor(path: Path, args: Mapping[str, Any] | None = None) -> FsdpCheckpoint:
-    """Open a directory: `.metadata` and nothing else. Its weights are proven whole by `check_whole`.
+    """Open a directory by reading only `.metadata`; `check_whole` checks that the weights are complete.
 
     Args:
-        args: Megatron arguments that take the place of stored ones, or of those that are not stored.
+        args: Megatron arguments that override or complete the stored ones.
 
     Raises:
         UnreadableCheckpoint: no tracker file, damaged metadata, or no GPT model in it.

@@ -1,7 +1,7 @@
-"""Optimizer state of `fsdp_dtensor`: a tensor for each state of each parameter, and the fields of its group.
+"""Optimizer state of `fsdp_dtensor`: one tensor per state and parameter, and the fields of the parameter's group.
 
-The keys are those of a nested state dict, joined by dots: `optimizer.state.module.module.module.<name>.exp_avg`. How
-many wrappers stand before a name depends on the run's dtype (Megatron Core 0.16.1, `distrib_optimizer.py`,
+The keys are those of a nested state dict, joined by dots: `optimizer.state.module.module.module.<name>.exp_avg`. The
+number of wrappers before a name depends on the run's dtype (Megatron Core 0.16.1, `distrib_optimizer.py`,
 `_param_name`). A state is split as its weight is; a group's fields are not (`fsdp_dtensor_checkpoint.py`,
 `handle_swiglu_in_state_dict`).
 """
@@ -23,19 +23,19 @@ from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, OPTIMIZER_STAT
 
 GATE, UP = "_w", "_v"
 STATE, GROUPS, STEP = "optimizer.state.", "optimizer.param_to_group_meta.", "step"
-# Main weights are the model's own, unless `tools/checkpoint/checkpoint_inspector.py` made them from `torch_dist`.
+# Main weights are in the model, unless `tools/checkpoint/checkpoint_inspector.py` converted them from `torch_dist`.
 KINDS = {EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, "param": MASTER, "fp32_param": MASTER, "master_param": MASTER}
-# What two groups may differ in: a field of every parameter is read of these, of the others one for each group.
+# Fields that distinguish groups: these are read for every parameter, all others once per group.
 TELLING = (*IDENTIFIERS, *(f"pre_{name}" for name in IDENTIFIERS), "lr", "weight_decay", STEP)
-# Objects that have a place of their own in `Training`, or describe the form and not the run.
+# Objects with fields of their own in `Training`, or that describe the format and not the run.
 NOT_REST = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "rng_state", "rerun_state_machine")
 
 
 @dataclass(frozen=True)
 class FsdpState:
-    """The keys of the states of each parameter, by its name, of its steps, and of the fields of its group.
+    """Keys of each parameter's states, by its name, of the step counts, and of the fields of its group.
 
-    `unknown` are tensors that are none of these.
+    `unknown` are all other tensors.
     """
 
     directory: dcp.Directory
@@ -46,7 +46,7 @@ class FsdpState:
 
     @classmethod
     def of(cls, directory: dcp.Directory, prefix: str) -> FsdpState:
-        """Find the state of a model whose weights have a prefix."""
+        """Find the state of a model whose weights have the prefix."""
         inner = re.sub(r"^model\d*\.(module\.)*", "", prefix)
         wrapped = re.compile(rf"(?:module\.)*{re.escape(inner)}(.+)\.(\w+)")
         by_name: dict[str, dict[str, str]] = {}
@@ -70,10 +70,10 @@ class FsdpState:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What is kept of every trained weight; the main weights are those of the model unless they stand apart.
+        """States of every trained weight; the main weights are those of the model unless they are separate.
 
         Raises:
-            MappingError: a tensor that has no place in a weight's state; nothing is left out in silence.
+            MappingError: a tensor is not a state of a weight; nothing is dropped silently.
         """
         if self.unknown:
             raise MappingError(
@@ -87,18 +87,18 @@ class FsdpState:
 
     @cached_property
     def has_masters(self) -> bool:
-        """Whether master copies stand beside the weights."""
+        """Whether master copies are stored in addition to the weights."""
         return any(MASTER in kinds for kinds in self.by_name.values())
 
     def key_of(self, name: str, state: str) -> str:
-        """Return the key of one state of a parameter, also of one that is not there."""
+        """Return the key of one state of a parameter, even if it is missing."""
         return self.by_name.get(name, {}).get(state, f"{STATE}{name}.{state}")
 
     def training(self, common: Common) -> Training:
-        """Return what a run needs to go on.
+        """Return the state that a run needs to resume.
 
         Raises:
-            UnreadableCheckpoint: there are no parameter groups, or they do not agree on the steps that they took.
+            UnreadableCheckpoint: there are no parameter groups, or they have different numbers of steps.
         """
         groups: dict[str, dict[str, Any]] = {}
         for fields in self.fields.values():

@@ -1,7 +1,7 @@
-"""Reserving an `fsdp_dtensor` directory: what Megatron-FSDP's own `load_checkpoint` asks torch's DCP for.
+"""Reserving an `fsdp_dtensor` directory with the keys that Megatron-FSDP's `load_checkpoint` requests from torch's DCP.
 
-A key that a run asks for and the directory lacks is left as it is there, in silence (Megatron-LM 0.14 to 0.19,
-`checkpointing.py`: `allow_partial_load`), so that every name has to be the one that the run's modules have.
+A requested key that the directory lacks is silently not loaded (Megatron-LM 0.14 to 0.19, `checkpointing.py`:
+`allow_partial_load`), so every name has to be the one of the run's modules.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.views import Slot, TensorMeta, View
 
 MODEL = "model.module."
-# Megatron-FSDP's two wrappers, and the one that casts to 16 bits.
+# Prefixes of Megatron-FSDP's two wrappers, and of the wrapper that casts to 16 bits.
 WRAPPERS, CASTING = "module.module.", "module."
-# A rank loads each chunk that it needs rows of, whole, and has the rows of one tensor in a few hundred.
+# Bytes. A rank loads every chunk of which it needs rows completely, and may need one part in a few hundred of a tensor.
 CHUNK = 2**26
 
 
 def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
-    """Return what Megatron-LM must be told to shard the optimizer, and what the format has no place for."""
+    """Return the arguments with which Megatron-LM shards the optimizer, and notes on state that the format lacks."""
     strategy = args.get("data_parallel_sharding_strategy")
     sharded = strategy if strategy not in (None, "no_shard") else "optim_grads_params"
     notes = [f"optimizer state is written as `{FSDP_DTENSOR}`: Megatron-LM 0.14 and later load it with Megatron-FSDP"]
@@ -60,7 +60,7 @@ def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Res
 
 @dataclass
 class _Content:
-    """The keys of the checkpoint as they are laid out, and where each stands in the nested state dict."""
+    """Keys of the checkpoint that is laid out, with their paths in the nested state dict."""
 
     files: DcpFiles
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class _Content:
     _archives: dict[object, torch_archive.Archive] = field(default_factory=dict)
 
     def add_tensor(self, path: tuple[str, ...], shape: Shape, dtype: str) -> None:
-        """Lay out a tensor in chunks of its rows."""
+        """Lay out a tensor in chunks of rows."""
         key = self._named(path)
         self.tensors[key] = TensorMeta(shape, dtype)
         self.chunks[key], self.slots[key] = [], []
@@ -83,14 +83,14 @@ class _Content:
             self.slots[key].append(Slot(View.of(self.files.path, place.offset + archive.holes[0], meta), box))
 
     def add_number(self, path: tuple[str, ...], value: float) -> None:
-        """Lay out a tensor of no dimension, filled."""
+        """Lay out a filled tensor without dimensions."""
         key, meta = self._named(path), TensorMeta((), "float32")
         self.tensors[key] = meta
         archive = archive_of(meta).filled(struct.pack("<f", value))
         self.chunks[key] = [dcp.Chunk(Box((), ()), self.files.place(archive))]
 
     def add_object(self, path: tuple[str, ...], value: Any, known_as: object = None) -> None:
-        """Lay out an object; `known_as` tells one that many keys have."""
+        """Lay out an object; `known_as` is the cache key of an object that many keys share."""
         archive = None if known_as is None else self._archives.get(known_as)
         if archive is None:
             archive = torch_archive.lay_out(lambda refs: value, []).filled()
@@ -106,13 +106,13 @@ class _Content:
 
 @dataclass(frozen=True)
 class _Writer:
-    """What names and groups of parameters follow from."""
+    """Names and groups of parameters for a request."""
 
     request: Request
     spec: LayerSpec
 
     def names_of(self, item: Item) -> list[str]:
-        """Return the names of a weight in the modules: one, or those of its gate and up."""
+        """Return the names of a weight in the modules: one, or two for gate and up."""
         weight, at, _ = item
         name = spell(name_in_module(weight.mcore or "", self.spec.implementation, self.spec.experts), at)
         if self.request.release >= MTP_NAMES:
@@ -121,14 +121,14 @@ class _Writer:
 
     @property
     def splits(self) -> bool:
-        """Whether gate and up are tensors of their own, which a run without `--swiglu` leaves in one."""
+        """Whether gate and up are separate tensors; without `--swiglu` a run keeps them in one."""
         return bool(self.request.common["args"].get("swiglu"))
 
     def refuse_interleaved(self) -> None:
-        """Refuse gates that would be left in one tensor with what they gate, rank by rank.
+        """Refuse gate and up in one tensor that is interleaved by rank.
 
         Raises:
-            LayoutError: ranks cut them.
+            LayoutError: they are sharded over ranks.
         """
         gated = {item.weight for item in self.request.dtype_of if item.weight.shard.is_gated}
         cuts = [self.request.layout.cut_at(Rank(), is_expert=is_of_expert(weight))[0] for weight in gated]
@@ -140,7 +140,7 @@ class _Writer:
             )
 
     def add(self, item: Item, dtype: str, content: _Content) -> None:
-        """Lay out one state of a weight; the weight itself lies where its master copy does."""
+        """Lay out one state of a weight; the weight itself is stored as its master copy."""
         if item.state == PARAM and item._replace(state=MASTER) in self.request.dtype_of:
             return
         names, dims = self.names_of(item), self.request.dims
@@ -155,8 +155,8 @@ class _Writer:
     def add_group(self, item: Item, training: Training, content: _Content) -> None:
         """Lay out the fields of a parameter's group.
 
-        Transformer Engine's Adam counts steps in the group, and torch's own for each parameter: a run asks for one of
-        them, and would go on from its first step without it.
+        Transformer Engine's Adam counts steps per group, and torch's per parameter: a run requests one of them, and
+        would restart from the first step without it.
         """
         weight = item.weight
         number, group = self._group_of(item, training)
@@ -185,7 +185,7 @@ class _Writer:
 
     @cached_property
     def wrapped(self) -> str:
-        """What stands before a parameter's name in the keys of the optimizer."""
+        """Prefix of parameter names in the optimizer's keys."""
         args = self.request.common["args"]
         return f"{WRAPPERS}{CASTING}" if args.get("bf16") or args.get("fp16") else WRAPPERS
 
@@ -195,7 +195,7 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
 
     Raises:
         LayoutError: there are several pipeline stages, whose layers have the same names.
-        MappingError: the optimizer has no group for a parameter, or is another than Adam; or there are segments.
+        MappingError: the optimizer has no group for a parameter, or is not Adam; or a weight has segments.
     """
     path, training = request.path, request.training
     if request.layout.pp > 1:
@@ -239,7 +239,7 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
 
 
 def _objects(request: Request) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what is stored beside tensors, and where it stands."""
+    """Yield the path and the value of each object."""
     common, training = request.common, request.training
     rest = {} if training is None else {key: each for key, each in training.rest.items() if key != "grad_scaler"}
     for key, value in {**rest, **common, "args": argparse.Namespace(**common["args"])}.items():

@@ -1,4 +1,4 @@
-"""The formats `hf`, Hugging Face directories with any weights, and `dcp`, torch DCP with their names."""
+"""The formats `hf`, Hugging Face directories, and `dcp`, torch DCP with Hugging Face's names."""
 
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format

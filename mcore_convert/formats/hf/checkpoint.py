@@ -1,4 +1,4 @@
-"""Format `hf`: a Hugging Face model directory, with safetensors or pickled weights, one file or many with an index."""
+"""Format `hf`: a Hugging Face model directory, with safetensors or pickled weights, in one file or several."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from mcore_convert.storage.sources import expect_headers
 from mcore_convert.storage.views import Slot, Sum, TensorMeta, View, common_meta, is_inside
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
-MAX_FILES = 100_000  # that an index may name
+MAX_FILES = 100_000  # in an index
 
-# In the order of preference of transformers.
+# In transformers' order of preference.
 WEIGHT_FILES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -59,7 +59,7 @@ def directory_of(file: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class HfOptions:
-    """What a user may choose for a target: `max_shard_size` is the largest size of a file, in bytes.
+    """Options of a target: `max_shard_size` is the largest size of a file, in bytes.
 
     A larger tensor gets a file of its own. `quantize` is one of ENCODINGS.
     """
@@ -70,10 +70,10 @@ class HfOptions:
 
 @dataclass(frozen=True)
 class HfCheckpoint(HfNames):
-    """An open or a reserved directory. `prefix` is what names may lack (`transformer.` in GPT-2's).
+    """An open or a reserved directory. `prefix` may be absent from names (`transformer.` in GPT-2's).
 
-    `sums` are the checksums in what `torch.save` has written; safetensors has none. Where some tensors are `quantised`,
-    `stored` are all as files hold them, `views` what they stand for, and `config` is that of a model of those.
+    `sums` are the checksums in files of `torch.save`; safetensors has none. If some tensors are `quantised`, `stored`
+    are the tensors in files, `views` the decoded tensors, and `config` the configuration of the decoded model.
     """
 
     views: Mapping[str, View]
@@ -122,11 +122,11 @@ class HfCheckpoint(HfNames):
         return replace(self, prefix=family.optional_prefix)
 
     def meta_of(self, name: str) -> TensorMeta | None:
-        """Return the shape and the dtype of a tensor; None where there is none of this name."""
+        """Return the shape and the dtype of a tensor; None if there is none of this name."""
         return self.tensors.get(name)
 
     def parts_of(self, name: str) -> list[Slot]:
-        """Return the parts of a tensor, as they lie in files."""
+        """Return the parts of a tensor in files."""
         view = self.views[name]
         return [Slot(view, Box.whole(view.shape))]
 
@@ -135,7 +135,7 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
     """Open a directory: its configuration and the headers of its weight files.
 
     Args:
-        args: Megatron arguments, of which it has no use.
+        args: Megatron arguments, which are ignored.
 
     Raises:
         UnreadableCheckpoint: a file is missing or damaged, or the index and the files disagree.
@@ -155,7 +155,7 @@ def open_hf(path: Path, args: Mapping[str, Any] | None = None) -> HfCheckpoint:
 
 
 def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, ...]]:
-    """Return the tensors of a sharded directory; the index must name exactly those that the files hold."""
+    """Return the tensors of a sharded directory; the index must name exactly those in the files."""
     weight_map = read_json(path / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnreadableCheckpoint(f"`{path / index}` has no `weight_map` from tensors to files")
@@ -182,7 +182,7 @@ def _read_indexed(path: Path, index: str) -> tuple[dict[str, View], tuple[Sum, .
 
 
 def _read_file(path: Path) -> tuple[dict[str, View], tuple[Sum, ...]]:
-    """Read the header of a file: its tensors by name, and the checksums that it stores of them."""
+    """Read the header of a file: its tensors by name, and their stored checksums."""
     if path.suffix == ".safetensors":
         return safetensors_file.read(path), ()
     archive = TorchFile(path)
@@ -194,16 +194,16 @@ def _read_file(path: Path) -> tuple[dict[str, View], tuple[Sum, ...]]:
 
 
 def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
-    """Lay out a directory: which tensor lies where in which file. Tensors stand in the order of the forward pass.
+    """Lay out a directory: the file and offset of each tensor, in the order of the forward pass.
 
     Raises:
         MappingError: two weights have one name.
-        ConfigError: weights shall be quantised to an unknown form, or to one that none of them fits.
+        ConfigError: the form to quantise to is unknown, or fits none of the weights.
     """
     path, family, dims = request.path, request.family, request.dims
     wanted = request.options.quantize
     chosen = None if wanted is None else encoding(wanted)
-    groups: list[dict[str, TensorMeta]] = []  # of tensors that one file must hold
+    groups: list[dict[str, TensorMeta]] = []  # tensors that must be in the same file
     names: set[str] = set()
     coded: dict[str, TensorMeta] = {}
     for (weight, at, state), dtype in request.dtype_of.items():
@@ -214,7 +214,7 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
             name = spell(template, at)
             if weight.is_joined(template):
                 shape = (dims.num_experts or 0, *shape)
-                if at.expert:  # its tensor is that of the first one
+                if at.expert:  # in the tensor that the first expert has reserved
                     if dtype != request.dtype_of[Item(weight, at._replace(expert=0), state)]:
                         raise MappingError(f"`{name}` would have experts in {dtype} and in another dtype")
                     continue
@@ -247,7 +247,7 @@ def reserve(request: Request) -> tuple[HfCheckpoint, Reservation]:
 def _lay_out(
     reservation: Reservation, path: Path, groups: Sequence[Mapping[str, TensorMeta]], limit: int
 ) -> dict[str, View]:
-    """Reserve the files of tensors, with an index where there are several; returns where each lies."""
+    """Reserve the files of tensors, with an index if there are several, and return the view of each tensor."""
     shards = list(_shards(groups, limit))
     metas = {name: meta for shard in shards for name, meta in shard.items()}
     views: dict[str, View] = {}
@@ -268,13 +268,13 @@ def _lay_out(
 
 
 def _total(metas: Iterable[TensorMeta]) -> tuple[int, int]:
-    """Return the bytes and the elements of all tensors, of which many are alike."""
+    """Return the total bytes and elements of all tensors; equal ones are counted first."""
     alike = Counter(metas).items()
     return sum(meta.nbytes * count for meta, count in alike), sum(meta.numel * count for meta, count in alike)
 
 
 def _shards(groups: Iterable[Mapping[str, TensorMeta]], limit: int) -> Iterable[dict[str, TensorMeta]]:
-    """Yield the tensors of each file, those of a group in one."""
+    """Yield the tensors of each file; a group is not split."""
     shard: dict[str, TensorMeta] = {}
     size = 0
     for group in groups:

@@ -1,6 +1,6 @@
-"""The forms that weights are quantised to as they are written, and the `quantization_config` of each.
+"""The forms to which weights can be quantised while writing, and the `quantization_config` of each.
 
-They are forms that are read too: a directory that is written is one of `schemes`.
+They can also be read: a written directory follows one of the `schemes`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ GROUP = 32
 class Encoding:
     """One form to quantise to.
 
-    `loss` says in words what is lost at most, `fitting` which matrices programs read in this form, and `fits` whether
-    one of a shape is such. `metas` are the stored tensors by the ends of their names, and `settings` the configuration
-    by the modules that are left as they are.
+    `loss` describes the largest error, `fitting` the matrices that programs can read in this form, and `fits` decides
+    whether a shape is one. `metas` returns the stored tensors by the suffixes of their names, and `settings` the
+    configuration for the modules that are not quantised.
     """
 
     form: Form
@@ -40,17 +40,17 @@ class Encoding:
     settings: Callable[[list[str]], dict[str, Any]]
 
     def takes(self, weight: Weight, name: str, shape: Shape, *, turned: bool) -> bool:
-        """Return whether a tensor is quantised: the matrices of linear layers are, which ranks cut, and no others."""
+        """Return whether a tensor is quantised: only the matrices of linear layers that are sharded over ranks."""
         linear = weight.shard.dim is not None and not weight.vocab and not turned
         return linear and len(shape) == 2 and name.endswith(".weight") and self.fits(shape)
 
     def stored(self, name: str, meta: TensorMeta) -> dict[str, TensorMeta]:
-        """Return the tensors that one is stored as."""
+        """Return the stored tensors of a weight."""
         base = name.removesuffix(self.form.name)
         return {f"{base}{end}": each for end, each in self.metas(meta.shape, meta.dtype).items()}
 
     def views(self, stored: Mapping[str, View], coded: Mapping[str, TensorMeta]) -> tuple[dict[str, View], Quantised]:
-        """Return the tensors of a directory by their names, of which some are to be encoded."""
+        """Return the tensors of a directory by name, some of them coded."""
         views = dict(stored)
         nbytes = 0
         for name, meta in coded.items():
@@ -65,7 +65,7 @@ class Encoding:
         return views, Quantised(self.method, (self.form.text,), len(coded), nbytes, decoded, dtype, self.loss)
 
     def literals(self, name: str, shape: Shape) -> dict[str, bytes]:
-        """Return what of a tensor is known before its values, by the names that it is stored under."""
+        """Return the stored tensors that are known before the values, by name."""
         ends = [end for end in self.form.stored if end.endswith("_shape")]
         return {f"{name.removesuffix(self.form.name)}{end}": struct.pack("<2q", *shape) for end in ends}
 
@@ -74,7 +74,7 @@ def encoding(name: str) -> Encoding:
     """Return the form of this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is unknown.
     """
     if name not in ENCODINGS:
         raise ConfigError(f"weights are not quantised to `{name}`", hint=f"known are {', '.join(ENCODINGS)}")
@@ -132,8 +132,8 @@ def _int4_settings(left: list[str]) -> dict[str, Any]:
 
 
 ENCODINGS = {
-    # transformers 5.23 takes the blocks from the numbers of weights and scales: a size that blocks do not divide, and
-    # that is larger than one, would be read in other blocks
+    # transformers 5.23 computes the block size from the shapes of weights and scales: a size larger than a block, and
+    # not divisible by it, would be read with other blocks
     "fp8-block": Encoding(
         Form(
             f"float8_e4m3fn, blocks of {BLOCK} x {BLOCK}",

@@ -1,4 +1,4 @@
-"""The forms of quantised tensors: what is stored of one, and the coded tensor that it makes."""
+"""Forms of quantised tensors: the stored tensors, and the coded tensor that they represent."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mcore_convert.storage.codecs import CODES, Blocks
 from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import DTYPE_SIZES, View, contiguous_strides, made
 
-Block = tuple[int | None, int | None]  # rows and columns that share a scale; None for all there are
+Block = tuple[int | None, int | None]  # rows and columns that share a scale; None for all
 SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")  # bytes are exponents
 
 
 class Misfit(Exception):
-    """Stored tensors that are not what their configuration says."""
+    """Stored tensors that do not match their configuration."""
 
 
 @dataclass(frozen=True)
 class Form:
     """One kind of quantised tensor.
 
-    `text` says it in words. `stored` are the ends of the names of the tensors that it is stored as, the one with the
-    codes first, `may` those that may lie beside them, and `name` the end of the name that it has once it is decoded.
-    `bind` makes a coded tensor of the names and views in this order, or raises `Misfit`.
+    `text` describes it. `stored` are the suffixes of the names of the stored tensors, the codes first, `may` those of
+    optional tensors, and `name` is the suffix of the decoded name. `bind` makes a coded tensor of names and views in
+    this order, or raises `Misfit`.
     """
 
     text: str
@@ -40,7 +40,7 @@ class Form:
 
 
 class Kind(NamedTuple):
-    """What there is of a plain view beside its place."""
+    """Fields of a plain view without its place."""
 
     shape: Shape
     strides: Shape
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
 
 def bind_plain(code: str, block: Block, names: tuple[str, ...], views: tuple[View, ...]) -> Blocks:
-    """Codes that are elements of their own, scales, and zero points where there are some."""
+    """Return the coded tensor of codes that are one element each, scales, and optional zero points."""
     codes = views[0]
     if codes.dtype != code or len(codes.shape) < 2:
         raise Misfit(f"{codes.dtype} {list(codes.shape)} is no matrix of {code}")
@@ -56,7 +56,7 @@ def bind_plain(code: str, block: Block, names: tuple[str, ...], views: tuple[Vie
 
 
 def _blocks(code: str, block: Block, names: tuple[str, ...], shape: Shape, views: tuple[View, ...]) -> Blocks:
-    """Matrices of a shape with their codes, scales and zero points."""
+    """Return the coded tensor of a shape from the views of codes, scales and zero points."""
     kinds, size = _fitted(code, block, shape, tuple([view[2:5] for view in views]))
     rows = [(view.path, view.offset, *kind) for view, kind in zip(views, kinds, strict=True)]
     return Blocks(names, tuple(made(View, rows)), shape, code, size)
@@ -66,7 +66,7 @@ def _blocks(code: str, block: Block, names: tuple[str, ...], shape: Shape, views
 def _fitted(
     code: str, block: Block, shape: Shape, stored: tuple[tuple[Shape, Shape, str], ...]
 ) -> tuple[list[tuple[Any, ...]], tuple[int, int]]:
-    """Return what the views of codes, scales and zero points have beside their places, and the size of a block."""
+    """Return the views of codes, scales and zero points without their places, and the size of a block."""
     codes, scales, *zeros = kinds = [Kind(*each) for each in stored]
     if not all(View(Path(), 0, *kind).is_contiguous for kind in kinds):
         raise Misfit("is not stored row by row")
@@ -77,13 +77,13 @@ def _fitted(
     for kind in zeros:
         if kind.dtype not in ("int8", "int32"):
             raise Misfit(f"zero points in {kind.dtype}")
-        each = 1 if kind.dtype == "int8" else 32 // CODES[code].bits  # of them in a word, along the rows
+        each = 1 if kind.dtype == "int8" else 32 // CODES[code].bits  # zero points per word, along the rows
         parts.append(_shaped(kind, (*grid[:-2], -(-grid[-2] // each), grid[-1]), "zero points"))
     return [View(Path(), 0, *kind)[2:] for kind in parts], size
 
 
 def _grid(block: Block, shape: Shape) -> tuple[tuple[int, int], Shape]:
-    """Return the size of a block of matrices, which is no larger than they are, and how many blocks they have."""
+    """Return the size of a block, limited to that of the matrices, and the number of blocks per dimension."""
     rows, columns = shape[-2:]
     high, wide = block
     high = max(1, rows if high is None else min(high, rows))
@@ -92,28 +92,28 @@ def _grid(block: Block, shape: Shape) -> tuple[tuple[int, int], Shape]:
 
 
 def _shaped(kind: Kind, grid: Shape, what: str) -> Kind:
-    """Return a view in the shape of the blocks; where there is one for a row or for all, it may lack dimensions."""
+    """Return a view in the shape of the grid of blocks; the stored shape may lack dimensions of size 1."""
     if [size for size in kind.shape if size != 1] != [size for size in grid if size != 1]:
         raise Misfit(f"{what} are {list(kind.shape)}, and the blocks {list(grid)}")
     return Kind(grid, contiguous_strides(grid, DTYPE_SIZES[kind.dtype]), kind.dtype)
 
 
 def _in_bytes(kind: Kind) -> Kind:
-    """Return the same bytes, one to an element: the last dimension grows with the size of an element."""
+    """Return the same bytes as one-byte elements: the last dimension is multiplied by the element size."""
     size = DTYPE_SIZES[kind.dtype]
     shape = (*kind.shape[:-1], kind.shape[-1] * size) if size > 1 else kind.shape
     return Kind(shape, (*kind.strides[:-1], 1), "uint8")
 
 
 def bind_packed(code: str, block: Block, names: tuple[str, ...], views: tuple[View, ...]) -> Blocks:
-    """Codes that are packed into words of 32 bits along the rows, scales, zero points where there are some, a shape."""
+    """Return the coded tensor of codes packed into 32-bit words along rows, scales, optional zero points, a shape."""
     ends = dict(zip((name.rpartition("_")[2] for name in names), views, strict=True))
     words, scales, each = ends["packed"], ends["scale"], 32 // CODES[code].bits
     if words.dtype != "int32" or len(words.shape) != 2:
         raise Misfit(f"{words.dtype} {list(words.shape)} is no matrix of words of 32 bits")
     rows, columns, wide = words.shape[0], words.shape[1] * each, block[1]
     if wide is None or wide % each or columns % wide or scales.shape[-1:] != (columns // wide,) or columns <= wide:
-        rows, columns = _shape_in(ends["shape"])  # what is padded the other shapes do not tell
+        rows, columns = _shape_in(ends["shape"])  # padding cannot be inferred from the other shapes
     if rows != words.shape[0] or -(-columns // each) != words.shape[1]:
         raise Misfit(f"a shape of {[rows, columns]} does not fit words of {list(words.shape)}")
     zeros = [ends["point"]] if "point" in ends else []
@@ -121,7 +121,7 @@ def bind_packed(code: str, block: Block, names: tuple[str, ...], views: tuple[Vi
 
 
 def _shape_in(view: View) -> tuple[int, int]:
-    """Return the two sizes that a tensor holds."""
+    """Return the two sizes in a shape tensor."""
     if view.shape != (2,) or view.dtype not in ("int32", "int64"):
         raise Misfit(f"`weight_shape` is {view.dtype} {list(view.shape)}")
     with open_file(view.path) as file:
@@ -131,7 +131,7 @@ def _shape_in(view: View) -> tuple[int, int]:
 
 
 def bind_mxfp4(names: tuple[str, ...], views: tuple[View, ...]) -> Blocks:
-    """Codes in groups of 16 bytes, and the exponents of their scales."""
+    """Return the coded tensor of codes in groups of 16 bytes, and the exponents of their scales."""
     codes, scales = views
     if codes.dtype != "uint8" or len(codes.shape) < 3 or codes.shape[-1] != 16:
         raise Misfit(f"{codes.dtype} {list(codes.shape)} are no blocks of 16 bytes")

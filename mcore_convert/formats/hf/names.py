@@ -1,4 +1,4 @@
-"""Checkpoints with Hugging Face's names: the boxes of each weight, wherever and in however many parts tensors lie."""
+"""Checkpoints with Hugging Face's names: the boxes of each weight, for tensors in any number of parts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mcore_convert.storage.views import Slot, TensorMeta, cut
 
 
 class HfNames(Checkpoint):
-    """A checkpoint whose tensors have a family's own names, which may lack `prefix` (GPT-2's `transformer.`)."""
+    """A checkpoint whose tensors have the names of their family, possibly without `prefix` (GPT-2's `transformer.`)."""
 
     prefix: str
 
     @abstractmethod
     def meta_of(self, name: str) -> TensorMeta | None:
-        """Return the shape and the dtype of a tensor; None where there is none of this name."""
+        """Return the shape and the dtype of a tensor; None if there is none of this name."""
 
     @abstractmethod
     def parts_of(self, name: str) -> list[Slot]:
-        """Return the parts of a tensor, as they lie in files."""
+        """Return the parts of a tensor in files."""
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
         weight, at, _ = item
@@ -50,12 +50,12 @@ class HfNames(Checkpoint):
         return [slot._replace(view=Shifted.of(str(item), slot.view, -weight.less)) for slot in slots]
 
     def key_of(self, name: str) -> str:
-        """Return what a tensor is called in the files."""
+        """Return the name of a tensor in the files."""
         return name
 
     def _spelled(self, item: Item) -> tuple[Spelling, list[str]]:
-        """Return the first spelling of a weight of which the directory has a tensor, and its names; where it has none,
-        the usual one.
+        """Return the first spelling of a weight of which the directory has a tensor, and its names; else the first
+        spelling.
         """
         spellings = item.weight.spellings
         for spelling in spellings:
@@ -67,7 +67,7 @@ class HfNames(Checkpoint):
         return spellings[0], [self.name_of(spell(template, item.at)) for template in spellings[0].hf]
 
     def name_of(self, name: str) -> str:
-        """Return the name under which the directory has a tensor: without the optional prefix where it is stored so."""
+        """Return the name of a tensor in the directory: without the optional prefix if it is stored without it."""
         if not self.prefix:
             return name
         short = name.removeprefix(self.prefix)
@@ -75,12 +75,12 @@ class HfNames(Checkpoint):
 
 
 def rows_of(slot: Slot) -> range:
-    """Return the indices of the first dimension that a slot reaches."""
+    """Return the range of the first dimension that a slot covers."""
     return range(slot.box.offsets[0], slot.box.offsets[0] + slot.box.sizes[0])
 
 
 def part_of_every(slot: Slot, every: Every) -> Slot:
-    """Return the slot of every so many indices of a dimension, in a tensor of these alone."""
+    """Return the part of a slot at every `step`-th index of a dimension, as a slot of the tensor of these indices."""
     view, axis, box = slot.view, every.axis, every.box(slot.box)
     first = every.index_of(box.offsets[axis]) - slot.box.offsets[axis]
     strides = tuple(step * every.step if number == axis else step for number, step in enumerate(view.strides))
@@ -88,10 +88,10 @@ def part_of_every(slot: Slot, every: Every) -> Slot:
 
 
 def _slots(piece: Piece, parts: list[Slot]) -> Iterator[Slot]:
-    """Yield the boxes of the global tensor that the parts of a Hugging Face tensor hold of a piece."""
+    """Yield the boxes of the global tensor that the parts of a Hugging Face tensor hold for a piece."""
     if piece.every is not None:
         parts = [part_of_every(part, piece.every) for part in parts]
-    elif len(parts) == 1 and parts[0].box == piece.hf:  # a tensor in one part is one piece: all that experts have
+    elif len(parts) == 1 and parts[0].box == piece.hf:  # fast path: one part, one piece, as for experts
         view = parts[0].view
         yield Slot(view.transposed if piece.transposed else view, piece.mcore)
         return

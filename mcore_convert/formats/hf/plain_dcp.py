@@ -1,9 +1,9 @@
-"""Format `dcp`: torch DCP directories whose tensors have Hugging Face's names, as FSDP2 leaves them. Read only.
+"""Format `dcp`: torch DCP directories with Hugging Face's tensor names, as FSDP2 writes them. Read only.
 
 accelerate and transformers' Trainer write `pytorch_model_fsdp_0/` with `model.` before each name (accelerate 1.x,
-`utils/fsdp_utils.py`, `save_fsdp_model`); torchtitan writes the names of its own model, which are Hugging Face's where
-that is one of transformers, with the optimizer beside them (`torchtitan/components/checkpoint.py`). The configuration
-lies in the directory or above it, or is given.
+`utils/fsdp_utils.py`, `save_fsdp_model`); torchtitan writes the names of its own model, which are Hugging Face's if the
+model is one of transformers, together with the optimizer (`torchtitan/components/checkpoint.py`). The configuration is
+in the directory or above it, or is given.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mcore_convert.spec.family import Family
 from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
 DCP = "dcp"
-MODEL_FOLDER = "pytorch_model_fsdp_0"  # of accelerate, in a directory of its own with what belongs to it
+MODEL_FOLDER = "pytorch_model_fsdp_0"  # of accelerate, inside a checkpoint's directory with the other files
 OPTIMIZER = re.compile(r"(optimizer|optim)\.")
 BESIDE = re.compile(r"(optimizer|optim|lr_scheduler|scheduler|dataloader|train_state|rng_state|random_states)\b")
 
 
 def detect(path: Path) -> bool:
-    """Return whether a directory is one of these, or has the folder of accelerate and no other weights."""
+    """Return whether a directory has this format, or has the folder of accelerate and no other weights."""
     if dcp.exists(path):
         return kind_of(path) is Kind.HUGGING_FACE
     return dcp.exists(path / MODEL_FOLDER) and not any((path / name).is_file() for name in WEIGHT_FILES)
@@ -41,7 +41,7 @@ def detect(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class DcpCheckpoint(HfNames):
-    """An open directory. `before` stands before every name of a weight, which is known where the family is."""
+    """An open directory. `before` is the prefix of all names of weights, known once the family is."""
 
     directory: dcp.Directory
     config: Mapping[str, Any] | None
@@ -57,7 +57,7 @@ class DcpCheckpoint(HfNames):
 
     @cached_property
     def original_config(self) -> Mapping[str, Any] | None:
-        """The configuration, with the dtype of the tensors: FSDP keeps in float32 what a model has in 16 bits."""
+        """Configuration with the dtype of the tensors: FSDP keeps the weights of a 16-bit model in float32."""
         dtypes = {meta.dtype for meta in self.tensors.values()}
         if self.config is None or len(dtypes) != 1:
             return self.config
@@ -76,7 +76,7 @@ class DcpCheckpoint(HfNames):
         return Storage(self.directory.num_files, "torch.distributed.checkpoint")
 
     def check_whole(self) -> None:
-        """Prove that every file is there and that the chunks of every weight tile it.
+        """Check that every file exists and that the chunks of every weight tile it.
 
         Raises:
             UnreadableCheckpoint: as `dcp.Directory.check`.
@@ -104,13 +104,13 @@ class DcpCheckpoint(HfNames):
 
 
 def open_dcp(path: Path, args: Mapping[str, Any] | None = None) -> DcpCheckpoint:
-    """Open a directory: `.metadata`, and the configuration in it or beside accelerate's folder, where there is one.
+    """Open a directory: `.metadata`, and an optional configuration in it or beside accelerate's folder.
 
     Args:
-        args: Megatron arguments, of which it has no use.
+        args: Megatron arguments, which are ignored.
 
     Raises:
-        UnreadableCheckpoint: damaged metadata or configuration.
+        UnreadableCheckpoint: the metadata or the configuration is damaged.
     """
     path = path if dcp.exists(path) else path / MODEL_FOLDER
     folders = [path, *([path.absolute().parent] if path.absolute().name == MODEL_FOLDER else [])]

@@ -1,6 +1,6 @@
-"""The `quantization_config` of a model, and its stored tensors as the tensors that they stand for.
+"""The `quantization_config` of a model, and the decoded tensors that its stored tensors represent.
 
-Which tensors are quantised their names tell: a scale beside a tensor makes it one of codes.
+Names identify quantised tensors: a tensor with a scale beside it holds codes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mcore_convert.storage.codecs import Blocks, Quantised
 from mcore_convert.storage.views import View, bytes_of
 
 KEY = "quantization_config"
-DTYPES = ("bfloat16", "float16", "float32")  # that a quantised model says it computes in
+DTYPES = ("bfloat16", "float16", "float32")  # compute dtypes of quantised models
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The tensors of a model as it means them, some of them decoded. `problems` say why none is, a line each."""
+    """The tensors of a model, some of them decoded. `problems` has the reasons why none is, one line each."""
 
     views: Mapping[str, View]
     quantised: Quantised | None = None
@@ -29,7 +29,7 @@ class Reading:
 
 
 def read_quantised(stored: Mapping[str, View], config: Values) -> Reading:
-    """Return what stored tensors stand for by their `config.json`. Reads no more than headers and a few shapes."""
+    """Return the tensors that stored ones represent according to `config.json`. Reads only headers and a few shapes."""
     scheme = config.get(KEY)
     if scheme is None:
         return Reading(stored)
@@ -65,7 +65,7 @@ def read_quantised(stored: Mapping[str, View], config: Values) -> Reading:
 
 
 def _bound(stored: Mapping[str, View], forms: Iterable[Form], problems: Problems) -> dict[str, tuple[Blocks, Form]]:
-    """Return the coded tensors by the names that they have once decoded."""
+    """Return the coded tensors by their decoded names."""
     coded: dict[str, tuple[Blocks, Form]] = {}
     wrong: dict[str, str] = {}
     for form in forms:

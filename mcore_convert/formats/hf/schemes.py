@@ -1,11 +1,11 @@
-"""The forms of tensors that a `quantization_config` tells. It is understood whole, or refused by name.
+"""The forms of tensors that a `quantization_config` describes. Unknown keys and values are refused by name.
 
 Three methods are read, with the names and shapes of
 
-- `fp8`: transformers 5.23 `integrations/finegrained_fp8.py`, and DeepSeek-V3's `inference/kernel.py`, whose blocks at
-  the edges are cut off where a size is no multiple of them;
+- `fp8`: transformers 5.23 `integrations/finegrained_fp8.py`, and DeepSeek-V3's `inference/kernel.py`, which truncates
+  blocks at the edges if a size is not a multiple of the block's;
 - `compressed-tensors`: compressed-tensors 0.12 `quantization/quant_args.py`, `quant_config.py`, `compressors/`;
-- `mxfp4`: transformers 5.23 `integrations/mxfp4.py`. It stores experts as `[experts, out, in]`, and names them as
+- `mxfp4`: transformers 5.23 `integrations/mxfp4.py`. It stores experts as `[experts, out, in]` under the names of
   tensors that are `[experts, in, out]`.
 """
 
@@ -24,12 +24,12 @@ Values = Mapping[str, Any]
 
 @dataclass
 class Problems:
-    """What in a configuration is not understood, a line each."""
+    """Unsupported parts of a configuration, one line each."""
 
     lines: list[str] = field(default_factory=list)
 
     def expect(self, values: Values, known: Mapping[str, tuple[Any, ...] | None], where: str = "") -> None:
-        """Note keys that are not known, and values that are none of those a key may have; None allows any."""
+        """Note unknown keys, and values that a key does not allow; None allows any value."""
         for key, value in values.items():
             allowed = known.get(key, ())
             if key not in known:
@@ -98,7 +98,7 @@ _WEIGHTS: dict[str, tuple[Any, ...] | None] = {
     "group_size": None,
     "block_structure": None,
     "dynamic": (False,),
-    "actorder": (None, False, "weight", "static"),  # `group` maps columns to groups of their own
+    "actorder": (None, False, "weight", "static"),  # `group` permutes columns between groups
     "observer": None,
     "observer_kwargs": None,
     "scale_dtype": None,
@@ -170,7 +170,7 @@ def _of_group(weights: Values, code: str, where: str, problems: Problems) -> Ite
 
 
 def _in_words(block: Block) -> str:
-    """Return what shares a scale."""
+    """Describe the elements that share a scale."""
     high, wide = block
     if wide is None:
         return "one scale each" if high is None else "a scale for each row"

@@ -1,1 +1,1 @@
-"""Names of modules and flat buffers, which Megatron's formats share."""
+"""Module names, flat buffers and other parts that Megatron's formats share."""

@@ -1,7 +1,7 @@
-"""The programs that write directories of `torch.distributed.checkpoint`, told by the names of their tensors.
+"""Kinds of `torch.distributed.checkpoint` directories, distinguished by the names of their tensors.
 
-Megatron's `dist_checkpointing` marks its own with `metadata.json` (Megatron Core, `dist_checkpointing/core.py`). Of the
-others, `.metadata` has the names as plain text.
+Megatron's `dist_checkpointing` writes a `metadata.json` (Megatron Core, `dist_checkpointing/core.py`). For others, the
+names are plain text in `.metadata`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mcore_convert.storage.sources import open_file
 from mcore_convert.storage.views import open_error
 
 BACKEND_FILE = "metadata.json"
-STEP, OVERLAP = 2**20, 2**10  # bytes that are read at once, and the longest name between two of them
+STEP, OVERLAP = 2**20, 2**10  # bytes per read, and the longest name across two reads
 
 
 class Kind(Enum):
-    """Whose names the tensors have: Megatron Core's, those of Megatron-FSDP's wrappers, or Hugging Face's."""
+    """Source of the tensors' names: Megatron Core, Megatron-FSDP's wrappers, or Hugging Face."""
 
     MEGATRON = "megatron"
     FSDP_DTENSOR = "fsdp_dtensor"
@@ -37,7 +37,7 @@ SIGNS = {
 
 
 def kind_of(path: Path) -> Kind:
-    """Return whose names the tensors of a directory have; Megatron's where nothing tells.
+    """Return the kind of a directory by its tensors' names; by default Megatron's.
 
     Raises:
         UnreadableCheckpoint: `.metadata` cannot be read.
@@ -54,8 +54,8 @@ def kind_of(path: Path) -> Kind:
 
 @lru_cache(maxsize=16)
 def _kind_in(file: Path, modified: int, size: int) -> Kind:
-    """Return the first kind, in the order of SIGNS, of which the file has a sign.
-    The stamps tell a new file from the old.
+    """Return the first kind, in the order of SIGNS, whose pattern occurs in the file.
+    `modified` and `size` keep the cache from returning results of an older file.
     """
     left = set(SIGNS)
     before = b""
@@ -68,5 +68,5 @@ def _kind_in(file: Path, modified: int, size: int) -> Kind:
 
 
 def directory_of(detect: Callable[[Path], bool]) -> Callable[[Path], Path | None]:
-    """Return what finds the directory that one of its files lies in, None for any other path."""
+    """Return a function from a file to the directory of its checkpoint; None for any other path."""
     return lambda path: path.parent if path.is_file() and detect(path.parent) else None

@@ -1,7 +1,7 @@
-"""Flat buffers: many local tensors in one run of elements, as Megatron's distributed optimizer keeps its state.
+"""Flat buffers: many local tensors in one run of elements, as in the state of Megatron's distributed optimizer.
 
 Parameters are laid out in the reverse of the order in which the modules register them, and each begins at a multiple of
-64 elements (Megatron Core, `param_and_grad_buffer.py`, `_ParamAndGradBuffer`). What lies between is padding.
+64 elements (Megatron Core, `param_and_grad_buffer.py`, `_ParamAndGradBuffer`). The gaps are padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALIGNMENT = 64  # elements
 
 @dataclass(frozen=True)
 class Local:
-    """One rank's part of a global tensor: its shape, and which box of the global tensor each of its boxes is."""
+    """One rank's part of a global tensor: its shape, and pairs of its boxes and the boxes of the global tensor."""
 
     shape: Shape
     boxes: tuple[tuple[Box, Box], ...]  # (in the local tensor, in the global tensor)
@@ -28,10 +28,10 @@ class Local:
         return Box.whole(self.shape).numel
 
     def parts_of(self, box: Box) -> list[tuple[Box, Box]]:
-        """Return the parts of a box of the local tensor, counted from its corner,
-        and which boxes of the global one they are.
+        """Return the parts of a box of the local tensor, relative to the box,
+        each with its box of the global tensor.
 
-        Computed once: experts and layers are alike.
+        Cached: experts and layers share the results.
         """
         parts = self._parts.get(box)
         if parts is None:
@@ -51,7 +51,7 @@ class Local:
 
 @lru_cache(maxsize=4096)
 def local_of(shard: Shard, shape: Shape, tp: int, rank: int) -> Local:
-    """Return what tensor-parallel rank `rank` holds of a global tensor: its boxes one after the other along the cut."""
+    """Return the part of a global tensor on tensor-parallel rank `rank`: its boxes concatenated along the cut."""
     boxes = shard.boxes(shape, tp, rank)
     if shard.dim is None:
         return Local(shape, ((boxes[0], boxes[0]),))
@@ -68,17 +68,17 @@ def local_of(shard: Shard, shape: Shape, tp: int, rank: int) -> Local:
 
 
 def slots_in_global(slots: Iterable[Slot], local: Local) -> Iterator[Slot]:
-    """Yield slots of a local tensor as slots of the global tensor that it is a part of."""
+    """Yield slots of a local tensor as slots of its global tensor."""
     for view, box in slots:
         for part, outside in local.parts_of(box):
             yield Slot(view if part.sizes == box.sizes else view.narrow(part), outside)
 
 
 def slots_of_flat(pieces: Sequence[tuple[int, View]], start: int, local: Local) -> list[Slot]:
-    """Return the slots of a local tensor that lies in a flat buffer from `start` on.
+    """Return the slots of a local tensor that begins at `start` in a flat buffer.
 
     Args:
-        pieces: the buffer in one-dimensional views, each with its offset in the buffer; a boundary may cut a row.
+        pieces: one-dimensional views of the buffer, each with its offset in the buffer; a boundary may cut a row.
     """
     slots: list[Slot] = []
     for offset, view in pieces:
@@ -91,9 +91,9 @@ def slots_of_flat(pieces: Sequence[tuple[int, View]], start: int, local: Local) 
 
 
 def boxes_of_range(shape: Shape, start: int, stop: int) -> list[tuple[Box, int]]:
-    """Elements `start` to `stop` of a row-major tensor as boxes, each with the number of its first element.
+    """Return elements `start` to `stop` of a row-major tensor as boxes, each with the index of its first element.
 
-    A range is at most a part of a row, whole rows, and a part of a row, in every dimension.
+    In every dimension a range is at most a partial row, whole rows, and a partial row.
     """
     if start >= stop:
         return []

@@ -1,8 +1,8 @@
 """The places of parameters in Megatron's buffers of parameters and gradients, for every rank of a layout.
 
 Follows Megatron Core 0.15 to 0.19: `param_and_grad_buffer.py` (`_ParamAndGradBuffer`), `distributed_data_parallel.py`
-(a buffer for each dtype, experts apart where they are spread over ranks) and `optimizer/__init__.py`
-(`get_megatron_optimizer`: which optimizers are chained, and the number of a data-parallel group).
+(one buffer per dtype, separate ones for experts that are distributed over ranks) and `optimizer/__init__.py`
+(`get_megatron_optimizer`: the chain of optimizers, and the number of a data-parallel group).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from mcore_convert.spec.layout import Layout, Rank, Stage
 from mcore_convert.spec.names import Index, spell
 from mcore_convert.spec.releases import NEWEST, OLDEST, OWN_CONVOLUTIONS, Release, spelled
 
-Place = tuple[int, int, int, int]  # which optimizer of a chain, data-parallel group, buffer, bucket
+Place = tuple[int, int, int, int]  # optimizer in the chain, data-parallel group, buffer, bucket
 DtypeOf = Callable[[Weight, Index], str | None]
 
 
 class Misfit(Exception):
-    """The parameters of a model, in some order, are not what the buckets hold."""
+    """Buckets that do not hold the parameters of a model in some order."""
 
 
 class Order(NamedTuple):
-    """Which layer spec a model was built from, how its experts are kept, and of which release its modules are."""
+    """Order of a model's parameters: its layer spec, how its experts are stored, and the release of its modules."""
 
     implementation: str
     experts: str
@@ -53,14 +53,14 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Buffer:
-    """The dtype of the parameters in a buffer, and the sizes of its buckets without the padding at their ends."""
+    """Dtype of the parameters in a buffer, and sizes of its buckets without the padding at their ends."""
 
     dtype: str
     sizes: list[int]
 
 
 class Parameter(NamedTuple):
-    """A weight as one rank holds it. One that is `shared` by two stages gets a bucket of its own."""
+    """One rank's part of a weight. A parameter that two stages have (`shared`) gets a bucket of its own."""
 
     weight: Weight
     at: Index
@@ -70,7 +70,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Stretch:
-    """Where a parameter lies: from element `start` of a bucket on. `is_replica`: another rank holds the same part."""
+    """Place of a parameter: from element `start` of a bucket on. `is_replica`: another rank has the same part."""
 
     name: str
     place: Place
@@ -82,7 +82,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Run:
-    """The model and the layout of a run: its trained rows, its sizes with the vocabulary padded, its stages."""
+    """Model and layout of a run: its trained rows, its sizes with the padded vocabulary, its stages."""
 
     rows: Sequence[Weight]
     dims: Dims
@@ -92,7 +92,7 @@ class Run:
 
     @staticmethod
     def of(args: Mapping[str, Any], dims: Dims, rows: Sequence[Weight]) -> Run:
-        """From normalised arguments.
+        """Return the run for normalised arguments.
 
         Raises:
             LayoutError: the layers do not fit the stored layout.
@@ -102,22 +102,22 @@ class Run:
 
     @property
     def etp(self) -> int:
-        """Tensor parallelism of the experts."""
+        """Tensor-parallel size of the experts."""
         return self.layout.expert_tp
 
     @property
     def has_expert_optimizer(self) -> bool:
-        """Whether experts have buffers and an optimizer of their own, as where they are spread over ranks."""
+        """Whether experts have separate buffers and a separate optimizer: if they are distributed over ranks."""
         return bool(self.dims.num_experts) and self.layout.ep > 1
 
     @cached_property
     def holding(self) -> Holding:
-        """Which rank holds what."""
+        """Tensors of each rank."""
         return Holding(self.layout, self.stages)
 
 
 def orders_of(run: Run) -> list[Order]:
-    """Return the orders that a model may have, what its arguments say first."""
+    """Return the orders that a model may have, beginning with that of its arguments."""
     implementations = sorted(IMPLEMENTATIONS, key=lambda name: (name != run.implementation, name == LOCAL))
     experts = (GROUPED, SEQUENTIAL) if run.dims.num_experts else (SEQUENTIAL,)
     has_mixers = any(CONVOLUTION in row.name for row in run.rows)
@@ -128,10 +128,10 @@ def orders_of(run: Run) -> list[Order]:
 def arranged(
     run: Run, order: Order, buffers: Mapping[tuple[int, int, int], Buffer], dtype_of: DtypeOf
 ) -> dict[tuple[str, Index], list[Stretch]]:
-    """Return where every parameter lies, by its name in `torch_dist` and its index.
+    """Return the places of every parameter, by its name in `torch_dist` and its index.
 
     Args:
-        buffers: by optimizer, data-parallel group and number.
+        buffers: the buffers by optimizer, data-parallel group and number.
         dtype_of: the dtype of a weight.
 
     Raises:
@@ -171,9 +171,9 @@ def _add(
 
 
 def _optimizers(run: Run, chain: Sequence[int]) -> Iterator[tuple[int, int, Rank, list[Stage], bool]]:
-    """Yield every optimizer of a chain on every data-parallel group, with the model chunks that it is for.
+    """Yield every optimizer of a chain for every data-parallel group, with its model chunks.
 
-    The parameters of the first model chunk are apart with `--overlap-param-gather-with-optimizer-step`.
+    With `--overlap-param-gather-with-optimizer-step`, the first model chunk has an optimizer of its own.
     """
     layout = run.layout
     dense = list(chain)[:-1] if run.has_expert_optimizer else list(chain)
@@ -193,10 +193,10 @@ def _optimizers(run: Run, chain: Sequence[int]) -> Iterator[tuple[int, int, Rank
 def _in_buckets(
     parameters: Sequence[Parameter], sizes: Sequence[int], where: str
 ) -> Iterator[tuple[Parameter, int, int]]:
-    """Yield each parameter with its bucket and where it begins there.
+    """Yield each parameter with its bucket and its offset there.
 
-    A bucket ends where a parameter ends, unless the next one is shared: then it is padded first. So the sizes tell
-    which parameters it holds, whatever size of buckets the run asked for.
+    A bucket ends where a parameter ends, unless the next one is shared: then it is padded first. So the sizes determine
+    its parameters, for any bucket size of the run.
     """
     bucket = end = 0
     for parameter in reversed(parameters):
@@ -212,7 +212,7 @@ def _in_buckets(
 
 
 def _parameters(run: Run, order: Order, stage: Stage, rank: Rank, is_expert: bool) -> Iterator[Parameter]:
-    """Yield what an optimizer of a rank holds of a model chunk, in the order of `module.parameters()`."""
+    """Yield the parameters of a model chunk in an optimizer of a rank, in the order of `module.parameters()`."""
     rows = in_module_order(run.rows, order.implementation, order.release)
     shares = bool(run.holding.copies_of_embedding(run.dims))
     for weight, at, _, _ in run.holding.held_on(rows, run.dims, stage, rank.ep, grouped=order.experts == GROUPED):

@@ -1,7 +1,7 @@
 """Names of weights in Megatron Core's modules, and the order in which modules register parameters.
 
-`torch_dist` has one name for a weight. The `torch` format has the module's own, which depends on the layer spec that
-the run was built from, and the flat buffers of a distributed optimizer follow the modules' order.
+`torch_dist` has one name for a weight. The `torch` format has the module's own name, which depends on the layer spec of
+the run, and the flat buffers of a distributed optimizer follow the modules' order.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mcore_convert.spec.shard import COLUMN, Shard
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 IMPLEMENTATIONS = (LOCAL, TRANSFORMER_ENGINE)
 
-# How experts are kept: one module each, or one for all with numbered weights (Transformer Engine's grouped linears).
+# Storage of experts: one module each, or one for all with numbered weights (Transformer Engine's grouped linears).
 SEQUENTIAL, GROUPED = "sequential", "grouped"
 
-# What a module without FP8 state saves, in the one form that Transformer Engine 1.x to 2.x, Megatron's grouped linears
-# and its local modules all accept: a byte tensor of pickle.dumps(None).
+# State of a module without FP8, in the only form that Transformer Engine 1.x to 2.x, Megatron's grouped linears and its
+# local modules all accept: a byte tensor of pickle.dumps(None).
 EXTRA_STATE = pickle.dumps(None, protocol=4)
 
-# The norm at the end of a `GPTModel` and of a hybrid, and that of layers that predict.
+# The final norms of a `GPTModel` and of a hybrid, and that of layers that predict further tokens.
 FINAL_NORMS, MTP_FINAL_NORM = ("decoder.final_layernorm", "decoder.final_norm"), "mtp.layers.{mtp}.final_layernorm"
-# Layers whose experts were built from the local spec have their pre-MLP norm under the name that dense layers use.
+# In the local spec, layers with experts have their pre-MLP norm under the name of dense layers.
 DENSE_NORM, EXPERT_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 EXPERT = "mlp.experts.experts.{expert}."
 FUSED_NORMS = {
@@ -41,20 +41,20 @@ FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "mixer.in_proj.layer_norm_": "norm.",
 }
-# What only a model with latent attention has, whose local layer spec keeps its own names in `torch_dist`, too.
+# A weight that only latent attention has; its local layer spec keeps its own names in `torch_dist`, too.
 LATENT = "self_attention.linear_kv_up_proj.weight"
 
-# The layer within one that predicts further tokens, and what Megatron Core calls it in its modules since 0.17.
+# The inner layer of one that predicts further tokens, and its name in Megatron Core's modules since 0.17.
 MTP_LAYER, MTP_MODEL_LAYER = ".transformer_layer.", ".mtp_model_layer."
 
-# A mixer's convolution, which is a module up to 0.18, and in `torch_dist` (`mamba_mixer.py`, `sharded_state_dict`).
+# A mixer's convolution: a module up to 0.18 and in `torch_dist` (`mamba_mixer.py`, `sharded_state_dict`), later not.
 CONVOLUTION, OWN_CONVOLUTION = "mixer.conv1d.", "mixer.conv1d_"
 
-# Matrices of latent attention that make vectors of low rank. Megatron's own column-parallel linears cut them, and
-# Transformer Engine's did up to 0.13; since 0.14 each rank has them whole (`gpt_layer_specs.py`, `backend.linear()`).
+# Down projections of latent attention. Megatron's own column-parallel linears shard them, and Transformer Engine's did
+# up to 0.13; since 0.14 they are replicated there (`gpt_layer_specs.py`, `backend.linear()`).
 DOWN_PROJECTIONS = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
 
-# The order of the parts of a layer in `module.parameters()`; within a part that of the rows: weight, then bias.
+# Order of the parts of a layer in `module.parameters()`; within a part in the order of the rows: weight, then bias.
 LOCAL_ORDER = (
     "input_layernorm.",
     OWN_CONVOLUTION,
@@ -88,15 +88,15 @@ LOCAL_ORDER = (
     "mlp.linear_fc1.",
     "mlp.experts.",
     "mlp.linear_fc2.",
-    "mlp.shared_experts.gate_weight",  # a parameter of the module itself, before those of modules within
+    "mlp.shared_experts.gate_weight",  # a parameter of the module itself, before those of inner modules
     "mlp.shared_experts.",
 )
 MTP_ORDER = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")
 
 
 def implementation_in(names: Collection[str], args: Mapping[str, Any]) -> str:
-    """Return the layer spec whose names these are; where both have them, as with no norm in attention,
-    what the run said.
+    """Return the layer spec with these names; if both have them, as without norms in attention,
+    that of the run's arguments.
     """
     if any(fused in name for name in names for fused in FUSED_NORMS):
         return TRANSFORMER_ENGINE
@@ -105,7 +105,7 @@ def implementation_in(names: Collection[str], args: Mapping[str, Any]) -> str:
 
 
 def experts_in(names: Iterable[str]) -> str:
-    """Return how modules with these names keep experts."""
+    """Return how modules with these names store experts."""
     numbered = re.compile(r"mlp\.experts\.linear_fc1\.weight\d+(_[wv])?$")
     return GROUPED if any(numbered.search(name) for name in names) else SEQUENTIAL
 
@@ -114,7 +114,7 @@ def experts_in(names: Iterable[str]) -> str:
 def name_in_module(name: str, implementation: str, experts: str) -> str:
     """Return the template of a weight in the `torch` format, from its template in `torch_dist`.
 
-    Of names that differ by release it is the older (`name_in_release`).
+    If the name differs between releases, it is the older one (`name_in_release`).
     """
     if EXPERT in name:
         if experts == SEQUENTIAL:
@@ -127,7 +127,7 @@ def name_in_module(name: str, implementation: str, experts: str) -> str:
 
 
 def name_in_release(name: str, release: Release) -> str:
-    """Return the name that modules of a release have for a local tensor."""
+    """Return the name of a local tensor in the modules of a release."""
     name = name.replace(MTP_LAYER, MTP_MODEL_LAYER) if release >= MTP_NAMES else name
     return _with_convolution(name, release)
 
@@ -142,10 +142,10 @@ def name_in_any_release(name: str) -> str:
 
 
 def in_module_order(weights: Iterable[Weight], implementation: str, release: Release) -> list[Weight]:
-    """Return the rows as a model's `parameters()` have them: embedding, layers, final norm, layers that predict,
-    output layer.
+    """Return the rows in the order of a model's `parameters()`: embedding, layers, final norm, layers that predict
+    further tokens, output layer.
 
-    Rows of a layer are ordered by the parts of LOCAL_ORDER; where norms are fused, they precede the layer's weight.
+    Rows of a layer are in the order of LOCAL_ORDER; fused norms precede the layer's weight.
     """
 
     def place(weight: Weight) -> tuple[int, int, int]:
@@ -168,8 +168,8 @@ def _place_of(name: str, order: tuple[str, ...]) -> int:
 
 
 def has_extra_state(module: str, *, norms: bool) -> bool:
-    """Return whether a module of this name saves a state of its own: a linear layer,
-    or a norm of Transformer Engine's.
+    """Return whether a module of this name saves an extra state: a linear layer,
+    or a norm of Transformer Engine.
     """
     is_norm = module.endswith("layernorm") or module in ("enorm", "hnorm", "out_norm", "final_norm")
     is_linear = module.startswith("linear_") or module in ("eh_proj", "in_proj", "out_proj")
@@ -177,11 +177,11 @@ def has_extra_state(module: str, *, norms: bool) -> bool:
 
 
 def is_down_projection(weight: Weight) -> bool:
-    """Return whether it is one of DOWN_PROJECTIONS."""
+    """Return whether a weight is one of DOWN_PROJECTIONS."""
     return weight.mcore is not None and weight.mcore.endswith(DOWN_PROJECTIONS)
 
 
 def shard_of(weight: Weight, implementation: str, release: Release = NEWEST) -> Shard:
-    """Return how the modules of a release cut a weight."""
+    """Return the shard of a weight in the modules of a release."""
     whole = implementation == TRANSFORMER_ENGINE and release >= WHOLE_DOWN_PROJECTIONS
     return COLUMN if is_down_projection(weight) and not whole else weight.shard

@@ -1,4 +1,4 @@
-"""The options of a target in one of Megatron's formats."""
+"""Options of a target in one of Megatron's formats."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """`implementation` is the layer spec whose names the files have; that of the source for None."""
+    """Options of any target: `implementation` is the layer spec of the names; None for that of the source."""
 
     implementation: str | None = None
 
 
 @dataclass(frozen=True)
 class DcpOptions(MegatronOptions):
-    """Of a target of `.distcp` files: `max_shard_size` is the largest size of one, in bytes.
+    """Options of a target with `.distcp` files: `max_shard_size` is the largest size of a file, in bytes.
 
-    A chunk is never cut, so that a file of one chunk may be larger. Files of the size that it has unless given are read
-    by several threads.
+    A chunk is never cut, so a file of one chunk may be larger. Files of the default size are read by several threads.
     """
 
     max_shard_size: int = 2**31

@@ -1,4 +1,4 @@
-"""Parameter groups of Megatron's optimizers: what tells them apart, which parameter belongs to which, and their steps.
+"""Parameter groups of Megatron's optimizers: their identifiers, their parameters, and their numbers of steps.
 
 From Megatron Core 0.16.1, `optimizer/__init__.py` (`_get_param_groups`, `get_standard_config_overrides`) and
 `optimizer.py` (`param_group_identifier_keys`).
@@ -20,22 +20,22 @@ IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "m
 
 
 def identifiers_of(group: Group) -> list[Any]:
-    """Return what tells a group from the others."""
+    """Return the values that identify a group."""
     return [group.get(name, group.get(f"pre_{name}")) for name in IDENTIFIERS]  # NeMo's names have a prefix
 
 
 def is_undecayed(name: str, num_dims: int) -> bool:
-    """Return whether weight decay passes a parameter by: norms and biases."""
+    """Return whether a parameter has no weight decay: norms and biases."""
     return num_dims == 1 or name.endswith(".bias")
 
 
 def kind_of(name: str, num_dims: int, args: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return what decides on the group of a parameter, as `kinds_of` has it of groups."""
+    """Return the kind of a parameter, which determines its group; see `kinds_of`."""
     return is_undecayed(name, num_dims), bool(args.get("decoupled_lr")) and name in (EMBEDDING, OUTPUT)
 
 
 def kinds_of(groups: Iterable[Group], args: Mapping[str, Any]) -> list[tuple[bool, bool]]:
-    """Return of each group whether it is not decayed, and whether it has a learning rate of its own."""
+    """Return for each group whether it has no weight decay, and whether it has a learning rate of its own."""
     apart = args.get("decoupled_lr")
     return [
         (group.get("wd_mult") == 0, bool(group.get("is_decoupled_lr") or (apart and group.get("max_lr") == apart)))
@@ -44,13 +44,13 @@ def kinds_of(groups: Iterable[Group], args: Mapping[str, Any]) -> list[tuple[boo
 
 
 def step_of(groups: Iterable[Group], path: Path, *, counted: bool = False) -> Any:
-    """Return the number of steps that the groups of an optimizer took; None where none of them needs it.
+    """Return the number of steps of an optimizer's groups; None if no group needs it.
 
     Args:
-        counted: its state needs it, whatever the groups say.
+        counted: the optimizer's state needs it, regardless of the groups.
 
     Raises:
-        UnreadableCheckpoint: they do not say, or do not agree.
+        UnreadableCheckpoint: the number is missing, or differs between groups.
     """
     groups = tuple(groups)
     steps = {step for group in groups if isinstance(step := group.get("step"), int | float)}
@@ -68,5 +68,5 @@ def step_of(groups: Iterable[Group], path: Path, *, counted: bool = False) -> An
 
 
 def counts_steps(group: Group) -> bool:
-    """Return whether the optimizer of a parameter group has to know its steps: Adam, which alone has an epsilon."""
+    """Return whether the optimizer of a parameter group needs its number of steps: only Adam, which has an epsilon."""
     return "eps" in group

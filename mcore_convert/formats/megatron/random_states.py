@@ -1,10 +1,10 @@
-"""The random states of a run's ranks, which go along where every rank stays what it was.
+"""Random states of a run's ranks, which are transferred if the ranks of the layout stay the same.
 
 A rank has those of `random`, numpy, torch and CUDA, and of Megatron's own tracker (Megatron-LM 0.12 to 0.19,
-`training/checkpointing.py`, `get_rng_state`). They are taken apart into plain values and put together again: a state
-that has anything else in it is not carried.
+`training/checkpointing.py`, `get_rng_state`). They are converted to plain values and rebuilt from them: a state with
+any other content is not transferred.
 
-    torch_dist    rng_state/shard_{pp}.{tp}_{pps}.{tps}; with experts over ranks, a third number: the data-parallel rank
+    torch_dist    rng_state/shard_{pp}.{tp}_{pps}.{tps}; with experts over ranks, a third number is the DP rank
     torch         `rng_state` in the file of each rank
 """
 
@@ -23,17 +23,17 @@ from mcore_convert.storage.views import TensorMeta, View
 
 KEY = "rng_state"
 TENSORS = ("torch_rng_state", "cuda_rng_state")
-ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")  # numpy 2 and before
+ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")  # since numpy 2, and before
 WORDS = (624,)  # of a Mersenne Twister
 MAX_BYTES = 2**20  # of one tensor
 
 
 class _Foreign(Exception):
-    """A state has something in it that random states do not have."""
+    """Signal that a state has content that random states do not have."""
 
 
 def random_states(contents: Mapping[Place, Any], axes: tuple[str, ...], sizes: Place, ep: int) -> RandomStates | None:
-    """Return the states of all ranks from what is stored of each; None where one of them is not plain."""
+    """Return the states of all ranks from their stored contents; None if one of them is not plain."""
     try:
         return RandomStates(axes, sizes, ep, {place: _list(content) for place, content in contents.items()})
     except _Foreign:
@@ -79,7 +79,7 @@ def _tensor(value: Any) -> Hole:
 
 
 def _words(value: Any) -> np.ndarray[Any, Any]:
-    """Return the state of numpy's generator: an array, of which a pickle holds the bytes."""
+    """Return the state of numpy's generator: an array, whose bytes are in the pickle."""
     kind = type(value)
     if not isinstance(value, StandIn) or kind.__module__ not in ARRAYS or kind.__name__ != "_reconstruct":
         raise _Foreign

@@ -1,4 +1,4 @@
-"""The files of other programs beside a Megatron checkpoint, found by what only they have.
+"""Files of other programs beside a Megatron checkpoint, recognised by names that only they use.
 
 iter_0000010/run_config.yaml, train_state.pt                Megatron-Bridge, NeMo-RL
 global_step_10/actor/{transformer_config.json, huggingface/, dist_ckpt/}       verl up to 0.7
@@ -31,16 +31,16 @@ TRANSFORMER_CONFIG, CONTENTS = "transformer_config.json", "ckpt_contents.json"
 DIST, HUGGING_FACE = "dist_ckpt", "huggingface"
 WEIGHTS, CONTEXT = "weights", "context"
 STEP = re.compile(r"global_step_(\d{1,18})")
-# What Megatron Core stores beside a model, of all that a trainer of NeMo's puts there.
+# Entries of a NeMo trainer's state that Megatron Core stores, too.
 OF_MEGATRON = ("optimizer", "iteration", "checkpoint_version", "content_metadata")
-# Of a run's progress in Megatron-Bridge (`training/state.py`, `TrainState`), what is an argument.
+# Fields of a run's progress in Megatron-Bridge (`training/state.py`, `TrainState`) that are arguments.
 PROGRESS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 FLOPS = "floating_point_operations_so_far"
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The directory of the program around a checkpoint, and where its files are; None where there is no such file."""
+    """Another program's files around a checkpoint; None if there is no such file."""
 
     program: str
     file: Path | None = None
@@ -51,7 +51,7 @@ class Beside:
         """Return the configuration.
 
         Raises:
-            ConvertError: it cannot be read, or names what is not known.
+            ConvertError: it cannot be read, or names unknown classes or functions.
         """
         if self.file is None:
             return None
@@ -62,7 +62,7 @@ class Beside:
 
 
 def beside(path: Path) -> Beside | None:
-    """Return what another program has put around a checkpoint's own directory; None where none has."""
+    """Return the files that another program has put around a checkpoint's own directory; None if there are none."""
     here = path.absolute()
     if (here / RUN_CONFIG).is_file():
         return Beside(recorded.BRIDGE, here / RUN_CONFIG, _folder(here / "tokenizer"))
@@ -81,15 +81,15 @@ def beside(path: Path) -> Beside | None:
 
 
 def companions_of(path: Path) -> Path | None:
-    """Return the folder of the original model's files, carried in a checkpoint's directory or put beside it;
-    None for none.
+    """Return the folder of the original model's files, in a checkpoint's directory or beside it;
+    None if there is none.
     """
     around = beside(path)
     return carried_in(path) or (None if around is None else around.companions)
 
 
 def role_of(path: Path) -> Path | None:
-    """Return the directory of a model that verl trains, from the directory of its distributed checkpoint."""
+    """Return the directory of a model that verl trains, given that of its distributed checkpoint."""
     if path.name != DIST:
         return None
     return path.parent.parent if path.parent.name in ("model", "optimizer", "extra") else path.parent
@@ -106,16 +106,16 @@ def common_of(
     known: Mapping[str, Any],
     described: Mapping[str, Any] | None,
 ) -> Common:
-    """Return the common state; where no arguments are stored in it,
-    with those that another program has written beside it.
+    """Return the common state; if it has no arguments,
+    with those that another program has stored beside it.
 
     Args:
-        rows: of the embedding, for where the program does not say how many there are with padding.
-        known: arguments that the tensors tell, whatever the program says.
-        described: those that stand for stored ones where there are none at all.
+        rows: rows of the embedding, used if the program does not have the padded number.
+        known: arguments that follow from the tensors; they override the program's.
+        described: arguments that are used if none are stored.
 
     Raises:
-        ConfigError: the other program's configuration names what is not known.
+        ConfigError: the other program's configuration names unknown classes or functions.
     """
     whole = dict(state)
     around = None if isinstance(state.get("args"), argparse.Namespace) else beside(path)
@@ -136,7 +136,7 @@ def common_of(
 
 
 def progress_files(here: Path, common: Common, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
-    """Yield the files of Megatron-Bridge that say how far a run has come, as `Checkpoint.progress_files` has them."""
+    """Yield Megatron-Bridge's files with a run's progress, as `Checkpoint.progress_files` does."""
     file = here / TRAIN_STATE
     if file.is_file() and common.recorded is not None and name == name_of(common.iteration):
         yield path / name / TRAIN_STATE, file
@@ -144,8 +144,8 @@ def progress_files(here: Path, common: Common, path: Path, name: str) -> Iterato
 
 
 def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, recorded: Recorded | None) -> dict[str, Any]:
-    """Return the common state as Megatron-LM would have stored it: with arguments, an iteration,
-    and the scheduler's name.
+    """Return the common state in Megatron-LM's form: with arguments, an iteration,
+    and the scheduler under Megatron-LM's name.
     """
     whole = dict(state)
     if around.program == NEMO:
@@ -154,7 +154,7 @@ def with_recorded(state: Mapping[str, Any], path: Path, around: Beside, recorded
         if isinstance(step, int):
             whole["iteration"] = step
         stored = whole.get("optimizer")
-        if isinstance(stored, list) and len(stored) == 1:  # of Lightning, which may have several
+        if isinstance(stored, list) and len(stored) == 1:  # Lightning may have several
             whole["optimizer"] = stored[0]
     if around.program == VERL and "lr_scheduler" in whole:
         whole["opt_param_scheduler"] = whole.pop("lr_scheduler")

@@ -1,8 +1,8 @@
-"""Master copies that Megatron's distributed optimizer keeps as remainders of the weights, where it is precision-aware.
+"""Master copies stored as remainders of the weights, by Megatron's distributed optimizer if it is precision-aware.
 
-`dp_reshardable` and `fully_sharded_model_space` store them as they are, in int16. Where state is gathered,
-`fully_reshardable` and `distrib_optim.pt`, they are copied into buffers of fp32 and become numbers (Megatron Core 0.13
-to 0.19, `distrib_optimizer.py`, `get_parameter_state_dp_zero`), which Megatron Core saves and cannot load.
+`dp_reshardable` and `fully_sharded_model_space` store them unchanged, in int16. `fully_reshardable` and
+`distrib_optim.pt` gather state: remainders are copied into fp32 buffers and become numbers (Megatron Core 0.13 to 0.19,
+`distrib_optimizer.py`, `get_parameter_state_dp_zero`), which Megatron Core can save but not load.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SAMPLES = 64  # tensors, and elements of each
 
 
 def are_gathered(args: Mapping[str, Any], masters: Iterable[View]) -> bool:
-    """Return whether what stands for master copies in fp32 holds remainders as numbers.
+    """Return whether the fp32 tensors of master copies contain remainders as numbers.
 
-    A sample tells: all are integers of 16 bits, some not zero. What it does not show is proven when they are read.
+    A sample decides: all are integers of 16 bits, some not zero. The other elements are checked when they are read.
     """
     if args.get(FLAG) is False:
         return False
@@ -43,10 +43,10 @@ def are_gathered(args: Mapping[str, Any], masters: Iterable[View]) -> bool:
 
 
 def whole_masters(masters: list[Slot], weights: Callable[[], list[Slot]], *, gathered: bool) -> list[Slot]:
-    """Master copies as fp32: where they are kept as remainders, joined with their weights.
+    """Return the master copies in fp32: remainders are joined with their weights.
 
     Args:
-        gathered: remainders are stored as numbers in fp32, but for weights that are in fp32 themselves.
+        gathered: remainders are stored as fp32 numbers, except for weights that are in fp32 themselves.
     """
     if not masters or not (gathered or masters[0].view.dtype == REMAINDER):
         return masters

@@ -1,4 +1,4 @@
-"""The directory that a run saves to: its tracker file, and the directories of its iterations.
+"""Directory of a run's checkpoints: its tracker file, and the directories of its iterations.
 
     latest_checkpointed_iteration.txt      `release`, or the number of the newest iteration
     iter_0000010/  release/                a checkpoint each, in any of Megatron's formats
@@ -18,8 +18,8 @@ from mcore_convert.storage.views import open_error
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-MAX_DIGITS = 18  # of an iteration: more are no number that training could reach
-CARRIED = "hf"  # folder for what a Hugging Face model has beside its weights
+MAX_DIGITS = 18  # of an iteration: training cannot reach larger numbers
+CARRIED = "hf"  # folder for a Hugging Face model's files other than weights
 ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -34,7 +34,7 @@ def tracker_bytes(iteration: int | None) -> bytes:
 
 
 def iteration_of(path: Path) -> int | None:
-    """Return the iteration that a directory is named after; None where it has no such name."""
+    """Return the iteration in the name of a directory; None if it has no such name."""
     named = ITERATION.fullmatch(path.name)
     return None if named is None or len(named[1]) > MAX_DIGITS else int(named[1])
 
@@ -48,7 +48,7 @@ def parse_tracker(tracker: Path) -> str:
     """Return the name of the directory that a tracker file names; empty for an empty file.
 
     Raises:
-        UnreadableCheckpoint: it says something else than an iteration or `release`.
+        UnreadableCheckpoint: its content is neither an iteration nor `release`.
         OSError: it cannot be read.
     """
     content = text_of(tracker, Limit.TRACKER).strip()
@@ -60,13 +60,13 @@ def parse_tracker(tracker: Path) -> str:
 
 
 def resolve(path: Path, is_checkpoint: Callable[[Path], object], content: str) -> Path:
-    """Return `path` where it is a checkpoint, else the directory that its tracker file names.
+    """Return `path` if it is a checkpoint, otherwise the directory that its tracker file names.
 
     Args:
-        content: what every checkpoint has, for the message where it has not.
+        content: name of a file that every checkpoint has, for the error message.
 
     Raises:
-        UnreadableCheckpoint: no tracker file, or it names a directory that is not there.
+        UnreadableCheckpoint: there is no tracker file, or it names a directory that does not exist.
     """
     if is_checkpoint(path):
         return path
@@ -91,6 +91,6 @@ def resolve(path: Path, is_checkpoint: Callable[[Path], object], content: str) -
 
 
 def carried_in(checkpoint: Path) -> Path | None:
-    """Return the folder of a Hugging Face model's other files, where a checkpoint was converted from one."""
+    """Return the folder of a Hugging Face model's other files, if a checkpoint was converted from one."""
     folder = checkpoint / CARRIED
     return folder if folder.is_dir() else None

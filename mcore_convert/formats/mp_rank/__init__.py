@@ -1,4 +1,4 @@
-"""The format `torch`: Megatron-LM's older checkpoints, a file for each rank."""
+"""The format `torch`: Megatron-LM's older checkpoints, one file per rank."""
 
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format

@@ -1,4 +1,4 @@
-"""A checkpoint of rank files: where each copy of each part of a weight is, and its states."""
+"""A checkpoint of rank files: the places of all copies of a weight's parts, and of its states."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from mcore_convert.storage.views import Slot, Sum, TensorMeta, View
 class MpRankCheckpoint(Checkpoint):
     """An open or a reserved directory of rank files.
 
-    `implementation` and `experts` are the words of `formats.megatron.modules`; `args` are those of the run, with what
-    the user gave in their stead.
+    `implementation` and `experts` are constants of `formats.megatron.modules`; `args` are the run's arguments, with the
+    user's overrides.
     """
 
     files: Mapping[Rank, RankFile]
@@ -48,8 +48,8 @@ class MpRankCheckpoint(Checkpoint):
     layers: Mapping[Stage, range]
     implementation: str
     experts: str
-    norm_state: bool = False  # whether the norm at the end has an `_extra_state`
-    release: Release = NEWEST  # whose modules these are, as far as it decides how they are cut
+    norm_state: bool = False  # whether the final norm has an `_extra_state`
+    release: Release = NEWEST  # release of the modules, as far as it determines their sharding
     format: str = "torch"
     side: Side = Side.MEGATRON
 
@@ -74,11 +74,11 @@ class MpRankCheckpoint(Checkpoint):
             return True
         place = self._places(dims).of(item).parts[0]
         held = self._states[place.rank][place.chunk].get(place.name)
-        return held is None or item.state in held  # what has none at all is missing
+        return held is None or item.state in held  # without any state it is missing
 
     @property
     def optimizer_keys(self) -> list[str]:
-        """The ranks that hold optimizer state."""
+        """Ranks with optimizer state."""
         return [f"{file.name}: optimizer" for file in self.files.values() if mp_rank_optimizer.states_in(file)]
 
     @cached_property
@@ -121,10 +121,10 @@ class MpRankCheckpoint(Checkpoint):
 
     @property
     def embedding_rows(self) -> int:
-        """Rows of the embedding with its padding.
+        """Number of rows of the embedding, including padding.
 
         Raises:
-            UnreadableCheckpoint: there is none.
+            UnreadableCheckpoint: there is no embedding.
         """
         local = self._first.chunks[0].get(EMBEDDING)
         if local is None or not local.view.shape:
@@ -133,7 +133,7 @@ class MpRankCheckpoint(Checkpoint):
 
     @cached_property
     def common(self) -> Common:
-        """What the files hold beside tensors, as the first rank has it."""
+        """Content other than tensors, from the file of the first rank."""
         state = {key: value for key, value in self._first.tree.items() if not re.fullmatch(r"model\d*", key)}
         iteration = self._first.iteration
         return Common(self.args, iteration if isinstance(iteration, int) else None, state)
@@ -143,8 +143,8 @@ class MpRankCheckpoint(Checkpoint):
         return self.files[Rank()]
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """Return the boxes of one global tensor; what other ranks hold again counts as used,
-        and is given by `replicas`.
+        """Return the boxes of one global tensor; copies on other ranks count as used,
+        and `replicas` yields them.
         """
         if item.weight.mcore is None:
             return []
@@ -168,7 +168,7 @@ class MpRankCheckpoint(Checkpoint):
                 yield slot, self._key(place)
 
     def proofs(self) -> Iterator[Proof]:
-        """For every parameter its fp32 master copy, which cast to the model's dtype must equal the parameter."""
+        """Yield for every parameter its fp32 master copy, which must equal the parameter when cast to its dtype."""
         for rank, file in self.files.items():
             for number, chunk in enumerate(file.chunks):
                 for name, states in self._states[rank][number].items():
@@ -185,12 +185,12 @@ class MpRankCheckpoint(Checkpoint):
         return {rank: mp_rank_optimizer.find_states(file, self.args) for rank, file in self.files.items()}
 
     def _whole(self, state: str, view: View, weight: View) -> View:
-        """Return a state in whole: a master copy that is kept as a remainder is joined with its weight."""
+        """Return a complete state: a master copy stored as a remainder is joined with its weight."""
         return join_views(view, weight) if state == MASTER and weight.dtype == "bfloat16" and self._gathered else view
 
     @cached_property
     def _gathered(self) -> bool:
-        """Whether the distributed optimizer's master copies are remainders in fp32; what is written here has none."""
+        """Whether the distributed optimizer's master copies are remainders in fp32; never so in reserved files."""
         if self._first.reserved_buffers is not None or self._first.distributed is None:
             return False
         held = (states for chunks in self._states.values() for chunk in chunks for states in chunk.values())
@@ -198,7 +198,7 @@ class MpRankCheckpoint(Checkpoint):
 
     def _places(self, dims: Dims) -> Places:
         """Return the places of a model of these sizes."""
-        known = self._places_of.get(id(dims))  # which stays its own: they keep it
+        known = self._places_of.get(id(dims))  # unique, since the places keep `dims` alive
         if known is None:
             spec = self.layer_spec
             known = self._places_of[id(dims)] = Places(Holding(self.layout, self.layers), spec, self.release, dims)
@@ -219,7 +219,7 @@ class MpRankCheckpoint(Checkpoint):
         return self.files[place.rank].chunks[place.chunk].get(place.name)
 
     def _rows(self, parts: Sequence[Place]) -> int | None:
-        """Return the rows of a vocabulary tensor with its padding: those that the ranks hold together."""
+        """Return the number of rows of a vocabulary tensor including padding: the sum over the ranks."""
         local = self._find(parts[0])
         return None if local is None or not local.view.shape else local.view.shape[0] * self.layout.tp
 
@@ -227,7 +227,7 @@ class MpRankCheckpoint(Checkpoint):
         file = self.files[place.rank]
         parameter = file.chunks[place.chunk].get(place.name)
         key = file.label(place.chunk) + (place.name if parameter is None else parameter.key)
-        if parameter is None:  # nothing that its shape, which may be without padding, could be cut by
+        if parameter is None:  # without it the padded shape is unknown
             findings.expect(key, None, ())
             return []
         local = places.local(item, place.rank, rows)

@@ -1,11 +1,11 @@
-"""Format `torch`: Megatron-LM's older checkpoints, one file for each rank that holds its own part of the model.
+"""Format `torch`: Megatron-LM's older checkpoints, one file per rank that holds its own part of the model.
 
     latest_checkpointed_iteration.txt
     iter_0000010/mp_rank_01_000/model_optim_rng.pt     tensor rank 1, pipeline rank 0 (`_EEE`: expert rank)
     iter_0000010/mp_rank_01_000/distrib_optim.pt       with the distributed optimizer
 
-A file holds the rank's own modules: layers and experts are numbered from 0 on each, a gated `linear_fc1` is
-`[gate_r; up_r]`, and what is not cut lies in every file (Megatron-LM, `megatron/training/checkpointing.py`).
+A file holds the rank's own modules: layers and experts are numbered from 0 on each rank, a gated `linear_fc1` is
+`[gate_r; up_r]`, and replicated weights are in every file (Megatron-LM, `megatron/training/checkpointing.py`).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ __all__ = ["MpRankCheckpoint", "detect", "open_mp_rank"]
 
 
 def detect(path: Path) -> bool:
-    """Return whether a directory has folders of ranks, or is that of one rank, or a file is that of one."""
+    """Return whether a path is a directory with folders of ranks, the folder of one rank, or the file of one rank."""
     return _stands_alone(path) or bool(_ranks_in(path))
 
 
 def directory_of(path: Path) -> Path | None:
-    """Return the directory of rank files that one rank's folder or its file belongs to; None for any other path.
+    """Return the directory of rank files for one rank's folder or file; None for any other path.
 
-    A folder or a file of another name stands alone: a checkpoint of one rank, as one is passed on.
+    A folder or a file of another name is a complete checkpoint of one rank, as such checkpoints are shared.
     """
     folder = path.parent if path.name == MODEL_FILE and path.is_file() else path
     rank = folder if folder.name else folder.resolve()
@@ -67,7 +67,7 @@ def _stands_alone(path: Path) -> bool:
 
 
 def _files_of(path: Path) -> dict[str, Path]:
-    """Return the file of each rank by the name of its folder; one that stands alone is the first rank's."""
+    """Return the file of each rank by the name of its folder; a single file is the first rank's."""
     if _stands_alone(path):
         return {mp_rank_layout.rank_name(Rank(), Layout()): path / MODEL_FILE if path.is_dir() else path}
     return {folder.name: _file_in(folder) for folder in _ranks_in(path)}
@@ -78,14 +78,14 @@ def _ranks_in(path: Path) -> list[Path]:
 
 
 def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankCheckpoint:
-    """Open a directory: the pickles of its files, and none of their tensors.
+    """Open a directory: reads the pickles of its files, but no tensors.
 
     Args:
-        args: Megatron arguments that take the place of stored ones, or of those that are not stored.
+        args: Megatron arguments that override or complete the stored ones.
 
     Raises:
-        UnreadableCheckpoint: a rank is missing or damaged, ranks are of different runs or iterations, their number
-            fits no layout, or the run's arguments are not stored and not given.
+        UnreadableCheckpoint: a rank is missing or damaged, ranks belong to different runs or iterations, their number
+            fits no layout, or the run's arguments are neither stored nor given.
     """
     path = path if _stands_alone(path) else resolve(path, _ranks_in, "mp_rank_*")
     where = f"`{path}`"
@@ -137,7 +137,7 @@ def open_mp_rank(path: Path, args: Mapping[str, Any] | None = None) -> MpRankChe
 
 
 def _release_of(files: Iterable[RankFile], args: Mapping[str, Any]) -> Release:
-    """Return a release whose modules cut the matrices of latent attention as these files have them."""
+    """Return a release whose modules shard the matrices of latent attention as these files do."""
     rank, rotary = args.get("kv_lora_rank"), args.get("qk_pos_emb_head_dim")
     if not isinstance(rank, int) or not isinstance(rotary, int):
         return NEWEST
@@ -152,7 +152,7 @@ def _release_of(files: Iterable[RankFile], args: Mapping[str, Any]) -> Release:
 def _completed(
     args: dict[str, Any], trees: Mapping[str, Mapping[str, Any]], layout: Layout, where: str
 ) -> dict[str, Any]:
-    """Return the arguments with what an old run did not store."""
+    """Return the arguments, completed by those that an old run did not store."""
     names = [mp_rank_layout.rank_name(Rank(pp=pp), layout) for pp in range(layout.pp)]
     stages = [models_of(trees[name], f"`{name}` of {where}") for name in names]
     in_order = [models[chunk] for chunk in range(len(stages[0])) for models in stages if chunk < len(models)]
@@ -192,7 +192,7 @@ def _refuse_different_iterations(files: Iterable[RankFile], where: str) -> None:
 
 
 def _layers_of(files: Mapping[Rank, RankFile], layout: Layout, where: str) -> dict[Stage, int]:
-    """Return how many layers each stage holds, from the files."""
+    """Return the number of layers of each stage, from the files."""
     numbers = {file.name: len(file.chunks) for file in files.values()}
     if len(set(numbers.values())) > 1:
         raise UnreadableCheckpoint(

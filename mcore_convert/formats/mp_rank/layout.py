@@ -1,7 +1,7 @@
-"""The rank files of a layout, and the layout of rank files: from the run's arguments and the layers.
+"""The names of rank files for a layout, and the layout of rank files, from the run's arguments and the layers.
 
-The name of a rank's directory is `mp_rank_TT[_PPP][_EEE]` (Megatron-LM, `get_checkpoint_name`): an index is left out
-where its size is 1, so that names alone do not tell expert from pipeline ranks.
+The name of a rank's directory is `mp_rank_TT[_PPP][_EEE]` (Megatron-LM, `get_checkpoint_name`): an index is omitted
+if its size is 1, so that names alone do not distinguish expert from pipeline ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcore_convert.spec.layout import Layout, Rank, Stage
 
 RANK_NAME = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
-# Arguments in which every rank of a run agrees; others, as `rank`, are its own.
+# Arguments that are equal on all ranks of a run; others, such as `rank`, differ.
 SHARED_ARGS = (
     "tensor_model_parallel_size",
     "model_parallel_size",
@@ -41,7 +41,7 @@ SHARED_ARGS = (
 
 
 def rank_name(rank: Rank, layout: Layout) -> str:
-    """Return the directory of a rank."""
+    """Return the name of a rank's directory."""
     pipeline = f"_{rank.pp:03d}" if layout.pp > 1 else ""
     return f"mp_rank_{rank.tp:02d}{pipeline}" + (f"_{rank.ep:03d}" if layout.ep > 1 else "")
 
@@ -50,7 +50,7 @@ def layout_of(args: Mapping[str, Any]) -> Layout:
     """Return the layout that the arguments of a run describe.
 
     Raises:
-        LayoutError: it cannot be, or parts of an expert would share a directory.
+        LayoutError: the layout is invalid, or shards of an expert would share a directory.
     """
     layout = Layout.of(args)
     if not args.get("num_experts"):
@@ -60,10 +60,10 @@ def layout_of(args: Mapping[str, Any]) -> Layout:
 
 
 def check_expert_cut(layout: Layout) -> None:
-    """Check that each part of an expert has a directory of its own, whose name has no number for it.
+    """Check that each shard of an expert has a directory of its own: names have no number for it.
 
     Raises:
-        LayoutError: experts are cut for more ranks than the rest of the model, or for a number that does not divide it.
+        LayoutError: etp does not divide tp.
     """
     if layout.tp % layout.expert_tp:
         raise LayoutError(
@@ -74,10 +74,10 @@ def check_expert_cut(layout: Layout) -> None:
 
 
 def check_names(layout: Layout, names: Iterable[str], where: str) -> None:
-    """Check that there is exactly one directory for each rank.
+    """Check that there is exactly one directory per rank.
 
     Raises:
-        UnreadableCheckpoint: some are missing, or they are those of another layout.
+        UnreadableCheckpoint: some are missing, or belong to another layout.
     """
     present, wanted = set(names), {rank_name(rank, layout) for rank in layout.ranks()}
     sizes = f"tp = {layout.tp}, pp = {layout.pp}, ep = {layout.ep}"
@@ -99,7 +99,7 @@ def check_names(layout: Layout, names: Iterable[str], where: str) -> None:
 
 
 def check_agreement(args: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    """Check that the arguments of all ranks, by their names, describe one run.
+    """Check that the arguments of all ranks, given by rank name, describe one run.
 
     Raises:
         UnreadableCheckpoint: with every argument that differs from that of the first rank.
@@ -116,10 +116,10 @@ def check_agreement(args: Mapping[str, Mapping[str, Any]], where: str) -> None:
 
 
 def check_order(args: Mapping[str, Mapping[str, Any]], layout: Layout, where: str) -> None:
-    """Check that no rank's directory has the name of another: nothing else tells apart the experts of two ranks.
+    """Check that no rank's directory has the name of another: nothing else distinguishes the experts of two ranks.
 
-    A run stores the number of each rank. It numbers ranks by pipeline, expert and tensor parallelism, the last one the
-    fastest, whatever lies between (Megatron Core, `parallel_state.py`, the order `tp-cp-ep-dp-pp`).
+    A run stores the number of each rank. Ranks are numbered by pipeline, expert and tensor rank, the last varying
+    fastest, regardless of other dimensions (Megatron Core, `parallel_state.py`, the order `tp-cp-ep-dp-pp`).
 
     Raises:
         UnreadableCheckpoint: with each directory that another rank wrote.
@@ -140,12 +140,12 @@ def check_order(args: Mapping[str, Mapping[str, Any]], layout: Layout, where: st
 
 
 def with_stages(layout: Layout, counts: Mapping[Stage, int], args: Mapping[str, Any], where: str) -> Layout:
-    """Return the layout once the layers that each stage really holds are known and agree with it.
+    """Return the layout after checking it against the layers that each stage holds.
 
-    A pipeline layout that was not stored as text is read off the layers.
+    A pipeline layout that was not stored as text is reconstructed from the layers.
 
     Raises:
-        UnreadableCheckpoint: the stages hold other layers than the arguments demand.
+        UnreadableCheckpoint: the stages' layers differ from those of the arguments.
     """
     chunks = {stage.vpp for stage in counts}
     num_layers = args.get("num_layers") or args.get("encoder_num_layers")

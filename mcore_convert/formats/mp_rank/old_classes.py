@@ -1,7 +1,7 @@
-"""Megatron-LM's model classes before Core, in `model_optim_rng.pt`: their orders of q, k and v, and their arguments.
+"""Megatron-LM's model classes before Core, in `model_optim_rng.pt`: the order of q, k and v, and the arguments.
 
-Names are turned into those of Core's local spec (`old_names`), and the rows of `query_key_value` into Core's order,
-both for what one rank holds. In between lies no copy: other orders become more views of the same bytes.
+Names are converted to those of Core's local spec (`old_names`), and the rows of `query_key_value` to Core's order, both
+for one rank. Nothing is copied: another order becomes more views of the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["QKV", "arguments_from", "behaved", "core_tensors", "is_old", "named"
 # `checkpoint_version` of a file (Megatron-LM, `checkpointing.py`); absent before 2020-09-29, which means 0.
 VERSIONS = (0, 1, 2, 3)
 
-# What every model has, and the dimensions of each; its shapes tell the rest.
+# Weights that every model has, with their number of dimensions; other sizes follow from their shapes.
 _LAYER = "decoder.layers.0."
 ANCHORS = {
     _LAYER + "input_layernorm.weight": 1,
@@ -33,19 +33,19 @@ ANCHORS = {
 
 
 def core_tensors(model: Mapping[str, Any], version: float, *, heads: int, kv_channels: int) -> dict[str, list[Slot]]:
-    """Return what one rank holds, under the names of Core's local spec and with q, k and v in Core's order.
+    """Return the tensors of one rank with the names of Core's local spec and Core's order of q, k and v.
 
-    Layers keep their numbers, which begin at 0 on every pipeline stage. Boxes are those of the rank's local tensor.
+    Layers keep their numbers, from 0 on every pipeline stage. Boxes are those of the rank's local tensors.
 
     Args:
         model: the `model` (or `model0`, ..) of a file, with a View in place of every tensor; nested or flat.
-        version: the file's `checkpoint_version`, 0 where it has none.
-        heads: attention heads on this rank, `num_attention_heads / tp`.
+        version: the file's `checkpoint_version`, 0 if it has none.
+        heads: number of attention heads on this rank, `num_attention_heads / tp`.
         kv_channels: the size of a head.
 
     Raises:
-        MappingError: keys that have no place in a GPT model, by name, or q, k and v that do not fit the heads.
-        UnreadableCheckpoint: a version that is not known, or something that is no state dict.
+        MappingError: keys have no place in a GPT model, or q, k and v do not fit the heads.
+        UnreadableCheckpoint: the version is unknown, or the model is not a state dict.
     """
     if version not in VERSIONS:
         raise UnreadableCheckpoint(
@@ -71,7 +71,7 @@ def qkv_slots(view: View, version: float, *, heads: int, kv_channels: int) -> li
         2 and 3  [heads, 3, kv_channels], as in Core; with query groups [groups, (q.. k v), kv_channels]
 
     Raises:
-        MappingError: before version 2, rows that are not three for each channel of each head.
+        MappingError: before version 2, there are not three rows per channel and head.
     """
     if version >= 2:
         return [Slot(view, Box.whole(view.shape))]
@@ -96,10 +96,9 @@ def qkv_slots(view: View, version: float, *, heads: int, kv_channels: int) -> li
 
 
 def behaved(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored arguments of an old run with what a version did that has no word for it yet.
+    """Return the stored arguments of an old run, completed by its behaviour that had no argument yet.
 
-    Before the fused gelu (May 2020) the exact form was used, or, with `--openai-gelu`, the tanh form that the fused
-    one computes.
+    Before the fused gelu (May 2020) the exact form was used, or with `--openai-gelu` the tanh form of the fused gelu.
 
     Raises:
         ConfigError: layers share their parameters (`--num-unique-layers`, until October 2020).
@@ -116,28 +115,27 @@ def behaved(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def option(name: str) -> str:
-    """Return how an argument is spelled on the command line."""
+    """Return the option of this package's command line for an argument."""
     return f"--arg {name}=..."
 
 
 def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, tp: int = 1) -> dict[str, Any]:
-    """Return the Megatron arguments of a model whose files store none: what its shapes tell,
-    and `options` for the rest.
+    """Return the Megatron arguments of a model whose files store none: inferred from shapes,
+    and from `options` for the rest.
 
-    Shapes do not tell the number of heads, nor the positions of a model that has none to learn. An option that
-    contradicts a shape is refused; one that no shape speaks about (`layernorm_epsilon`, `rotary_base`, ..) is taken
-    over. What remains, such as the tanh gelu of NVIDIA's `megatron_lm_345m`, is what Megatron-LM's defaults say
-    (`arguments.normalise`).
+    Shapes do not determine the number of heads, nor the number of positions without learned ones. An option that
+    contradicts a shape is refused; one that no shape determines (`layernorm_epsilon`, `rotary_base`, ..) is used. The
+    rest, such as the tanh gelu of NVIDIA's `megatron_lm_345m`, has Megatron-LM's defaults (`arguments.normalise`).
 
     Args:
         stages: the `model` of tensor-parallel rank 0 on every pipeline stage, in the order of the forward pass.
-        options: arguments under Megatron's names; None is as good as absent.
+        options: arguments under Megatron's names; None counts as absent.
         tp: how many ranks share each tensor.
 
     Raises:
-        ConfigError: options that are missing, named as on the command line, or that contradict the shapes.
+        ConfigError: options are missing, or contradict the shapes.
         MappingError: as `named`.
-        UnreadableCheckpoint: stages without layers or embeddings, or shapes of no model.
+        UnreadableCheckpoint: stages have no layers or embeddings, or shapes fit no model.
     """
     given = {name: value for name, value in options.items() if value is not None}
     held = [named(stage) for stage in stages]
@@ -189,7 +187,7 @@ def arguments_from(stages: Sequence[Mapping[str, Any]], options: Mapping[str, An
 
 
 def _heads_of(heads: Any, query: int, rows: int, where: str) -> dict[str, Any]:
-    """Return how `query` rows of q among `rows` rows of q, k and v are heads and groups."""
+    """Return the arguments of heads and groups for `query` rows of q among `rows` rows of q, k and v."""
     kv = query // heads if type(heads) is int and heads > 0 and query % heads == 0 else 0
     groups, rest = divmod(rows - query, 2 * kv) if kv else (0, 0)
     if groups < 1 or rest or heads % groups:
@@ -206,7 +204,7 @@ def _heads_of(heads: Any, query: int, rows: int, where: str) -> dict[str, Any]:
 
 
 def _num_layers(tensors: Mapping[str, View]) -> int:
-    """Return the layers of one stage, which are numbered from 0."""
+    """Return the number of layers of one stage, which are numbered from 0."""
     numbers = {int(name.split(".")[2]) for name in tensors if name.startswith("decoder.layers.")}
     if numbers != set(range(len(numbers))):
         path: Path = next(iter(tensors.values())).path

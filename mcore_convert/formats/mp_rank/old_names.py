@@ -1,6 +1,6 @@
-"""Names of weights in Megatron-LM's model classes before Core, with those of Core's local spec.
+"""Names of weights in Megatron-LM's model classes before Core, mapped to those of Core's local spec.
 
-The classes were written from the first release (2020) to Core 0.17 (`--use-legacy-models`), under names that changed.
+The classes existed from the first release (2020) to Core 0.17 (`--use-legacy-models`), with changing names.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from mcore_convert.storage.views import View
 
 QKV = "self_attention.linear_qkv."
 
-# What a part of a layer is called in Core's local spec, by its names in the old classes: `norm` instead of `layernorm`
-# since Core 0.4, `attention` until 2020.
+# Names of a layer's parts in the old classes -> in Core's local spec: `norm` instead of `layernorm` since Core 0.4,
+# `attention` until 2020.
 PARTS = {
     "input_layernorm": "input_layernorm",
     "input_norm": "input_layernorm",
@@ -31,7 +31,7 @@ PARTS = {
     "self_attention.layernorm_qkv": "self_attention.linear_qkv",
     "self_attention.proj": "self_attention.linear_proj",
 }
-FUSED_PARTS = {  # Transformer Engine's modules that hold several parts, as `fc1_weight`
+FUSED_PARTS = {  # Transformer Engine's modules with several parts, such as `fc1_weight`
     "self_attention.layernorm_qkv.layer_norm": "input_layernorm",
     "layernorm_mlp.layer_norm": "pre_mlp_layernorm",
     "layernorm_mlp.fc1": "mlp.linear_fc1",
@@ -59,21 +59,21 @@ STACK = re.compile(
     r"|(?P<final>final_layernorm|final_norm)\.(?P<tail>weight|bias))"
 )
 OLD = re.compile(r"(language_model\.(encoder|transformer)|transformer)\.(layers|final_)|word_embeddings_for_head\.")
-MAX_DEPTH = 8  # dicts within dicts; a damaged file may hold itself
+MAX_DEPTH = 8  # nested dicts; a damaged file may contain itself
 
 
 def is_old(model: Mapping[str, Any]) -> bool:
-    """Return whether the `model` of a file is one of the old classes.
-    Only Core's state dicts are flat from the top on.
+    """Return whether the `model` of a file belongs to the old classes.
+    Only Core's state dicts are flat at the top level.
     """
     return isinstance(model.get("language_model"), Mapping) or any(OLD.match(key) for key, _ in _leaves(model))
 
 
 def named(model: Mapping[str, Any]) -> dict[str, View]:
-    """Return the tensors of one rank under the names of Core's local spec, their rows as they stand.
+    """Return the tensors of one rank under the names of Core's local spec, with unchanged rows.
 
     Raises:
-        MappingError: keys that have no place in a GPT model, by name.
+        MappingError: keys have no place in a GPT model.
     """
     renamed: dict[str, View] = {}
     unknown = []
@@ -98,7 +98,7 @@ def named(model: Mapping[str, Any]) -> dict[str, View]:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and what is no dict."""
+    """Yield the leaves of nested dicts with their dotted keys."""
     if depth > MAX_DEPTH:
         raise UnreadableCheckpoint(f"`{prefix[:80]}` is nested too deeply for a state dict")
     for key, value in tree.items():
@@ -122,7 +122,7 @@ def _name_in_core(key: str) -> str | None:
 
 
 def has_output_layer(stage: Mapping[str, Any]) -> bool:
-    """Return whether the model has a head of its own; a tied one has a copy of its embedding on the last of several
-    stages.
+    """Return whether the model has an output layer of its own; a tied model has a copy of the embedding on the last of
+    several stages.
     """
     return any(key.removeprefix("language_model.") == "output_layer.weight" for key, _ in _leaves(stage))

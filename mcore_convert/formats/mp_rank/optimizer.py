@@ -1,8 +1,8 @@
-"""Optimizer state in rank files: which of its tensors belongs to which parameter.
+"""Optimizer state in rank files: matching its tensors to parameters.
 
 Neither form names parameters. Plain optimizers number them group by group, in the order of the modules; the distributed
-one keeps flat buffers in the reverse of that order. The order is that of the file's own `model`, so that no knowledge
-of the modules is needed; every number and length must fit, and the master copies prove the rest (`Proof`).
+one has flat buffers in the reverse of that order. The order is that of the file's own `model`, so the modules need not
+be known; every number and length must fit, and the master copies verify the rest (`Proof`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from mcore_convert.spec.config import arguments
 from mcore_convert.spec.names import ADAM, BY_MOMENTUM, LION, MASTER, MOMENTS
 from mcore_convert.storage.views import TensorMeta, View
 
-# What a file holds beside its model, optimizer and random states, under the names of all versions.
+# Known entries of a file other than model and random states, under the names of all versions.
 KNOWN = ("args", "checkpoint_version", "iteration", "total_iters", "optimizer", "opt_param_scheduler", "lr_scheduler")
 RANDOM = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
-LAYER_WISE_FILES = "layer_wise_optimizer_*.pt"  # of Megatron Core's layer-wise optimizer, which deals out parameters
+LAYER_WISE_FILES = "layer_wise_optimizer_*.pt"  # of Megatron Core's layer-wise optimizer, which distributes parameters
 WHY_JOINED = "joins experts, as `GroupedMLP` of Megatron Core up to 0.16 did: only its weights are read"
 
-# The states of each parameter of a chunk, each a view of the parameter's own shape.
+# States of each parameter of a chunk, as views of the parameter's shape.
 ChunkStates = Mapping[str, Mapping[str, View]]
 
 
 class Proof(NamedTuple):
-    """A master copy which, cast to the dtype of `param`, must equal it."""
+    """A master copy that must equal `param` when cast to its dtype."""
 
     master: View
     param: View
@@ -51,7 +51,7 @@ class Proof(NamedTuple):
 
 @contextlib.contextmanager
 def _as_damage(file: RankFile) -> Iterator[None]:
-    """A scope that interprets what a rank's file holds, and may find anything in a part's place."""
+    """A scope in which errors of unexpected content in a rank's file become errors of damage."""
     try:
         yield
     except pickles.DAMAGE as error:
@@ -62,7 +62,7 @@ def _as_damage(file: RankFile) -> Iterator[None]:
 
 
 def states_in(file: RankFile) -> tuple[str, ...]:
-    """Return the optimizer's states that a rank holds. A plain optimizer of an fp32 model has no master copies."""
+    """Return the optimizer's states on a rank. A plain optimizer of an fp32 model has no master copies."""
     with _as_damage(file):
         return _states_in(file)
 
@@ -76,7 +76,7 @@ def _states_in(file: RankFile) -> tuple[str, ...]:
         tensors = [
             tensors for part in buffers for key in part if isinstance(key, int) for tensors in part[key].values()
         ]
-        # what is missing or of another form is refused where the state itself is asked for
+        # missing or unknown forms are refused when the state itself is requested
         held = [moment for moment in MOMENTS if any(isinstance(each, dict) and moment in each for each in tensors)]
         return (MASTER, *(held or ADAM))
     held = [moment for moment in MOMENTS if any(moment in kept for part in parts for kept in _kept_in(part))]
@@ -85,13 +85,13 @@ def _states_in(file: RankFile) -> tuple[str, ...]:
 
 
 def _kept_in(part: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the names of the tensors that a plain optimizer keeps of each parameter."""
+    """Yield the names of a plain optimizer's tensors for each parameter."""
     for kept in _inner(part).get("state", {}).values():
         yield [name for name, value in kept.items() if isinstance(value, View) and name != "step"]
 
 
 def training_of(file: RankFile) -> Training:
-    """Return what a run needs to go on, from one rank's file."""
+    """Return the state that a run needs to resume, from one rank's file."""
     with _as_damage(file):
         return _training_of(file)
 
@@ -151,7 +151,7 @@ def _find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, 
         if len(buffers) != len(parts):
             raise _refusal(file, [f"{DISTRIBUTED_FILE} is of {len(buffers)} optimizers, not of {len(parts)}"])
         for parameters, buffer in zip(owned, buffers, strict=True):
-            if buffer is not None:  # of what all expert ranks hold, the first alone saves the state
+            if buffer is not None:  # only the first of the expert ranks saves the state of replicated parameters
                 _assign(states, _in_buffers(file, parameters, buffer, args))
     else:
         for parameters, part in zip(owned, parts, strict=True):
@@ -160,7 +160,7 @@ def _find_states(file: RankFile, args: Mapping[str, Any]) -> tuple[ChunkStates, 
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """Return the optimizers that are chained into one: a list, in some versions a dict by number; mostly one alone."""
+    """Return the chained optimizers: stored as a list, in some versions as a dict by number; usually one."""
     if isinstance(optimizer, list):
         return optimizer
     if isinstance(optimizer, dict) and 1 in optimizer and "optimizer" in optimizer[1]:
@@ -169,7 +169,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """torch's own state dict: `optimizer` in that of a mixed precision optimizer, else the thing itself."""
+    """Return torch's state dict: the entry `optimizer` of a mixed precision optimizer, otherwise the dict itself."""
     inner = part.get("optimizer", part.get("optimizer_state_dict", part))
     if not isinstance(inner, dict):
         raise TypeError(f"there is a {type(inner).__name__} in an optimizer's place")
@@ -181,7 +181,7 @@ def _masters(part: Mapping[str, Any]) -> Any:
 
 
 def _is_distributed(parts: list[Any]) -> bool:
-    """Return whether the state lies elsewhere: the distributed optimizer leaves only its groups here."""
+    """Return whether the state is in another file: the distributed optimizer has only its groups here."""
     return any(part and "state" not in _inner(part) and "param_groups" in _inner(part) for part in parts)
 
 
@@ -201,7 +201,7 @@ def _refusal(file: RankFile, items: Iterable[str]) -> MappingError:
 def _in_groups(
     file: RankFile, parameters: list[Parameter], part: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[Parameter, str, View]]:
-    """Yield the states of a plain optimizer: numbered through its groups."""
+    """Yield the states of a plain optimizer, which are numbered across its groups."""
     inner, masters = _inner(part), _masters(part)
     groups = inner.get("param_groups", [])
     dealt = dealt_to(groups, parameters, args)
@@ -238,7 +238,7 @@ def _checked(file: RankFile, parameter: Parameter, state: str, view: Any) -> Vie
 def _in_buffers(
     file: RankFile, parameters: list[Parameter], buffers: Mapping[Any, Any], args: Mapping[str, Any]
 ) -> Iterator[tuple[Parameter, str, View]]:
-    """Yield the states of the distributed optimizer: one flat buffer for each chunk and dtype, in their order."""
+    """Yield the states of the distributed optimizer: one flat buffer per chunk and dtype, in order."""
     kinds = by_buffer(parameters)
     stored = [
         (dtypes[0].name if isinstance(dtypes, tuple) else str(dtypes), tensors)
@@ -286,7 +286,7 @@ def _in_buffer(
 def _fitting_starts(
     sizes: list[int], members: list[Parameter], length: int, args: Mapping[str, Any]
 ) -> list[list[int]]:
-    """Return where the parameters begin, by each way of cutting buckets that gives a buffer of this length."""
+    """Return the offsets of the parameters, for each way of cutting buckets that gives a buffer of this length."""
     alone = [are_shared(member, args) for member in members]
     cuts = [None, bucket_size_of(args)]
     fitting: list[list[int]] = []
@@ -298,7 +298,7 @@ def _fitting_starts(
 
 
 def _groups_with_steps(inner: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the groups without their parameters, and with the number of steps that torch keeps for each parameter."""
+    """Yield the groups without their parameters, but with the number of steps, which torch keeps per parameter."""
     for group in inner.get("param_groups", []):
         plain = {key: value for key, value in group.items() if key != "params"}
         members = [inner.get("state", {}).get(key, {}) for key in group.get("params", [])]

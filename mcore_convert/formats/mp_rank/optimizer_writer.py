@@ -1,4 +1,4 @@
-"""Optimizer state of a rank as Megatron-LM saves it, with holes for its tensors: the reverse of `optimizer`."""
+"""Optimizer state of a rank as Megatron-LM saves it, with holes for its tensors: the inverse of `optimizer`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from mcore_convert.storage.views import TensorMeta
 
 
 def groups_of(training: Training, weights: Iterable[Weight], *, apart: bool) -> list[Groups]:
-    """Return the parameter groups of each chained optimizer. Under expert parallelism experts have one of their own.
+    """Return the parameter groups of each chained optimizer. With expert parallelism, experts have their own optimizer.
 
     Args:
-        apart: whether they do in the run that will load the state; the run that saved it may have had another layout.
+        apart: whether experts have their own in the run that will load the state, which may have another layout.
     """
     by_kind = training.chained_by_kind(apart=apart)
     if by_kind:
@@ -57,11 +57,11 @@ def optimizer_of(
     masters: bool,
     release: Release = NEWEST,
 ) -> Any:
-    """Return the entry `optimizer` of a rank's file: a dict, or a list of them where optimizers are chained.
+    """Return the entry `optimizer` of a rank's file: a dict, or a list of dicts if optimizers are chained.
 
     Args:
-        release: of Megatron-LM, which decides in which order a rank has its groups.
-        masters: whether the optimizer keeps master copies, as that of a model in fp32 does not.
+        release: release of Megatron-LM, which determines the order of a rank's groups.
+        masters: whether the optimizer has master copies; for a model in fp32 it has none.
 
     Raises:
         MappingError: there is no group for a parameter.
@@ -90,8 +90,8 @@ def buffers_of(
     """Return the content of `distrib_optim.pt`, for chained optimizers.
 
     Args:
-        saves_dense: the data-parallel group of what is no expert's reaches over the expert ranks, and its first rank
-            alone saves.
+        saves_dense: whether this rank saves the state of dense parameters: their data-parallel group spans the expert
+            ranks, and only its first rank saves.
     """
     parts: list[Any] = []
     for which, parameters in enumerate(owned_by(file, chained)):
@@ -123,24 +123,23 @@ def _as_they_come(groups: Groups, parameters: list[Parameter], args: Mapping[str
     """Return the groups in the order of their first parameters on this rank (`optimizer/__init__.py`,
     `_get_param_groups`).
 
-    Megatron-LM up to 0.15 has them so and takes those of a file by their places, so that a later pipeline stage, whose
-    first parameter is a norm, begins with the group that is not decayed.
+    Megatron-LM up to 0.15 has this order and matches the groups of a file by position, so a later pipeline stage, whose
+    first parameter is a norm, begins with the group without weight decay.
     """
     places = {parameter: place for place, parameter in enumerate(parameters)}
     dealt = dealt_to(groups, parameters, args)
     first = [min((places[member] for member in members), default=len(places)) for members in dealt]
     order = sorted(range(len(groups)), key=first.__getitem__)
-    without = release < GROUPS_OF_ALL_RANKS  # a group without parameters is not there
+    without = release < GROUPS_OF_ALL_RANKS  # groups without parameters are omitted
     return [groups[number] for number in order if dealt[number] or not without]
 
 
 def _plain(
     file: RankFile, parameters: list[Parameter], groups: Groups, training: Training, args: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[list[Hole]]]:
-    """torch's own state dict, and the master copies of each group.
+    """Return torch's state dict, and the master copies of each group.
 
-    torch counts the steps of each parameter by itself; the fused optimizers of Apex and Transformer Engine count those
-    of a group.
+    torch counts steps per parameter; the fused optimizers of Apex and Transformer Engine count them per group.
     """
     dealt = dealt_to(groups, parameters, args)
     held = [parameter.name for members in dealt for parameter in members]

@@ -1,6 +1,6 @@
-"""The trained parameters of a rank: their order, the optimizers and groups that they are dealt to, their flat buffers.
+"""The trained parameters of a rank: their order, their optimizers and groups, their flat buffers.
 
-What reads optimizer state and what writes it agree on this.
+Reading and writing optimizer state share this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 Groups = Sequence[Mapping[str, Any]]
 
 FLOAT16 = ("float16", "bfloat16")
-BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert)$")  # in a state dict, but no parameters
+BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert)$")  # in a state dict, but not parameters
 EXPERTS = ".mlp.experts."
 EMBEDDING_OR_OUTPUT = (EMBEDDING, OUTPUT)
 
@@ -32,13 +32,14 @@ class Parameter(NamedTuple):
 
 
 def buffer_starts(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None = None) -> tuple[list[int], int]:
-    """Return where parameters begin in a stored buffer, and its end (Megatron Core, `_ParamAndGradBuffer`).
+    """Return the offsets of parameters in a stored buffer, and its length (Megatron Core, `_ParamAndGradBuffer`).
 
     The buffer is cut into buckets, and stored without the padding at their ends. An embedding shared between stages
-    has a bucket `alone`; with `bucket_size`, a bucket ends once it has so many elements (`--overlap-grad-reduce`).
+    has a bucket of its own (`alone`); with `bucket_size`, a bucket ends once it has that many elements
+    (`--overlap-grad-reduce`).
     """
     starts = [0] * len(sizes)
-    base = end = 0  # of the current bucket in what is stored, and within the bucket
+    base = end = 0  # offset of the current bucket in the buffer, and end within the bucket
     filled = False
     for number in reversed(range(len(sizes))):
         start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -60,16 +61,16 @@ def parameters_of(file: RankFile) -> Iterator[Parameter]:
 
 
 def is_expert(parameter: Parameter) -> bool:
-    """Return whether it belongs to an expert, which has an optimizer of its own under expert parallelism."""
+    """Return whether a parameter is an expert's, which has its own optimizer with expert parallelism."""
     return EXPERTS in parameter.name
 
 
 def owned_by(file: RankFile, chained: Sequence[Groups]) -> list[list[Parameter]]:
-    """Return the parameters of each of several chained optimizers, given by their groups.
+    """Return the parameters of each chained optimizer, given by its groups.
 
-    Muon has the matrices but for the embedding and the output layer, and chained with it Adam or Lion has the rest
-    (Megatron Core 0.16.1, `optimizer/muon.py`, `get_megatron_muon_optimizer`). Under expert parallelism experts have an
-    optimizer of their own, which comes second.
+    Muon has the matrices except the embedding and the output layer, and a chained Adam or Lion has the rest (Megatron
+    Core 0.16.1, `optimizer/muon.py`, `get_megatron_muon_optimizer`). With expert parallelism, experts have their own
+    optimizer, which comes second.
     """
     every = list(parameters_of(file))
     kinds = [any(map(is_by_momentum, groups)) for groups in chained]
@@ -84,17 +85,17 @@ def owned_by(file: RankFile, chained: Sequence[Groups]) -> list[list[Parameter]]
 
 
 def is_matrix(parameter: Parameter) -> bool:
-    """Return whether it is a matrix, as Muon takes them: neither the embedding nor the output layer."""
+    """Return whether a parameter is a matrix for Muon: not the embedding or the output layer."""
     return len(parameter.local.view.shape) == 2 and parameter.name not in (EMBEDDING, OUTPUT)
 
 
 def dealt_to(
     groups: Sequence[Mapping[str, Any]], parameters: list[Parameter], args: Mapping[str, Any]
 ) -> list[list[Parameter]]:
-    """Return the parameters of each group, in their order.
+    """Return the parameters of each group, in order.
 
-    Groups differ in weight decay, in a learning rate of their own for the embedding and the output layer, and, where an
-    optimizer has experts beside the rest, in being of experts.
+    Groups differ in weight decay, in a separate learning rate for the embedding and the output layer, and, if one
+    optimizer has experts and other parameters, in whether they are of experts.
     """
     if len(groups) == 1:
         return [parameters]
@@ -111,7 +112,7 @@ def dealt_to(
 
 
 def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Parameter]]:
-    """Return the parameters of each flat buffer, in the order of the modules: one for each chunk and dtype."""
+    """Return the parameters of each flat buffer, in the order of the modules: one buffer per chunk and dtype."""
     kinds: dict[tuple[int, str], list[Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.chunk, parameter.local.view.dtype), []).append(parameter)
@@ -119,7 +120,7 @@ def by_buffer(parameters: Iterable[Parameter]) -> dict[tuple[int, str], list[Par
 
 
 def are_shared(parameter: Parameter, args: Mapping[str, Any]) -> bool:
-    """Return whether it is an embedding of which another pipeline stage has a copy."""
+    """Return whether a parameter is an embedding of which another pipeline stage has a copy."""
     if (args.get("pipeline_model_parallel_size") or 1) == 1:
         return False
     tied = not args.get("untie_embeddings_and_output_weights")
@@ -128,13 +129,13 @@ def are_shared(parameter: Parameter, args: Mapping[str, Any]) -> bool:
 
 
 def is_layer_wise(args: Mapping[str, Any]) -> bool:
-    """Return whether a run deals whole parameters to data-parallel ranks (`--optimizer dist_muon`,
+    """Return whether a run distributes whole parameters over data-parallel ranks (`--optimizer dist_muon`,
     and others since 0.17).
     """
     return str(args.get("optimizer", "")).startswith("dist_") or bool(args.get("use_layer_wise_distributed_optimizer"))
 
 
 def bucket_size_of(args: Mapping[str, Any]) -> int:
-    """Return what a bucket holds at least, in elements (Megatron Core, `DistributedDataParallel`)."""
+    """Return the minimum size of a bucket, in elements (Megatron Core, `DistributedDataParallel`)."""
     size: int = args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * (args.get("data_parallel_size") or 1))
     return size

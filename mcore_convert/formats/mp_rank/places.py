@@ -1,6 +1,6 @@
-"""Places of the tensors of a model in rank files: the ranks that hold a weight, and under which name.
+"""Places of the tensors of a model in rank files: the ranks that hold a weight, and its names there.
 
-Asked for every expert of every layer, so that what they have in common is computed once.
+Places are requested for every expert of every layer, so common results are cached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_convert.spec.shard import Shape, Shard
 
 
 class Place(NamedTuple):
-    """Where a copy of a local tensor is: the rank, its model chunk, and the name in its modules."""
+    """Place of a copy of a local tensor: the rank, its model chunk, and the name in its modules."""
 
     rank: Rank
     chunk: int
@@ -29,10 +29,10 @@ class Place(NamedTuple):
 
 
 class Holders(NamedTuple):
-    """Where a weight is: the first copy of each part, and further copies.
+    """Places of a weight: the first copy of each part, and further copies.
 
-    The parts are one for each tensor rank, or one where the weight is not cut. Copies are on other tensor or expert
-    ranks, and those of a tied embedding on the last stage.
+    There is one part per tensor rank, or one if the weight is not sharded. Copies are on other tensor or expert ranks,
+    and those of a tied embedding on the last stage.
     """
 
     parts: list[Place]
@@ -40,7 +40,7 @@ class Holders(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What all tensors of a row have in common: their name in the modules, their shape, and how they are cut."""
+    """Common properties of all tensors of a row: name template in the modules, shape and shard."""
 
     template: str
     shape: Shape
@@ -49,31 +49,31 @@ class _Row(NamedTuple):
 
 
 class Places:
-    """The places of a model of some sizes on the ranks of a layout."""
+    """Places of a model of given sizes on the ranks of a layout."""
 
     def __init__(self, holding: Holding, spec: LayerSpec, release: Release, dims: Dims) -> None:
         self.dims = dims
         self._holding, self._layout, self._spec, self._release = holding, holding.layout, spec, release
         self._rows: dict[Weight, _Row] = {}
-        self._latest: tuple[Item, Holders] | None = None  # asked for several times, one after the other
-        self._ranks: dict[tuple[int, int | None], list[Rank]] = {}  # of a stage, all of them under None
+        self._latest: tuple[Item, Holders] | None = None  # requested several times in a row
+        self._ranks: dict[tuple[int, int | None], list[Rank]] = {}  # of a stage; with None for all expert ranks
         for rank in self._layout.ranks():
             self._ranks.setdefault((rank.pp, None), []).append(rank)
             self._ranks.setdefault((rank.pp, rank.ep), []).append(rank)
         self._shares: dict[tuple[int, int | None, int | None], tuple[list[Rank], list[Rank]]] = {}
 
     def of(self, item: Item) -> Holders:
-        """Return where a weight, which Megatron has, is held."""
+        """Return the holders of a weight that Megatron has."""
         latest = self._latest
         if latest is None or latest[0] is not item:
             latest = self._latest = item, self._holders(item)
         return latest[1]
 
     def local(self, item: Item, rank: Rank, rows: int | None) -> Local:
-        """Return what a rank holds of a weight.
+        """Return the part of a weight on a rank.
 
         Args:
-            rows: of a vocabulary tensor with its padding.
+            rows: number of rows of a vocabulary tensor including padding.
         """
         row = self._row(item.weight)
         local = row.locals.get((rank, rows))
@@ -106,8 +106,8 @@ class Places:
         return row
 
     def _shared(self, pp: int, ep: int | None, dim: int | None) -> tuple[list[Rank], list[Rank]]:
-        """Return the first rank with each part of a weight that is cut along `dim`, in the order of the parts, and
-        the ranks that hold these parts again.
+        """Return the first rank with each part of a weight that is sharded along `dim`, in the order of the parts, and
+        the ranks with further copies.
         """
         key = (pp, ep, dim)
         if key not in self._shares:

@@ -1,4 +1,4 @@
-"""One rank's files in the format `torch`: its model chunks as local tensors, each with the views that hold it."""
+"""One rank's files in the format `torch`: its model chunks as local tensors with their views."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ MODEL_FILE, DISTRIBUTED_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 JOINED_EXPERTS = re.compile(r"(.*mlp\.experts\.)weight([12])")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
-# Entries of a state dict that are no weights: state of Transformer Engine's modules, rotary frequencies of old runs.
+# Entries of a state dict that are not weights: state of Transformer Engine's modules, rotary frequencies of old runs.
 NO_WEIGHT = ("_extra_state", "inv_freq")
 
 Arrange = Callable[[View], list[Slot]]
 
 
 def as_it_is(view: View) -> list[Slot]:
-    """Return a local tensor that is stored as Megatron Core's modules have it."""
+    """Return the slot of a local tensor that is stored in the order of Megatron Core's modules."""
     return [Slot(view, Box.whole(view.shape))]
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A rank's part of a weight: its key on disk, its view, and how a view of its stored shape holds its boxes.
+    """A rank's part of a weight: its key on disk, its view, and a function from a stored view to slots.
 
-    `arrange` also serves the optimizer's states, which are stored as the parameter is; of one that is yet to be written
-    `moments` names those that its optimizer keeps.
+    `arrange` also applies to the optimizer's states, which are stored as the parameter is; for a reserved tensor,
+    `moments` names those of its optimizer.
     """
 
     key: str
     view: View
     arrange: Arrange = as_it_is
-    joined: str | None = None  # the key on disk, where one tensor joins it with others
+    joined: str | None = None  # key on disk of a tensor that contains this one and others
     moments: tuple[str, ...] = ()
 
     @property
@@ -53,17 +53,17 @@ class LocalTensor:
         return self.view.meta
 
 
-# The tensors of one model chunk by the names that Megatron Core's modules give them, in the order of its file, which is
-# that of the modules.
+# The tensors of one model chunk by their names in Megatron Core's modules, in the order of the file, which is that of
+# the modules.
 Chunk = Mapping[str, LocalTensor]
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank saved. `tree` is the content of its file without the model.
+    """The files of one rank. `tree` is the content of its model file without the model.
 
-    `reserved_buffers` is the content of a `distrib_optim.pt` that is laid out but not there yet. `model_sums` are the
-    checksums that its file stores.
+    `reserved_buffers` is the content of a `distrib_optim.pt` that is laid out but not written. `model_sums` are the
+    checksums in its model file.
     """
 
     name: str
@@ -75,16 +75,16 @@ class RankFile:
 
     @property
     def iteration(self) -> Any:
-        """The iteration; `total_iters` is what old versions call it."""
+        """Iteration, which old versions call `total_iters`."""
         return self.tree.get("iteration", self.tree.get("total_iters"))
 
     def label(self, chunk: int) -> str:
-        """Return what to put before a key of a chunk: the rank, and the chunk where there are several."""
+        """Return the label of a chunk's keys in messages: the rank, and the chunk if there are several."""
         return f"{self.name}: " if len(self.chunks) == 1 else f"{self.name} model{chunk}: "
 
     @cached_property
     def distributed(self) -> Any:
-        """The content of `distrib_optim.pt`, or None."""
+        """Content of `distrib_optim.pt`, or None."""
         if self.reserved_buffers is not None:
             return self.reserved_buffers
         return None if self._distributed_file is None else self._distributed_file.tree
@@ -100,14 +100,14 @@ class RankFile:
 
     @property
     def sums(self) -> Iterator[Sum]:
-        """The checksums that its files store of tensors."""
+        """Checksums of tensors that the files store."""
         yield from self.model_sums
         if self._distributed_file is not None:
             yield from self._distributed_file.sums
 
 
 def args_of(tree: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the run's arguments, where the file has them."""
+    """Return the run's arguments, if the file has them."""
     args = tree.get("args")
     return dict(vars(args)) if isinstance(args, argparse.Namespace) else None
 
@@ -116,7 +116,7 @@ def read_archive(path: Path) -> TorchFile:
     """Read a rank's file, without its tensors.
 
     Raises:
-        UnreadableCheckpoint: it is damaged, or no checkpoint of a model.
+        UnreadableCheckpoint: it is damaged, or not a checkpoint of a model.
     """
     archive = TorchFile(path)
     if not isinstance(archive.tree, dict):
@@ -129,7 +129,7 @@ def models_of(tree: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     """Return the state dict of each model chunk: `model`, or `model0`, `model1` and so on with virtual stages.
 
     Raises:
-        UnreadableCheckpoint: there is none.
+        UnreadableCheckpoint: there is no model.
     """
     models = [tree["model"]] if "model" in tree else []
     while "model" not in tree and f"model{len(models)}" in tree:
@@ -140,10 +140,10 @@ def models_of(tree: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
 
 
 def chunks_of(tree: Mapping[str, Any], args: Mapping[str, Any], where: str) -> tuple[Chunk, ...]:
-    """Return the chunks of a rank, whether its model is of Megatron Core's classes or of those before.
+    """Return the chunks of a rank, for models of Megatron Core's classes and of those before.
 
     Raises:
-        UnreadableCheckpoint: a tensor that joins experts does not hold as many as the run has.
+        UnreadableCheckpoint: the size of a tensor of joined experts does not fit their number.
         MappingError: the names of an old model are not those of a GPT model.
     """
     chunks: list[Chunk] = []
@@ -157,15 +157,15 @@ def chunks_of(tree: Mapping[str, Any], args: Mapping[str, Any], where: str) -> t
 
 
 def name_of_weight(key: str) -> str:
-    """Return the name of a local tensor, whatever a release calls its module."""
+    """Return the name of a local tensor, independent of the release."""
     return name_in_any_release(key)
 
 
 def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) -> Iterator[tuple[str, LocalTensor]]:
-    """Yield a tensor of a chunk by its name, or those of the experts that it joins.
+    """Yield a tensor of a chunk with its name, or those of the experts that it contains.
 
-    `GroupedMLP` keeps the matrices of a layer's experts one after the other, each transposed, in a tensor whose shape
-    says otherwise (Megatron Core 0.5 to 0.16.1, `moe/experts.py`: `weight1.view(num_local_experts, hidden_size, -1)`).
+    `GroupedMLP` concatenates the matrices of a layer's experts, each transposed, in a tensor of another shape (Megatron
+    Core 0.5 to 0.16.1, `moe/experts.py`: `weight1.view(num_local_experts, hidden_size, -1)`).
     """
     joined = JOINED_EXPERTS.fullmatch(key)
     if joined is None:
@@ -184,7 +184,7 @@ def _local_tensors(key: str, view: View, args: Mapping[str, Any], where: str) ->
 
 
 def _old_chunk(model: Mapping[str, Any], version: float, args: Mapping[str, Any]) -> Chunk:
-    """Return the chunk of an old model; the order of its q, k and v also is that of the optimizer's states."""
+    """Return the chunk of an old model; the optimizer's states have the same order of q, k and v."""
     tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
     heads, kv_channels = args["num_attention_heads"], args.get("kv_channels")
     arrange = functools.partial(
@@ -200,10 +200,10 @@ def _old_chunk(model: Mapping[str, Any], version: float, args: Mapping[str, Any]
 
 
 def num_layers_of(chunk: Chunk, where: str) -> int:
-    """Return how many decoder layers a chunk holds; they are numbered from 0 in each chunk.
+    """Return the number of decoder layers in a chunk; they are numbered from 0 in each chunk.
 
     Raises:
-        UnreadableCheckpoint: a number is left out.
+        UnreadableCheckpoint: a number is missing.
     """
     numbers = {int(matched[1]) for matched in map(LAYER.match, chunk) if matched is not None}
     if numbers != set(range(len(numbers))):

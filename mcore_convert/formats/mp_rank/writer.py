@@ -1,4 +1,4 @@
-"""Reserving rank files for a layout: the directory that Megatron-LM itself would have saved there."""
+"""Reserving rank files for a layout: the directory that Megatron-LM would save with that layout."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ from mcore_convert.spec.releases import Release
 from mcore_convert.spec.shard import Shape
 from mcore_convert.storage.views import TensorMeta, View
 
-State = dict[str, Hole | None]  # the state dict of a model chunk, its tensors not filled
+State = dict[str, Hole | None]  # the state dict of a model chunk, with holes for its tensors
 
 
 @dataclass(frozen=True)
 class _Model:
-    """What is the same on all ranks."""
+    """Properties that are the same on all ranks."""
 
     rows: Sequence[Weight]
     dims: Dims
@@ -75,9 +75,9 @@ class _Model:
     chained: list[Groups] | None = None
 
     def kind_of(self, rank: Rank) -> Rank:
-        """Return the first rank that saves the same as this one, but for values and `distrib_optim.pt`.
+        """Return the first rank whose file equals this one's except for values and `distrib_optim.pt`.
 
-        Tensor ranks cut each tensor into equal parts, and expert ranks number their experts from 0.
+        Tensor ranks have equal shards of each tensor, and expert ranks number their experts from 0.
         """
         if self.random_states is not None:
             return rank
@@ -85,20 +85,20 @@ class _Model:
 
     @cached_property
     def _is_even(self) -> bool:
-        """Whether a row has one dtype, and the same states, in all layers and experts."""
+        """Whether each row has one dtype, and the same states, in all layers and experts."""
         numbers = Counter((item.weight, item.state, dtype) for item, dtype in self.dtype_of.items())
         of_state = {(weight, state): number for (weight, state, _), number in numbers.items()}
         each = (of_state.get((weight, PARAM)) == number for (weight, _, _), number in numbers.items())
         return len(of_state) == len(numbers) and all(each)
 
     def chunks(self, rank: Rank) -> dict[str, State]:
-        """Return the state dicts of the model chunks of a rank, by their keys in its file."""
+        """Return the state dicts of a rank's model chunks, by their keys in its file."""
         count = self.layout.num_virtual_stages
         models = ["model"] if count == 1 else [f"model{vpp}" for vpp in range(count)]
         return {key: self.state(rank, vpp) for vpp, key in enumerate(models)}
 
     def lay_out(self, name: str, path: Path, rank: Rank) -> _LaidOut:
-        """Lay out the file of a rank, and of all that are of its kind."""
+        """Lay out the file of a rank, which is the same for all ranks of its kind."""
         states = self.chunks(rank)
         random = {} if self.random_states is None else {KEY: self.random_states.of_rank(rank)}
         tree: dict[str, Any] = {**self.common, **random, "args": argparse.Namespace(**self.common["args"]), **states}
@@ -144,7 +144,7 @@ class _Model:
         return state
 
     def moments(self, rank: Rank, vpp: int) -> dict[str, tuple[str, ...]]:
-        """Return the moments that the optimizer keeps of each tensor of a model chunk, by its name."""
+        """Return the optimizer's moments of each tensor of a model chunk, by name."""
         return {
             name: tuple(moment for moment in MOMENTS if Item(weight, at, moment) in self.dtype_of)
             for name, weight, at in self._entries(Stage(vpp, rank.pp), rank.ep)
@@ -155,9 +155,9 @@ class _Model:
         return Holding(self.layout, self.layout.stages(self.dims.num_layers))
 
     def _has_extra_state(self, module: str) -> bool:
-        """Return whether a module has one: every linear layer, and with Transformer Engine every norm of its own.
+        """Return whether a module has an extra state: linear layers, and with Transformer Engine separate norms.
 
-        The norm at the end is Transformer Engine's wherever that is installed, in Megatron's own layer spec too
+        The final norm is Transformer Engine's if that is installed, in Megatron's own layer spec, too
         (`transformer_block.py`, `LayerNormImpl`).
         """
         if self.norm_state and module in FINAL_NORMS:
@@ -165,7 +165,7 @@ class _Model:
         return has_extra_state(module.rpartition(".")[2], norms=self.implementation == TRANSFORMER_ENGINE)
 
     def _entries(self, stage: Stage, ep: int) -> Iterator[tuple[str, Weight, Index]]:
-        """Yield the tensors of a chunk as its modules register them."""
+        """Yield the tensors of a chunk in the order in which its modules register them."""
         for held in self._holding.held_on(self.rows, self.dims, stage, ep, grouped=self.experts == GROUPED):
             assert held.weight.mcore is not None
             template = held.copied_as or held.weight.mcore
@@ -174,7 +174,7 @@ class _Model:
 
 
 def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
-    """Return what Megatron-LM must be told of the flat buffers of a distributed optimizer: their dtype and buckets."""
+    """Return Megatron-LM's arguments for the flat buffers of a distributed optimizer: their dtype and buckets."""
     if not training.distributed:
         return Resume()
     return Resume(
@@ -186,11 +186,11 @@ def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Res
 
 
 def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
-    """Lay out the files of every rank, with the tracker file. Their modules are those of the request's layer spec.
+    """Lay out the files of every rank, and the tracker file. Modules are those of the request's layer spec.
 
     Raises:
-        LayoutError: parts of an expert would share a directory.
-        MappingError: the optimizer's groups do not deal out the parameters, or it deals them to data-parallel ranks.
+        LayoutError: shards of an expert would share a directory.
+        MappingError: the optimizer's groups do not cover the parameters, or it is the layer-wise optimizer.
     """
     path, dims, dtype_of, layout = request.path, request.dims, request.dtype_of, request.layout
     common, training = request.common, request.training
@@ -233,7 +233,7 @@ def reserve(request: Request) -> tuple[MpRankCheckpoint, Reservation]:
 
 
 class _LaidOut(NamedTuple):
-    """The file of the ranks of one kind: its tree with holes, its models' keys, and what an optimizer has of them."""
+    """The file of all ranks of one kind: its planned chunks, its layout, and the keys of its models."""
 
     planned: RankFile
     layout: TreeLayout
@@ -243,7 +243,7 @@ class _LaidOut(NamedTuple):
 def _reserve_rank(
     folder: Path, rank: Rank, model: _Model, laid_out: dict[Rank, _LaidOut], reservation: Reservation
 ) -> RankFile:
-    """Reserve the files of one rank, which are `laid_out` for the first of its kind."""
+    """Reserve the files of one rank; `laid_out` caches the layout of each kind of rank."""
     name = mp_rank_layout.rank_name(rank, model.layout)
     path = folder / name / MODEL_FILE
     kind = model.kind_of(rank)
@@ -261,7 +261,7 @@ def _reserve_rank(
 
 
 def _planned(path: Path, state: State, moments: Mapping[str, tuple[str, ...]]) -> Chunk:
-    """Return a chunk before it is laid out: its tensors' shapes and dtypes count, their offsets do not."""
+    """Return a chunk before it is laid out: its tensors' shapes and dtypes are final, their offsets are not."""
     held = {key: hole for key, hole in state.items() if hole is not None and hole.content is None}
     return {
         name_of_weight(key): LocalTensor(key, View.of(path, 0, hole.meta), moments=moments[key])

@@ -1,4 +1,4 @@
-"""The format `torch_dist`: Megatron's distributed checkpoints; and `zarr`, their storage before, read only."""
+"""The formats `torch_dist`, Megatron's distributed checkpoints, and `zarr`, their former storage, read only."""
 
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.format import Format

@@ -1,10 +1,10 @@
-"""The form `dp_reshardable` of the distributed optimizer's state: flat buckets, found back by the order of the modules.
+"""The form `dp_reshardable` of the distributed optimizer's state: flat buckets, matched by the order of the modules.
 
-A group of data-parallel ranks (one for each tensor and pipeline rank, and for each expert rank where experts have an
-optimizer of their own) has a buffer for each model chunk and dtype, cut into buckets. A bucket holds parameters in the
-reverse of their order in the module, each from a multiple of 64 elements on (Megatron Core, `param_and_grad_buffer.py`,
-`_ParamAndGradBuffer`; `distrib_optimizer.py`, `sharded_param_state_dp_reshardable`). No name is stored. The order is
-that of one of Megatron's layer specs; which of them is found by comparing master copies with the model's weights.
+A data-parallel group (one per tensor and pipeline rank, and per expert rank if experts have their own optimizer) has
+one buffer per model chunk and dtype, cut into buckets. A bucket holds parameters in the reverse of their order in the
+module, each at a multiple of 64 elements (Megatron Core, `param_and_grad_buffer.py`, `_ParamAndGradBuffer`;
+`distrib_optimizer.py`, `sharded_param_state_dp_reshardable`). Names are not stored. The order is that of one of
+Megatron's layer specs, which is determined by comparing master copies with the model's weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BUCKET_KEY = re.compile(
     r"\.dtype_\((?:torch\.)?(?P<dtype>\w+),[^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
 )
 KINDS = {MASTER: "param"} | {moment: moment for moment in MOMENTS}
-PROBE = 64  # elements of each parameter that are compared to find the order
+PROBE = 64  # elements of each parameter that are compared to determine the order
 WITHOUT = "leave the optimizer state behind with --no-optimizer"
 
 
@@ -48,7 +48,7 @@ WITHOUT = "leave the optimizer state behind with --no-optimizer"
 class BucketState:
     """Optimizer state in buckets. `keys` has the key on disk of each kind of state in each bucket.
 
-    `without_matrices`: those inside the layers are another optimizer's, as Muon's is.
+    `without_matrices`: matrices inside the layers belong to another optimizer, such as Muon.
     """
 
     directory: dcp.Directory
@@ -60,16 +60,16 @@ class BucketState:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What it keeps of every trained weight."""
+        """States of every trained weight."""
         kinds = set().union(*(by_kind.keys() for by_kind in self.keys.values()))
         return tuple(state for state, kind in KINDS.items() if kind in kinds)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Return whether it is among these states: buckets have all states of all their parameters."""
+        """Return whether the state exists: buckets have all states of all their parameters."""
         return item.state in self.states
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
-        """Return the boxes of one state of one weight; vocabulary rows come with their padding."""
+        """Return the boxes of one state of one weight; vocabulary rows include their padding."""
         slots = []
         stretches = self._stretches.get((item.weight.mcore or "", item.at), [])
         for each in stretches:
@@ -81,14 +81,14 @@ class BucketState:
         return self._whole(item, dims, slots, findings)
 
     def replicas(self, item: Item, dims: Dims) -> Iterator[tuple[Slot, str]]:
-        """Yield the copies on further tensor-parallel ranks, and that of a tied embedding on the last stage."""
+        """Yield the copies on other tensor-parallel ranks, and that of a tied embedding on the last stage."""
         for each in self._stretches.get((item.weight.mcore or "", item.at), []):
             if each.is_replica:
                 for slot in self._whole(item, dims, self._slots(each, item.state), Findings()):
                     yield slot, f"{each.rank} holds another value of its optimizer state"
 
     def _whole(self, item: Item, dims: Dims, slots: list[Slot], findings: Findings) -> list[Slot]:
-        """Return the slots, those of remainders joined with the weights."""
+        """Return the slots, with remainders joined with their weights."""
         if item.state != MASTER:
             return slots
         weights = partial(self.weights.locate, item.weight, item.at, dims, findings)
@@ -96,10 +96,10 @@ class BucketState:
 
     @cached_property
     def run(self) -> Run:
-        """The model and the layout of the run that saved the buckets.
+        """Model and layout of the run that saved the buckets.
 
         Raises:
-            UnreadableCheckpoint: its arguments are not stored, or describe weights that are not known here.
+            UnreadableCheckpoint: its arguments are not stored, or describe unknown weights.
         """
         where = f"the optimizer state in `{self.directory.path}`"
         if self.stored_args is None:
@@ -117,11 +117,11 @@ class BucketState:
 
     @cached_property
     def _stretches(self) -> Mapping[tuple[str, Index], list[Stretch]]:
-        """Where every parameter lies, in the one order of which a sample of the data proves that it is right.
+        """Places of every parameter, in the only order that a sample of the data confirms.
 
         Raises:
-            UnreadableCheckpoint: in no known order do the parameters fit the buckets and round to the weights, or
-                remainders, which fit to any weight, do so in several.
+            UnreadableCheckpoint: the parameters fit the buckets and round to the weights in no known order; or in
+                several, for remainders, which fit any weight.
         """
         buffers = self._buffers()
         if self._keeps_remainders:
@@ -155,7 +155,7 @@ class BucketState:
         )
 
     def _dtype_of(self, weight: Weight, at: Index) -> str | None:
-        """Return the dtype of a weight in a buffer: one that was quantised is dequantised where it is saved."""
+        """Return the dtype of a weight in a buffer; quantised weights are saved dequantised."""
         packed = is_quantised(self.stored_args or {}, weight, at)
         return PACKED if packed else self.weights.dtype_of(weight, at)
 
@@ -183,12 +183,12 @@ class BucketState:
         return any(self.directory.tensors[keys[kind]].dtype == REMAINDER for keys in self.keys.values() if kind in keys)
 
     def _check_bounds(self, stretches_of: Mapping[tuple[str, Index], list[Stretch]]) -> None:
-        """Prove that every parameter begins and ends where a chunk does, as each was saved by itself.
+        """Check that every parameter begins and ends at the bounds of chunks, since each was saved separately.
 
-        It is the proof where remainders are kept: joined with any weight one rounds to that weight.
+        Used for remainders: joined with any weight, a remainder rounds to that weight.
 
         Raises:
-            Misfit: one does not.
+            Misfit: a parameter does not.
         """
         for stretch in (stretch for places in stretches_of.values() for stretch in places):
             key = self.keys[stretch.place][KINDS[self.states[0]]]
@@ -203,10 +203,10 @@ class BucketState:
         return {}
 
     def _probe(self, stretches: Mapping[tuple[str, Index], list[Stretch]]) -> None:
-        """Prove on the first elements of every parameter that its master copy rounds to the weight.
+        """Check for the first elements of every parameter that its master copy rounds to the weight.
 
         Raises:
-            Misfit: it does not.
+            Misfit: a master copy does not.
         """
         rows = {weight.mcore: weight for weight in self.run.rows}
         with Files() as files:
@@ -226,7 +226,7 @@ class BucketState:
 
     def _pieces(self, key: str, start: int, end: int) -> Iterator[tuple[int, View]]:
         """Yield a range of a bucket as one-dimensional views, each with its offset.
-        Headers of paddings are not read.
+        Headers of padding are not read.
         """
         if key not in self._chunks:
             chunks = sorted(self.directory.chunks[key], key=lambda chunk: chunk.box.offsets)
@@ -247,12 +247,12 @@ class BucketState:
 
 
 def is_matrix(weight: Weight) -> bool:
-    """Return whether Muon takes a weight: a matrix, and neither the embedding nor the output layer."""
+    """Return whether a weight is a matrix for Muon: not the embedding or the output layer."""
     return len(weight.shape) == 2 and weight.mcore not in (gpt.EMBEDDING, gpt.OUTPUT)
 
 
 def _rounds_to(files: Files, master: Slot, weight: Slot, near: Tolerance | None) -> bool:
-    """Return whether a master copy is that of a weight, which lies within its box."""
+    """Return whether a master copy rounds to a weight, which lies within its box."""
     view = master.part(weight.box)
     values, wanted = files.read(view), files.read(weight.view)
     if view.dtype == weight.view.dtype:

@@ -1,6 +1,6 @@
 """Format `torch_dist`: Megatron Core's distributed checkpoints, read as 0.8 to 0.19 write them.
 
-Its names are those of `keys`, and the optimizer's state is found by `optimizer`.
+`keys` handles the names, and `optimizer` the optimizer's state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mcore_convert.storage.views import Slot, Sum, TensorMeta
 
 TORCH_DIST, ZARR = "torch_dist", "zarr"
 
-# Keys that are no weights: optimizer state (plain, distributed and chained), random states, bookkeeping.
+# Keys that are not weights: optimizer state (plain, distributed and chained), random states, bookkeeping.
 NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state/|rerun_state_machine_state/|common_state/")
 RANDOM_KEY = re.compile(r"rng_state/shard_([\d.]+)_([\d.]+)")
 ANCHORS = (EMBEDDING, *FINAL_NORMS)
@@ -49,20 +49,20 @@ ANCHORS = (EMBEDDING, *FINAL_NORMS)
 
 def detect(path: Path) -> bool:
     """Return whether a directory has `.metadata` with Megatron's names,
-    and no `metadata.json` that names another storage.
+    and no `metadata.json` with another backend.
     """
     return dcp.exists(path) and backend_of(path) != ZARR and kind_of(path) is Kind.MEGATRON
 
 
 def directory_of(path: Path) -> Path | None:
-    """Return the directory that one of its files lies in, or that is within another program's; None for others."""
+    """Return the directory of one of its files, or the one inside another program's directory; None for others."""
     return path.parent if path.is_file() and detect(path.parent) else inner_directory(path)
 
 
 def backend_of(path: Path) -> str:
-    """Return the storage that `metadata.json` names; `torch_dist` where it cannot be read.
+    """Return the backend that `metadata.json` names; `torch_dist` if it cannot be read.
 
-    The file is of Megatron Core, `dist_checkpointing/core.py`.
+    Megatron Core writes the file in `dist_checkpointing/core.py`.
     """
     try:
         return str(read_json(path / BACKEND_FILE).get("sharded_backend", TORCH_DIST))
@@ -74,7 +74,7 @@ def backend_of(path: Path) -> str:
 class TorchDistCheckpoint(Checkpoint):
     """An open or a reserved directory. `keys` maps the names of this module's dialects to the keys on disk.
 
-    `described` are the arguments of a run that stored none, as its model's configuration has them.
+    `described` are arguments from the model's configuration, for a run that stored none.
     """
 
     directory: dcp.Directory
@@ -87,15 +87,15 @@ class TorchDistCheckpoint(Checkpoint):
 
     @cached_property
     def weights(self) -> StateKeys:
-        """The model's own tensors."""
+        """Keys of the model's tensors."""
         return StateKeys(self.directory, self.keys, reserved=self.reserved)
 
     @cached_property
     def optimizer(self) -> OptimizerState | None:
-        """The optimizer's tensors; None where there are none.
+        """State of the optimizer; None if there is none.
 
         Raises:
-            ConvertError: they are in a form that is not read, or one of them has no place.
+            ConvertError: its form is not supported, or a tensor has no place in it.
         """
         if not self.optimizer_keys:
             return None
@@ -157,11 +157,11 @@ class TorchDistCheckpoint(Checkpoint):
 
     @cached_property
     def common(self) -> Common:
-        """The common state; where no arguments are stored in it, with those that another program has written beside it.
+        """Common state; if it has no arguments, with those that another program has stored beside it.
 
         Raises:
             UnreadableCheckpoint: there is no common state.
-            ConfigError: the other program's configuration names what is not known.
+            ConfigError: the other program's configuration names unknown classes or functions.
         """
         state = common_state(self.path, self.directory, optimizer_beside(self.path))
         known = {} if self._has_norm_state else {"transformer_impl": modules.LOCAL}
@@ -172,7 +172,7 @@ class TorchDistCheckpoint(Checkpoint):
 
     @property
     def optimizer_keys(self) -> list[str]:
-        """The keys of the optimizer's tensors and objects."""
+        """Keys of the optimizer's tensors and objects."""
         every = [*self.directory.tensors, *self.directory.objects]
         return [key for key in every if re.match(r"(chained_\d+\.)?optimizer\.", key.removeprefix(self.prefix))]
 
@@ -185,11 +185,11 @@ class TorchDistCheckpoint(Checkpoint):
         return companions_of(self.path)
 
     def progress_files(self, path: Path, name: str) -> Iterator[tuple[Path, Path]]:
-        """Yield Megatron-Bridge's, which it has in the directory of an iteration and above it."""
+        """Yield the files of Megatron-Bridge, in the directory of an iteration and above it."""
         return progress_files(self.path, self.common, path, name)
 
     def check_whole(self) -> None:
-        """Prove that every file is there and that the chunks of every weight tile it.
+        """Check that every file exists and that the chunks of every weight tile it.
 
         Raises:
             UnreadableCheckpoint: as `dcp.Directory.check`.
@@ -198,13 +198,13 @@ class TorchDistCheckpoint(Checkpoint):
 
     @property
     def norm_state(self) -> bool:
-        """What is written here for all versions has the state in any case, and tells nothing."""
+        """Whether the run had Transformer Engine's final norm; False for our own files, which always have its state."""
         ours = (self.path / COMMON).is_file() and COMMON_STATE in self.directory.objects
         return not ours and self._has_norm_state
 
     @property
     def _has_norm_state(self) -> bool:
-        """Whether the last norm has a state, as wherever Transformer Engine is installed."""
+        """Whether the final norm has an extra state, which it has if Transformer Engine is installed."""
         keys = tuple(f"{norm}._extra_state" for norm in modules.FINAL_NORMS)
         return any(each.removeprefix(self.prefix).startswith(keys) for each in self.directory.objects)
 
@@ -227,10 +227,10 @@ class TorchDistCheckpoint(Checkpoint):
 
 
 def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchDistCheckpoint:
-    """Open a directory: `.metadata` and nothing else. Its weights are proven whole by `check_whole`.
+    """Open a directory by reading only `.metadata`; `check_whole` checks that the weights are complete.
 
     Args:
-        args: Megatron arguments that take the place of stored ones, or of those that are not stored.
+        args: Megatron arguments that override or complete the stored ones.
 
     Raises:
         UnreadableCheckpoint: no tracker file, damaged metadata, a zarr checkpoint, or no model in it.
@@ -253,7 +253,7 @@ def open_torch_dist(path: Path, args: Mapping[str, Any] | None = None) -> TorchD
 
 
 def prefix_of(path: Path, directory: dcp.Directory) -> str:
-    """Return what a wrapper put before every key: `module.`, `model.`, `language_model.`; mostly nothing."""
+    """Return the prefix that a wrapper adds to every key: `module.`, `model.`, `language_model.`; usually empty."""
     prefixes = {
         key.removesuffix(anchor)
         for key in directory.tensors

@@ -1,4 +1,4 @@
-"""Objects of a `torch_dist` directory: the common state beside all tensors, and the random states of the ranks."""
+"""Objects of a `torch_dist` directory: the common state, and the random states of the ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mcore_convert.formats.random_states import RandomStates
 
 COMMON = "common.pt"
 COMMON_STATE = "common_state/shard_0_1"
-OF_OPTIMIZER = "optimizer/common_state"  # the key of that object beside the model's own, where verl stores two
+OF_OPTIMIZER = "optimizer/common_state"  # key of verl's second common state, that of the optimizer
 
 
 def common_state(path: Path, directory: dcp.Directory, optimizer: Path | None = None) -> dict[str, Any]:
     """Return the common state, from `common.pt` (until 0.18) or the object `common_state` (since 0.19).
 
     Args:
-        optimizer: the directory of the optimizer's state, where that is another one.
+        optimizer: the directory of the optimizer's state, if it is separate.
 
     Raises:
         UnreadableCheckpoint: there is neither.
@@ -52,7 +52,7 @@ def _state(path: Path, directory: dcp.Directory, key: str) -> dict[str, Any]:
 
 
 def random_archives(states: RandomStates | None) -> Iterator[tuple[str, torch_archive.Archive]]:
-    """Yield the objects of random states: their keys, and their archives, complete."""
+    """Yield the objects of random states: their keys, and their complete archives."""
     if states is None:
         return
     grid = ".".join(map(str, states.sizes))

@@ -1,4 +1,4 @@
-"""Traits of a `torch_dist` checkpoint: the versions that write such files, the form of its optimizer's state."""
+"""Traits of a `torch_dist` checkpoint: the versions that may have written it, the form of its optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mcore_convert.formats.base import Common
 
 
 def written_by(common: Common, path: Path) -> str:
-    """Return the Megatron Core versions that write such files; no version is stored,
-    so it is told from their traits.
+    """Return the Megatron Core versions that may have written a checkpoint. No version is stored:
+    they are inferred from its traits.
     """
     args, state = common.args or {}, common.state
     if "norm_epsilon" in args and "layernorm_epsilon" in args:
@@ -23,13 +23,13 @@ def written_by(common: Common, path: Path) -> str:
         (not (path / "common.pt").is_file(), "0.19", "0.18"),
     )
     low = next((since for there, since, _ in reversed(traits) if there), "0.8")
-    # Only what is absent after the last trait that is there bounds it: an object of arguments may be incomplete.
+    # Only traits that are missing after the last present one are an upper bound: stored arguments may be incomplete.
     after = traits[[since for _, since, _ in traits].index(low) + 1 :] if low != "0.8" else traits
     return f"Megatron Core {low} to {after[0][2]}" if after else f"Megatron Core {low} or later"
 
 
 def optimizer_form(common: Common, keys: list[str]) -> str | None:
-    """Return how the optimizer's tensors are stored; None where there are none."""
+    """Return the form of the optimizer's tensors; None if there are none."""
     if not keys:
         return None
     state = common.state

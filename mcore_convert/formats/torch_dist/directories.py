@@ -1,4 +1,4 @@
-"""The directory of a `torch_dist` checkpoint within those that other programs put around it.
+"""Finding the `torch_dist` checkpoint inside the directories of other programs.
 
     RUN/step_10/policy/weights/iter_0000000                     NeMo-RL
     RUN/global_step_10/actor/{dist_ckpt, huggingface}           verl up to 0.7
@@ -32,7 +32,7 @@ POLICY, ACTOR, MODEL, OPTIMIZER = "policy", "actor", "model", "optimizer"
 
 
 def inner_directory(path: Path) -> Path | None:
-    """Return the directory of the checkpoint that a program's own directory holds; None for any other path."""
+    """Return the directory of the checkpoint inside another program's directory; None for any other path."""
     if not path.is_dir():
         return None
     for weights in (path / POLICY / WEIGHTS, path / WEIGHTS):
@@ -42,7 +42,7 @@ def inner_directory(path: Path) -> Path | None:
 
 
 def _roles(path: Path) -> Iterator[Path]:
-    """Yield the directories that may be a model's that verl trains, for one of them, one step, or a run."""
+    """Yield directories that may be those of a model that verl trains, given a model, a step, or a run."""
     step = path
     if (path / TRACKER).is_file() and any(STEP.fullmatch(each.name) for each in path.iterdir()):
         latest = parse_tracker(path / TRACKER).removeprefix("iter_")
@@ -53,7 +53,7 @@ def _roles(path: Path) -> Iterator[Path]:
 
 
 def _of_role(role: Path) -> Path | None:
-    """Return the model of a role: in Megatron's form where it is there, since that may have its optimizer."""
+    """Return the model of a role: in Megatron's form if present, since that may include the optimizer."""
     is_role = any((role / name).is_file() for name in (TRANSFORMER_CONFIG, CONTENTS))
     if not is_role and not any((role / name).is_dir() for name in (DIST, f"{MODEL}/{DIST}")):
         return None
@@ -66,21 +66,21 @@ def _of_role(role: Path) -> Path | None:
 
 
 def has_model(directory: dcp.Directory) -> bool:
-    """Return whether a directory holds weights, and not an optimizer's state or random states alone."""
+    """Return whether a directory holds weights, and not only optimizer or random states."""
     return any(
         key.endswith((EMBEDDING, *FINAL_NORMS)) and OPTIMIZER not in key.partition(".")[0] for key in directory.tensors
     )
 
 
 def optimizer_beside(path: Path) -> Path | None:
-    """Return the directory that verl keeps an optimizer's state in, from that of its model; None for others."""
+    """Return verl's directory of the optimizer's state for that of a model; None for others."""
     path = path.absolute()
     other = path.parent.parent / OPTIMIZER / DIST
     return other if path.name == DIST and path.parent.name == MODEL and dcp.exists(other) else None
 
 
 def with_optimizer(path: Path, directory: dcp.Directory) -> dcp.Directory:
-    """Return a model's directory with the optimizer's state that verl keeps in a directory beside it."""
+    """Return a model's directory merged with the optimizer's state that verl stores in a separate directory."""
     other = optimizer_beside(path)
     if other is None or any(f"{OPTIMIZER}." in key for key in directory.tensors):  # or one directory under three names
         return directory
@@ -92,7 +92,7 @@ def with_optimizer(path: Path, directory: dcp.Directory) -> dcp.Directory:
 
     chunks = {key: [chunk._replace(place=moved(chunk.place)) for chunk in each] for key, each in beside.chunks.items()}
     objects = {key: moved(place) for key, place in beside.objects.items()}
-    if COMMON_STATE in objects:  # which the model has as well
+    if COMMON_STATE in objects:  # the model has this key, too
         objects[OF_OPTIMIZER] = objects.pop(COMMON_STATE)
     return replace(
         directory,

@@ -1,4 +1,4 @@
-"""The leading axes of the keys that are written, and the objects that modules of Transformer Engine ask for."""
+"""The leading axes of written keys, and the objects that modules of Transformer Engine require."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mcore_convert.spec.shard import Shape
 
 
 def axes_written(template: str, dims: Dims) -> tuple[str, ...]:
-    """Return the placeholders of a name that are leading axes in what is written."""
+    """Return the placeholders of a name that are leading axes in written checkpoints."""
     return axes_of(template, "stacked" if dims.stacked else "per_layer")
 
 
 def sizes_of(axes: tuple[str, ...], dims: Dims) -> Shape:
-    """Return how many layers and experts there are along the leading axes of a key."""
+    """Return the sizes of the leading axes of a key: the numbers of layers and experts."""
     leading = {"layer": dims.num_layers, "expert": dims.num_experts or 0}
     return tuple(leading[axis] for axis in axes)
 
 
 def extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
-    """Return the `_extra_state` objects that some Megatron version or Transformer Engine asks for; others ignore them.
+    """Return the `_extra_state` objects that any Megatron version or Transformer Engine requires; others ignore them.
 
-    Every linear layer and every norm that is a module of its own has one, and attention itself until 0.14. A hybrid
-    asks for that of the output layer, too, which a `GPTModel` leaves out (`gpt_model.py`, `sharded_state_dict`).
+    Every linear layer and every norm that is a separate module has one, and attention itself until 0.14. A hybrid also
+    requires that of the output layer, which a `GPTModel` omits (`gpt_model.py`, `sharded_state_dict`).
     """
     keys: dict[str, None] = {}
-    known: dict[str, list[tuple[str, tuple[str, ...], str]]] = {}  # of the weights: what layers and experts share
+    known: dict[str, list[tuple[str, tuple[str, ...], str]]] = {}  # results that layers and experts share
     for weight, at, state in items:
         if weight.mcore is None or state != PARAM:
             continue
@@ -44,7 +44,7 @@ def extra_state_keys(items: Iterable[Item], dims: Dims) -> Iterable[str]:
 
 
 def _modules(name: str) -> list[str]:
-    """Return the modules that have such an object, of those that a weight stands for."""
+    """Return the modules with such an object that follow from a weight's name."""
     module = name.rpartition(".")[0]
     last = module.rpartition(".")[2]
     modules = [module] if has_extra_state(last, norms=True) else []
@@ -56,6 +56,6 @@ def _modules(name: str) -> list[str]:
 
 
 def _shared(module: str, dims: Dims) -> tuple[str, tuple[str, ...], str]:
-    """Return the template of a module's key, its leading axes, and how many there are along these."""
+    """Return the template of a module's key, its leading axes, and their sizes."""
     axes = axes_written(module, dims)
     return drop(module, *axes), axes, ".".join(map(str, sizes_of(axes, dims) or (1,)))

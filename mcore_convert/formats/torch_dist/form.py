@@ -1,4 +1,4 @@
-"""The form that optimizer state is written in: how its keys are named and cut, and which versions load it."""
+"""The form of written optimizer state: its keys, its chunks, and the versions that load it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STATE_PREFIX = "optimizer.state."
 
 @dataclass(frozen=True)
 class Form:
-    """How the optimizer's states are named and cut.
+    """Names and chunks of the optimizer's states.
 
-    `name` is what Megatron Core calls the form of a distributed optimizer. That of 0.8 to 0.14, MODEL_SPACE, names them
-    as plain optimizers do, and flattens them. `chained`: keys begin with the number of the optimizer, as up to 0.13
-    where experts have one of their own (`optimizer.py`, `ChainedOptimizer`). `plain`: the weights whose optimizer is a
-    plain one, which is chained with a distributed one.
+    `name` is Megatron Core's name of a distributed optimizer's form. That of 0.8 to 0.14, MODEL_SPACE, has the names of
+    plain optimizers, and flattened states. `chained`: keys begin with the number of the optimizer, as up to 0.13 if
+    experts have their own (`optimizer.py`, `ChainedOptimizer`). `plain`: the weights of a plain optimizer that is
+    chained with a distributed one.
     """
 
     distributed: bool
@@ -49,11 +49,11 @@ class Form:
         return self.distributed and self.name == MODEL_SPACE
 
     def flattens(self, key: str) -> bool:
-        """Return whether this key is stored flattened."""
+        """Return whether a key is stored flattened."""
         return self.is_flat and NO_WEIGHT.match(key) is not None
 
     def prefix(self, item: Item) -> str:
-        """Return what stands before a weight's key in the key of one of its states."""
+        """Return the prefix of a weight's key in the key of one of its states."""
         if item.state == PARAM:
             return ""
         is_plain = not self.distributed or self.is_flat or (item.weight, item.at) in self.plain
@@ -64,7 +64,7 @@ class Form:
 
 
 def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Resume:
-    """Return what Megatron-LM must be told of a distributed optimizer's state, and which versions load it."""
+    """Return Megatron-LM's arguments for a distributed optimizer's state, and a note on the versions that load it."""
     if not training.distributed:
         return Resume()
     since = releases.spelled(releases.FULLY_RESHARDABLE)
@@ -72,7 +72,7 @@ def resume(training: Training, release: Release, args: Mapping[str, Any]) -> Res
         named = {"dist_ckpt_optim_fully_reshardable": True}
         form, which = FULLY_RESHARDABLE, f"Megatron-LM {since} and later load it, --for-megatron 0.14 is for older ones"
     else:
-        named = {"ckpt_fully_parallel_save": True}  # 0.12 takes from it whether state is named by its parameters
+        named = {"ckpt_fully_parallel_save": True}  # in 0.12, this decides whether states have parameter names
         form, which = MODEL_SPACE, f"Megatron-LM up to {since} loads it, --for-megatron {since} is for newer ones"
     notes = [f"optimizer state is written as `{form}`: {which}"]
     if not any(map(counts_steps, training.groups)) and release < releases.LION:

@@ -1,7 +1,7 @@
 """The form `dp_zero_gather_scatter` of the distributed optimizer's state, of Megatron Core 0.5 to 0.19.
 
-Each data-parallel group has an object with one flat tensor for each buffer and state, that of `distrib_optim.pt`
-(`distrib_optimizer.py`, `sharded_param_state_dp_zero`). They are read as buckets, of which each buffer has one.
+Each data-parallel group has an object with one flat tensor per buffer and state, as in `distrib_optim.pt`
+(`distrib_optimizer.py`, `sharded_param_state_dp_zero`). They are read as buckets, one per buffer.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ NOWHERE = dcp.Place("", 0, 0)
 
 @dataclass(frozen=True)
 class Gathered(dcp.Directory):
-    """The flat tensors as keys of buckets, each of one chunk."""
+    """The flat tensors under keys of buckets, each with one chunk."""
 
     views: Mapping[str, View] = field(default_factory=dict)
 
     def view(self, key: str, chunk: dcp.Chunk) -> View:
-        """Return the tensor of a key."""
+        """Return the view of a key."""
         return self.views[key]
 
 
 def as_buckets(
     directory: dcp.Directory, objects: Mapping[tuple[int, int], str]
 ) -> tuple[Gathered, dict[Place, dict[str, str]]]:
-    """Return the tensors of such objects, and the keys of each bucket.
+    """Return the tensors of these objects, and the keys of each bucket.
 
     Args:
-        objects: the keys on disk, by the number of an optimizer in its chain and of a data-parallel group.
+        objects: the keys on disk, by the numbers of the optimizer in the chain and of the data-parallel group.
 
     Raises:
-        UnreadableCheckpoint: an object is not of one tensor for each state.
+        UnreadableCheckpoint: an object does not have one tensor per state.
     """
     views: dict[str, View] = {}
     keys: dict[Place, dict[str, str]] = {}
@@ -59,7 +59,7 @@ def as_buckets(
 
 
 def _tensors(directory: dcp.Directory, on_disk: str) -> Iterator[tuple[int, str, str, View]]:
-    """Yield the tensors of one object: the number and dtype of the buffer, the state, and where it lies."""
+    """Yield the tensors of one object: number and dtype of the buffer, state, and view."""
     content: Any = directory.object(on_disk)
     if isinstance(content, list) and len(content) == 1:  # a sharded object is saved as a list of one
         (content,) = content

@@ -1,7 +1,7 @@
-"""Keys of `torch_dist`: of the model's tensors, and of states that an optimizer keeps under the same names.
+"""Keys of `torch_dist`: of the model's tensors, and of optimizer states with the same names.
 
-A placeholder of a weight's name is either spelled into the key or becomes a leading axis of its tensor. That is the
-whole difference between the three dialects (Megatron Core, `transformer_block.py`, `sharded_state_dict`):
+A placeholder of a weight's name is either filled in or becomes a leading axis of the tensor. This is the only
+difference between the three dialects (Megatron Core, `transformer_block.py`, `sharded_state_dict`):
 
     stacked     decoder.layers.mlp.linear_fc1.weight      [layers, ...], experts [layers, experts, ...]
     per_layer   decoder.layers.7.mlp.linear_fc1.weight    [...], experts [experts, ...]
@@ -28,7 +28,7 @@ from mcore_convert.storage.views import Slot, TensorMeta
 
 ROUTER = "mlp.router.weight"
 
-# Those of a key by the indices of its leading axes, which they leave out.
+# Slots of a key by the indices of its leading axes, without these axes.
 SlotsByPlace = dict[tuple[int, ...], list[Slot]]
 
 
@@ -36,7 +36,7 @@ SlotsByPlace = dict[tuple[int, ...], list[Slot]]
 class StateKeys:
     """One state of all weights. `keys` maps the names of this module's dialects to the keys on disk.
 
-    `label` stands before a name in messages. `reserved` has the slots of a checkpoint that is yet to be written.
+    `label` is the prefix of names in messages. `reserved` has the slots of a reserved checkpoint.
     """
 
     directory: dcp.Directory
@@ -46,7 +46,7 @@ class StateKeys:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorMeta]:
-        """Shape and dtype by name; a tensor that is stored flattened has the shape that it had before."""
+        """Shape and dtype by name; flattened tensors have their original shape."""
         tensors = {}
         for key, on_disk in self.keys.items():
             meta = self.directory.tensors[on_disk]
@@ -69,8 +69,8 @@ class StateKeys:
         return self._slots[key]
 
     def _slots_at(self, key: str, axes: int) -> SlotsByPlace:
-        """Return the chunks of a key by the indices of its leading axes, and without these:
-        a key may have one for each layer and expert.
+        """Return the chunks of a key by the indices of its leading axes, without these axes:
+        a key may have one chunk per layer and expert.
         """
         if self.reserved is not None:
             return self.reserved[self.keys[key]]
@@ -121,7 +121,7 @@ class StateKeys:
         return slots
 
     def dtype_of(self, weight: Weight, at: Index) -> str | None:
-        """Return the dtype of a weight; None where it is not there."""
+        """Return the dtype of a weight; None if it is missing."""
         metas = (self.tensors.get(name) for name in self._names(weight, at))
         return next((meta.dtype for meta in metas if meta is not None), None)
 
@@ -130,22 +130,22 @@ class StateKeys:
         return any(name in self.keys for name in self._names(weight, at))
 
     def _names(self, weight: Weight, at: Index) -> tuple[str, str]:
-        """Return what a weight is called, or the first of its parts."""
+        """Return the possible names of a weight, or of the first of its parts."""
         assert weight.mcore is not None
         name = spell(drop(weight.mcore, *self._axes(weight.mcore)), at)
         return (f"{name}.{weight.shard.names[0]}" if weight.shard.names else name, f"{name}_w")
 
     def _axes(self, template: str) -> tuple[str, ...]:
-        """Return which placeholders are leading axes here."""
+        """Return the placeholders that are leading axes in this dialect."""
         return axes_of(template, self.dialect)
 
 
-# A gate and what is gated, as parts with keys of their own.
+# Gate and up as parts with separate keys.
 GATED_APART = Shard(0, (1, 1), ("_w", "_v"))
 
 
 def keyed_parts(name: str, shape: Shape, shard: Shard) -> list[tuple[str, int, Shape]]:
-    """Return the keys of a weight, each with the row at which its tensor begins and with its shape: mostly one."""
+    """Return the keys of a weight, usually one, each with its first row and the shape of its tensor."""
     if not shard.names or shard.dim != 0:
         return [(name, 0, shape)]
     keys = [f"{name}{part}" if shard == GATED_APART else f"{name}.{part}" for part in shard.names]
@@ -156,22 +156,22 @@ def keyed_parts(name: str, shape: Shape, shard: Shard) -> list[tuple[str, int, S
 
 @lru_cache
 def axes_of(template: str, dialect: str) -> tuple[str, ...]:
-    """Return which placeholders of a name are leading axes in a dialect; layers that predict are never stacked."""
+    """Return the placeholders of a name that are leading axes in a dialect; predicting layers are never stacked."""
     held = tuple(axis for axis in placeholders_of(template) if axis != "mtp")
     return {"stacked": held, "per_layer": tuple(axis for axis in held if axis == "expert"), "singleton": ()}[dialect]
 
 
-# Norms that the local layer spec has as modules of their own, where attention is latent.
+# Norms that are separate modules in the local layer spec with latent attention.
 OWN_NORMS = {
     own: fused for fused, own in FUSED_NORMS.items() if own.startswith("self_attention.") or own == EXPERT_NORM
 }
 
 
 def with_fused_norms(keys: Mapping[str, str], model: Collection[str]) -> dict[str, str]:
-    """Return the norms within layers under the one name that Transformer Engine models give each.
+    """Return the keys with the norms in layers renamed as in Transformer Engine models.
 
     Args:
-        model: the names of the model's weights, which tell the layers with experts and those of latent attention.
+        model: the names of the model's weights, which show the layers with experts and with latent attention.
     """
     return {_fused(key, model): on_disk for key, on_disk in keys.items()}
 
@@ -188,7 +188,7 @@ def _fused(key: str, keys: Collection[str]) -> str:
 
 
 def _places(box: Box, axes: int) -> Iterable[tuple[int, ...]]:
-    """Return the indices of the leading axes that a chunk reaches."""
+    """Return the indices of the leading axes that a chunk covers."""
     start, sizes = box.offsets[:axes], box.sizes[:axes]
     if sizes == (1,) * axes:  # one layer, and one expert
         return (start,)
@@ -198,8 +198,8 @@ def _places(box: Box, axes: int) -> Iterable[tuple[int, ...]]:
 def _unflattened(slot: Slot, grid: Shape, whole: Shape) -> Iterator[Slot]:
     """Yield the boxes of a tensor of shape `whole` in a chunk of its flattened form.
 
-    That has the shape `(*grid, elements of a local tensor)`: each cell of the grid was flattened on its own, and a
-    data-parallel rank's share of it begins and ends anywhere.
+    The flattened shape is `(*grid, elements of a local tensor)`: each cell of the grid was flattened separately, and
+    the part of a data-parallel rank may begin and end anywhere in it.
     """
     local = tuple(size // count for size, count in zip(whole, grid, strict=True))
     for shift in itertools.product(*map(range, slot.box.sizes[:-1])):

@@ -1,4 +1,4 @@
-"""Optimizer state in `torch_dist`: which of Megatron's forms its tensors have.
+"""Optimizer state in `torch_dist`, in each of Megatron's forms.
 
     optimizer.state.fp32_param.<key>    the plain optimizers, and the distributed one's `fully_sharded_model_space`
                                         (Megatron Core 0.8 to 0.14), whose tensors are stored flattened
@@ -6,9 +6,9 @@
     optimizer.distributed.dp_group_..   its `dp_reshardable` (0.15 and later): flat buckets, see `buckets`; objects of
                                         its `dp_zero_gather_scatter`, see `gathered`
 
-Moments stand beside either: Adam's `exp_avg` and `exp_avg_sq`, Lion's `exp_avg`, `momentum_buffer` of SGD and Muon.
+All have moments: Adam's `exp_avg` and `exp_avg_sq`, Lion's `exp_avg`, `momentum_buffer` of SGD and Muon.
 `<key>` is the weight's own. Optimizers may be chained, one for the parameters of experts and one for all others, or
-Muon for matrices and Adam for the rest: a form that is bound to its layout has `chained_N.` before its keys then.
+Muon for matrices and Adam for the rest: a form that is bound to its layout then has the prefix `chained_N.`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ WITHOUT = "leave the optimizer state behind with --no-optimizer"
 class NamedState:
     """Optimizer state under the names of the weights.
 
-    What was flattened is `matched_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
-    transposed parameter, flattens that, and says the shape only. `gathered`: master copies are remainders in fp32.
+    Flattened state is `matched_by_order`: Megatron Core 0.8 to 0.14 fuses the experts of a local layer spec into one
+    transposed parameter, flattens it, and stores only the shape. `gathered`: master copies are remainders in fp32.
     """
 
     weights: StateKeys
@@ -61,11 +61,11 @@ class NamedState:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What it keeps of every trained weight."""
+        """States of every trained weight."""
         return tuple(state for state in OPTIMIZER_STATES if state in self.by_state)
 
     def keeps(self, item: Item, dims: Dims) -> bool:
-        """Return whether the optimizer of this weight keeps this state."""
+        """Return whether the optimizer of a weight has a state."""
         if item.state not in MOMENTS:
             return True
         by_momentum = MOMENTUM in self.by_state and self.by_state[MOMENTUM].holds(item.weight, item.at)
@@ -73,7 +73,7 @@ class NamedState:
 
     @cached_property
     def _others(self) -> tuple[str, ...]:
-        """What is kept of a weight without a momentum of SGD or Muon; where there is nothing else, it is missing."""
+        """Moments of a weight without a momentum of SGD or Muon; if there are no others, the momentum is missing."""
         return next((kept for kept in (ADAM, LION, BY_MOMENTUM) if kept[-1] in self.by_state), ())
 
     def locate(self, item: Item, dims: Dims, findings: Findings) -> list[Slot]:
@@ -88,15 +88,15 @@ class NamedState:
         return whole_masters(slots, weights, gathered=self.gathered)
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
-        """None: every element is stored once."""
+        """Return nothing: every element is stored once."""
         return ()
 
 
 @dataclass(frozen=True)
 class ChainedState:
-    """State of Muon under the names of the weights, and that of a distributed optimizer for the rest in buckets.
+    """State of Muon under the names of the weights, chained with a distributed optimizer's in buckets for the rest.
 
-    Megatron Core 0.19 chains them so (`optimizer/__init__.py`, `_get_megatron_emerging_optimizer`).
+    Megatron Core 0.19 chains them (`optimizer/__init__.py`, `_get_megatron_emerging_optimizer`).
     """
 
     named: NamedState
@@ -105,7 +105,7 @@ class ChainedState:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What either keeps."""
+        """States of either optimizer."""
         return tuple(state for state in OPTIMIZER_STATES if state in (*self.named.states, *self.buckets.states))
 
     def keeps(self, item: Item, dims: Dims) -> bool:
@@ -117,7 +117,7 @@ class ChainedState:
         return self._of(item).locate(item, dims, findings)
 
     def replicas(self, item: Item, dims: Dims) -> Iterable[tuple[Slot, str]]:
-        """Return the copies on further ranks of what lies in buckets."""
+        """Return the copies on other ranks, for state in buckets."""
         return self._of(item).replicas(item, dims)
 
     def _of(self, item: Item) -> NamedState | BucketState:
@@ -135,17 +135,17 @@ def find(
     common: Mapping[str, Any],
     reserved: Mapping[str, SlotsByPlace] | None = None,
 ) -> OptimizerState | None:
-    """Return the optimizer state of a checkpoint; None where it has none.
+    """Return the optimizer state of a checkpoint; None if it has none.
 
     Args:
-        prefix: what a wrapper around the model put before every key.
-        keys: of everything that belongs to the optimizer.
+        prefix: prefix of all keys, from a wrapper around the model.
+        keys: all keys of the optimizer.
         common: the common state.
-        reserved: the slots of a checkpoint that is yet to be written.
+        reserved: the slots of a reserved checkpoint.
 
     Raises:
-        MappingError: a tensor that has no place in a weight's state; nothing is left out in silence.
-        UnreadableCheckpoint: a form that is bound to its ranks, or in which no order of the modules fits.
+        MappingError: a tensor is not a state of a weight; nothing is dropped silently.
+        UnreadableCheckpoint: the form is not supported, or no order of the modules fits.
     """
     named: dict[str, dict[str, str]] = {}
     buckets: dict[Place, dict[str, str]] = {}
@@ -206,7 +206,7 @@ def _named_state(
     for kind, keys in named.items():
         keys = with_fused_norms(keys, weights.keys)
         strangers += [on_disk for key, on_disk in keys.items() if key not in weights.keys]
-        if kind in ("param", "fp32_param"):  # Muon's masters may be of one kind, and those of the rest of the other
+        if kind in ("param", "fp32_param"):  # Muon's master copies may have one kind of key, and the others another
             keys |= masters
             masters = keys
         by_state[KINDS[kind]] = StateKeys(directory, keys, f"optimizer.state.{kind}.", reserved)
@@ -217,15 +217,15 @@ def _named_state(
             hint=WITHOUT,
         )
     # Megatron Core 0.16 cuts `fully_reshardable` states at shifted places where a buffer has padding between buckets
-    # (`sharded_param_state_fully_reshardable`), with a warning only: so master copies are held against the weights.
+    # (`sharded_param_state_fully_reshardable`), with a warning only: so master copies are compared with the weights.
     return NamedState(weights, by_state, bool(directory.unflattened) or "param" in named)
 
 
 def _with_remainders(state: NamedState, common: Mapping[str, Any]) -> NamedState:
-    """Return the state, with master copies read as remainders where they were gathered as numbers.
+    """Return the state, with master copies read as remainders if they were gathered as numbers.
 
     Raises:
-        UnreadableCheckpoint: they were, at places that may be shifted (see `_named_state`), which nothing would show.
+        UnreadableCheckpoint: they were, at places that may be shifted (see `_named_state`), which cannot be detected.
     """
     masters = state.by_state.get(MASTER)
     args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}

@@ -1,7 +1,7 @@
-"""The optimizer's state in `torch_dist` beside tensors: parameter groups, steps, loss scale, scheduler.
+"""The optimizer's state in `torch_dist` other than tensors: parameter groups, steps, loss scale, scheduler.
 
-Optimizers whose form can be resharded have it in the common state; one that is bound to its layout has an object for
-each data-parallel group (Megatron Core 0.8 to 0.19, `optimizer.py` and `distrib_optimizer.py`, `sharded_state_dict`).
+Forms that can be resharded have it in the common state; a form that is bound to its layout has one object per
+data-parallel group (Megatron Core 0.8 to 0.19, `optimizer.py` and `distrib_optimizer.py`, `sharded_state_dict`).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from mcore_convert.storage.views import View
 GROUP_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
 FULLY_RESHARDABLE, MODEL_SPACE = "fully_reshardable", "fully_sharded_model_space"
 
-# What has a place of its own in `Training`, or describes the form and not the run.
+# Entries with a field of their own in `Training`, or that describe the form and not the run.
 NOT_REST = ("args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "content_metadata")
 
 
 def sharding_types(common: Mapping[str, Any]) -> set[str]:
-    """Return what Megatron's distributed optimizers said that their form is; nothing for plain ones and before 0.8."""
+    """Return the stored names of the distributed optimizers' forms; empty for plain ones and before 0.8."""
     types = [(common.get("content_metadata") or {}).get("distrib_optim_sharding_type")]
     types += [each.get("param_state_sharding_type") for each in _optimizers(common)]
     return {each for each in types if isinstance(each, str)}
 
 
 def training_of(directory: dcp.Directory, prefix: str, keys: Collection[str], common: Mapping[str, Any]) -> Training:
-    """Return what a run needs to go on.
+    """Return the state that a run needs to resume.
 
     Args:
-        prefix: what a wrapper around the model put before every key.
-        keys: of everything that belongs to the optimizer.
+        prefix: prefix of all keys, from a wrapper around the model.
+        keys: all keys of the optimizer.
         common: the common state.
 
     Raises:
-        UnreadableCheckpoint: there are no parameter groups, or they do not agree on the steps that they took.
+        UnreadableCheckpoint: there are no parameter groups, or they have different numbers of steps.
     """
     by_chain: dict[int, dict[str, Any]] = {}
     for on_disk in sorted(keys, key=_natural):
@@ -83,7 +83,7 @@ def training_of(directory: dcp.Directory, prefix: str, keys: Collection[str], co
 
 
 def _optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what the common state holds of each optimizer: of one, or of several that are chained."""
+    """Return the entries of the common state for each optimizer: one, or several that are chained."""
     stored = common.get("optimizer")
     if not isinstance(stored, dict):
         return []
@@ -92,7 +92,7 @@ def _optimizers(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _add_rank(optimizer: dict[str, Any], name: str, content: Any) -> None:
-    """Add what one more data-parallel group stores of an optimizer: groups that the ones before do not have."""
+    """Add the parameter groups of a further data-parallel group that are not known yet."""
     if name != "optimizer":
         optimizer.setdefault(name, content)
         return
@@ -108,20 +108,20 @@ def _natural(key: str) -> list[tuple[int, str]]:
 
 
 def _value(value: Any) -> Any:
-    """Return a number that may be stored as a tensor, as a number."""
+    """Return a number that may be stored as a tensor."""
     return scalar(value) if isinstance(value, View) else value
 
 
 def common_of(
     training: Training, args: Mapping[str, Any], items: Collection[Item], form: str, *, scale: Any = None
 ) -> dict[str, Any]:
-    """Return what Megatron Core stores in the common state beside an optimizer that can be resharded.
+    """Return the entries of Megatron Core's common state for an optimizer whose form can be resharded.
 
     Args:
-        form: of the distributed optimizer's state, FULLY_RESHARDABLE or MODEL_SPACE.
-        args: of the run that will load it: experts that are spread over ranks have an optimizer of their own.
-        items: the model's tensors. Without master copies a plain optimizer is that of an fp32 model.
-        scale: stands for the loss scale of fp16, which has to be a tensor.
+        form: form of the distributed optimizer's state, FULLY_RESHARDABLE or MODEL_SPACE.
+        args: arguments of the run that will load it: experts that are distributed over ranks have their own optimizer.
+        items: the model's tensors. A plain optimizer without master copies is that of an fp32 model.
+        scale: placeholder of the loss scale of fp16, which has to be a tensor.
     """
     has_masters = any(item.state == MASTER for item in items)
     has_expert_biases = any("expert" in placeholders_of(w.mcore or "") and len(w.shape) == 1 for w, _, _ in items)
@@ -147,8 +147,8 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], training: Training, form: st
     if training.distributed and not (training.is_chained_by_kind and any(map(is_by_momentum, groups))):
         inner = {"param_groups": [dict(group) for group in groups]}
         return {"optimizer": inner, "param_state_sharding_type": form}
-    # torch's Adam counts steps for each parameter, Megatron stores their one number; Apex and Transformer Engine count
-    # for each group, and would not take it
+    # torch's Adam counts steps per parameter, and Megatron stores their common number; Apex and Transformer Engine
+    # count per group, and would refuse it
     steps = [group["step"] for group in groups if counts_steps(group)]
     counted = {"common_step": steps[0]} if steps and not training.steps_by_group else {}
     without = "step" if counted else None
@@ -168,7 +168,7 @@ def _chained(training: Training, args: Mapping[str, Any], has_expert_biases: boo
     groups = training.groups
     dense = [group for group in groups if not group.get("is_expert_parallel")]
     experts = [group for group in groups if group.get("is_expert_parallel")]
-    is_split = args.get("overlap_param_gather_with_optimizer_step")  # the first model chunk is apart
+    is_split = args.get("overlap_param_gather_with_optimizer_step")  # the first model chunk has its own optimizer
     chain = [dense, dense] if is_split else [dense]
     if not apart:
         return chain

@@ -1,7 +1,7 @@
-"""Reserving a `torch_dist` directory that every Megatron-LM from 0.11 on loads with default strictness and no flags.
+"""Reserving a `torch_dist` directory that every Megatron-LM since 0.11 loads with default strictness and no flags.
 
-Stacked keys, or keys of each layer where layers are not alike; one chunk per layer, cut for the chosen TP; the
-`_extra_state` objects that any model asks for; the common state in both places where the versions look for it.
+It has stacked keys, or keys per layer if layers differ; one chunk per layer, cut for the chosen TP; the `_extra_state`
+objects that any model requires; the common state in both places where versions expect it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ METADATA_JSON = {
 
 
 class _Chunk(NamedTuple):
-    """A box of the tensor of one layer and expert, as a chunk of its own: `sizes` are those in the key's tensor, and
-    `kind` what its view has beside its place.
+    """A box of the tensor of one layer and expert, stored as a chunk: `sizes` are those in the key's tensor, and
+    `kind` the fields of its view except the place.
     """
 
     box: Box
@@ -63,9 +63,9 @@ class _Chunk(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What each layer and expert adds to a key whose name ends so.
+    """The chunks that each layer and expert adds to a key with the suffix `end`.
 
-    `shape` is that of the key's tensor, `cell` that of what one tensor-parallel rank has of one layer.
+    `shape` is that of the key's tensor, `cell` that of one tensor-parallel rank's part of one layer.
     """
 
     end: str
@@ -76,21 +76,21 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Content:
-    """The keys of the checkpoint as they are laid out, and the dtypes of each name, with the first that has it."""
+    """The keys of the checkpoint that is laid out, and the dtypes of each name, with the first item of each dtype."""
 
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
     chunks: dict[str, list[dcp.Chunk]] = field(default_factory=dict)
     slots: dict[str, SlotsByPlace] = field(default_factory=dict)
     dtypes: dict[str, dict[str, Item]] = field(default_factory=dict)
-    cells: dict[str, Shape] = field(default_factory=dict)  # of what one tensor-parallel rank has of one layer
+    cells: dict[str, Shape] = field(default_factory=dict)  # one tensor-parallel rank's part of one layer
     objects: dict[str, dcp.Place] = field(default_factory=dict)
-    laid: dict[Any, tuple[tuple[str, ...], str, list[_Part]]] = field(default_factory=dict)  # by what is alike
+    laid: dict[Any, tuple[tuple[str, ...], str, list[_Part]]] = field(default_factory=dict)  # by common properties
 
 
 def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
     """Lay out a checkpoint directory with its tracker file.
 
-    The layout says how many chunks a layer's tensor is cut into; any tensor parallelism can load them. A `release`
+    The layout determines the number of chunks of a layer's tensor; any tensor-parallel size can load them. A `release`
     needs no flags to load.
     """
     path, dims, dtype_of, tp = request.path, request.dims, request.dtype_of, request.layout.tp
@@ -104,7 +104,7 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
         if item.weight.mcore is not None:
             cut = tp if item.at.expert is None else request.layout.expert_tp
             shard = item.weight.shard
-            if form.is_flat:  # its cells are what a rank holds
+            if form.is_flat:  # its cells are the ranks' parts
                 shard = shard_of(item.weight, common["args"].get("transformer_impl") or "", request.release)
             _reserve_weight(item, shard, form, dtype, dims, cut, files, content)
     _refuse_mixed(content)
@@ -125,9 +125,9 @@ def reserve(request: Request) -> tuple[TorchDistCheckpoint, Reservation]:
 
 
 def _metadata(content: _Content, args: Mapping[str, Any], form: Form) -> bytes:
-    """`.metadata`, with norms under the names that the run's layer spec asks for.
+    """Return `.metadata`, with norms under the names that the run's layer spec requires.
 
-    Megatron's own spec maps that of layers with experts to the name that dense layers use; where attention is latent it
+    Megatron's local spec maps the norm of layers with experts to the name in dense layers; with latent attention it
     maps nothing, and norms have the names of their modules (`gpt_layer_specs.py`, `sharded_state_dict_keys_map`).
     """
     names: Mapping[str, str] = {}
@@ -151,8 +151,8 @@ def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[
     """Return a key and its chunks in the shape `(*grid, elements of a cell)` (Megatron Core 0.12,
     `strategies/resharding.py`).
 
-    Each cell of the grid was flattened on its own, so that a chunk of some of its rows is a range of it. Cells are as
-    small as those of Megatron: reading two parts of one cell on one rank fails there (`strategies/torch.py`,
+    Each cell of the grid is flattened separately, so a chunk of some of its rows is a range of it. Cells are as small
+    as Megatron's: it fails if one rank reads two parts of a cell (`strategies/torch.py`,
     `sharded_tensor_to_torch_sharded_tensor`).
     """
     ones = (1,) * len(cell)
@@ -169,7 +169,7 @@ def _flattened(meta: TensorMeta, cell: Shape, chunks: list[dcp.Chunk]) -> tuple[
 def _common_state(
     common: Mapping[str, Any], training: Training | None, dtype_of: Mapping[Item, str], form: Form, *, listed: bool
 ) -> torch_file.Archive:
-    """Return the archive of the common state, complete: as it stands, or `listed` as objects are saved."""
+    """Return the complete archive of the common state: plain, or `listed` as objects are saved."""
     state = {**common, "args": argparse.Namespace(**common["args"])}
 
     def tree(refs: list[Any]) -> Any:
@@ -187,7 +187,7 @@ def _common_state(
 def _reserve_weight(
     item: Item, shard: Shard, form: Form, dtype: str, dims: Dims, tp: int, files: DcpFiles, content: _Content
 ) -> None:
-    """Add the chunks of one state of one weight of one layer to its key."""
+    """Add the chunks of one layer's state of a weight to its key."""
     weight, at, state = item
     assert weight.mcore is not None
     prefix, alike = form.prefix(item), (weight, state, shard, dtype, tp)
@@ -212,7 +212,7 @@ def _reserve_weight(
 def _laid(
     weight: Weight, shard: Shard, prefix: str, form: Form, dtype: str, dims: Dims, tp: int
 ) -> tuple[tuple[str, ...], str, list[_Part]]:
-    """Return what the keys of a weight have in common in all layers and experts: leading axes, template and parts."""
+    """Return the common properties of a weight's keys in all layers and experts: leading axes, template and parts."""
     assert weight.mcore is not None
     axes = axes_written(weight.mcore, dims)
     lead, ones = sizes_of(axes, dims), (1,) * len(axes)
@@ -232,7 +232,7 @@ def _laid(
 
 
 def _refuse_mixed(content: _Content) -> None:
-    """Refuse keys of several dtypes: a key has one for all its layers and experts."""
+    """Refuse keys of several dtypes: a key has one dtype for all its layers and experts."""
     several = (dtypes for dtypes in content.dtypes.values() if len(dtypes) > 1)
     mixed = [f"{item} is {dtype}" for dtypes in several for dtype, item in dtypes.items()]
     if mixed:

@@ -1,7 +1,7 @@
 """Format `zarr`: Megatron Core's distributed checkpoints of 0.5 to 0.15, and NeMo 1's. Read only, without zarr.
 
-Keys, dialects, objects and the common state are those of `torch_dist`. A tensor is a folder: `.zarray` says its shape
-and how it is cut into equal chunks, and each chunk is a file of raw bytes, `0.2.1` by its place in the grid (zarr,
+Keys, dialects, objects and the common state are those of `torch_dist`. A tensor is a folder: `.zarray` has its shape
+and that of its equal chunks, and each chunk is a file of raw bytes, named `0.2.1` by its place in the grid (zarr,
 "storage specification version 2"; Megatron Core, `dist_checkpointing/strategies/zarr.py`).
 """
 
@@ -33,7 +33,7 @@ from mcore_convert.storage.views import DTYPE_SIZES, Slot, Sum, TensorMeta, View
 
 ARRAY = ".zarray"
 
-# As zarr spells a type. It has no word for bfloat16: two bytes that nobody knows, which Megatron writes over.
+# zarr's names of dtypes. It has none for bfloat16, and uses two opaque bytes, a name that Megatron overwrites.
 DTYPES = {
     "<f8": "float64",
     "<f4": "float32",
@@ -48,9 +48,9 @@ DTYPES = {
     "|u1": "uint8",
     "|b1": "bool",
 }
-# How the bytes of a chunk must be its elements, row by row: as Megatron writes them.
+# Options with which a chunk's bytes are its elements, row by row, as Megatron writes them.
 PLAIN: dict[str, tuple[Any, ...]] = {"zarr_format": (2,), "compressor": (None,), "filters": (None, []), "order": ("C",)}
-MAX_CHUNKS = 1_000_000  # of one tensor; a damaged number must not keep us busy
+MAX_CHUNKS = 1_000_000  # of one tensor; bounds the time that a damaged number can cost
 LOST = (
     "copy the checkpoint again: Megatron writes every chunk, so that a missing file is a lost one "
     "and does not stand for `fill_value`"
@@ -59,13 +59,13 @@ LOST = (
 
 @dataclass(frozen=True)
 class ZarrDirectory(dcp.Directory):
-    """What all `.zarray` say. `cells` has the shape of each key's chunks; those at an edge are stored as whole ones."""
+    """Contents of all `.zarray` files. `cells` has the shape of each key's chunks, padded at the edges."""
 
     cells: Mapping[str, Shape] = field(default_factory=dict)
-    flattens: ClassVar[bool] = False  # a distributed optimizer wrote its ranges into arrays of the weights' own shapes
+    flattens: ClassVar[bool] = False  # distributed optimizers wrote their ranges into arrays of the weights' shapes
 
     def check(self, keys: Iterable[str]) -> None:
-        """Prove that every chunk, of whatever key, is there and has its size; their grid tiles the tensors.
+        """Check that every chunk of every key exists and has its size; the grid of chunks tiles each tensor.
 
         Raises:
             UnreadableCheckpoint: with every file that is missing or has another size.
@@ -88,7 +88,7 @@ class ZarrDirectory(dcp.Directory):
 
     @property
     def sums(self) -> Iterator[Sum]:
-        """None: its files are bare bytes."""
+        """No checksums: the files are raw bytes."""
         return iter(())
 
     def slots(self, key: str) -> list[Slot]:
@@ -101,18 +101,18 @@ class ZarrDirectory(dcp.Directory):
 
 
 def detect(path: Path) -> bool:
-    """Return whether the `metadata.json` of a directory names this storage."""
+    """Return whether the `metadata.json` of a directory names this backend."""
     return (path / BACKEND_FILE).is_file() and backend_of(path) == ZARR
 
 
 def open_zarr(path: Path, args: Mapping[str, Any] | None = None) -> TorchDistCheckpoint:
-    """Open a directory: its `.zarray` files and nothing else. Its weights are proven whole by `check_whole`.
+    """Open a directory by reading only its `.zarray` files; `check_whole` checks that the weights are complete.
 
     Args:
-        args: Megatron arguments that take the place of stored ones, or of those that are not stored.
+        args: Megatron arguments that override or complete the stored ones.
 
     Raises:
-        UnreadableCheckpoint: no tracker file, a tensor that is not stored plainly, or no model in it.
+        UnreadableCheckpoint: there is no tracker file or no model, or a tensor is not stored in plain bytes.
     """
     path = resolve(path, detect, ARRAY)
     directory = read(path)
@@ -129,7 +129,7 @@ def read(path: Path) -> ZarrDirectory:
     """Read every `.zarray`, and list the objects; no tensor is opened.
 
     Raises:
-        UnreadableCheckpoint: a file is damaged, or tensors are compressed or stored in another way than Megatron's.
+        UnreadableCheckpoint: a file is damaged, or tensors are compressed or not stored as Megatron does.
     """
     tensors: dict[str, TensorMeta] = {}
     chunks: dict[str, list[dcp.Chunk]] = {}
@@ -162,7 +162,7 @@ def read(path: Path) -> ZarrDirectory:
 
 
 def _strangeness(array: Mapping[str, Any]) -> str | None:
-    """Return why the chunks of an array cannot be taken as they are, or None where they can."""
+    """Return why the chunks of an array cannot be read as plain bytes, or None if they can."""
     for name, plain in PLAIN.items():
         if array.get(name) not in plain:
             return f"its `{name}` is {array.get(name)!r}"
@@ -179,7 +179,7 @@ def _strangeness(array: Mapping[str, Any]) -> str | None:
 
 
 def _grid(shape: Iterable[int], cell: Iterable[int]) -> list[int]:
-    """Return how many chunks there are along each dimension."""
+    """Return the number of chunks along each dimension."""
     return [-(-size // step) for size, step in zip(shape, cell, strict=True)]
 
 

@@ -1,1 +1,1 @@
-"""`config.json` and Megatron's arguments: the mapping between them, and what is derived from the arguments."""
+"""`config.json` and Megatron's arguments: the mapping between them, and the values derived from the arguments."""

@@ -29,7 +29,7 @@ class TorchDtype:
 
 DTYPES = {"float32": TorchDtype("float32"), "float16": TorchDtype("float16"), "bfloat16": TorchDtype("bfloat16")}
 
-# What the command line of Megatron-LM means by an argument that is not given: a version that lacks it behaves so.
+# Defaults of Megatron-LM's command line; a version that lacks an argument behaves as with its default.
 DEFAULTS: dict[str, Any] = {
     "add_bias_linear": True,
     "add_qkv_bias": False,
@@ -51,8 +51,8 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-# The same where attention is latent: what the command line of 0.13 to 0.19 means by nothing (that of 0.12 stores all of
-# these but `rope_type`), and `MLATransformerConfig` by what has no flag.
+# Defaults for latent attention: those of the command line of 0.13 to 0.19 (0.12 stores all of these but `rope_type`),
+# and of `MLATransformerConfig` for fields without a flag.
 LATENT_DEFAULTS: dict[str, Any] = {
     "rope_type": "yarn",
     "rotary_scaling_factor": 1.0,
@@ -63,22 +63,22 @@ LATENT_DEFAULTS: dict[str, Any] = {
     "beta_slow": 1.0,
 }
 
-# The same where it is not, and positions are scaled by YaRN (0.19, `_apply_yarn_config_from_args`).
+# Defaults for other attention with positions scaled by YaRN (0.19, `_apply_yarn_config_from_args`).
 YARN_DEFAULTS: dict[str, Any] = {
     **{name: LATENT_DEFAULTS[name] for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")},
     **{f"yarn_{x}": LATENT_DEFAULTS[x] for x in ("original_max_position_embeddings", "beta_fast", "beta_slow")},
     "yarn_correction_range_round_to_int": True,
 }
-# What a configuration of Megatron Core's calls them.
+# Names of Megatron Core's configuration fields -> the names of these arguments.
 YARN_FIELDS = {name if name.startswith("yarn_") else f"yarn_{name}": name for name in YARN_DEFAULTS}
 
 
 def true_vocab_size(stored: Values) -> int | None:
-    """Return the vocabulary without padding, from the arguments that a checkpoint stores; None where they do not tell.
+    """Return the vocabulary size without padding, from the arguments in a checkpoint; None if they do not have it.
 
-    The `vocab_size` of `NullTokenizer` leaves out the end of text up to Megatron Core 0.17 and is the whole vocabulary
-    since 0.18, which is also when the argument `null_tokenizer_eod_id` appeared. `NullMultimodalTokenizer` still
-    leaves it out. Other tokenizers bring their own size, and `vocab_size` is None unless the user gave it.
+    The `vocab_size` of `NullTokenizer` excludes the end-of-text token up to Megatron Core 0.17 and is the whole
+    vocabulary since 0.18, which also introduced the argument `null_tokenizer_eod_id`. `NullMultimodalTokenizer` still
+    excludes it. Other tokenizers have a size of their own, and `vocab_size` is None unless the user gave it.
     """
     size = stored.get("vocab_size")
     if size is None:
@@ -98,9 +98,9 @@ def _refuse_no_integers(stored: Values, *names: str) -> None:
 
 
 def plain(stored: Values) -> dict[str, Any]:
-    """Return the arguments without those of Megatron's own classes (enums), which only Megatron could write again.
+    """Return the arguments without values of Megatron's own classes (enums), which only Megatron can write.
 
-    They say how a run computes, and Megatron takes its default where a checkpoint does not have them.
+    They say how a run computes, and Megatron uses its default if a checkpoint lacks them.
     """
 
     def is_plain(value: Any) -> bool:
@@ -114,16 +114,16 @@ def plain(stored: Values) -> dict[str, Any]:
 
 
 def padded_vocab_size(vocab: int, tp: int, divisible_by: int = 128) -> int:
-    """Return the rows that Megatron-LM gives the embedding: the next multiple of `divisible_by * tp`."""
+    """Return the number of rows of Megatron-LM's embedding: the next multiple of `divisible_by * tp`."""
     multiple = divisible_by * tp
     return -(-vocab // multiple) * multiple
 
 
 def normalise(stored: Values) -> dict[str, Any]:
-    """Return the arguments of any version from 0.8 in the spelling of 0.19, with what may be None resolved. Idempotent.
+    """Return the arguments of any version from 0.8 in the spelling of 0.19, with defaults for None. Idempotent.
 
     `vocab_size` becomes the vocabulary without padding (`true_vocab_size`). Arguments that an old version lacks get the
-    value that it behaved by.
+    value that corresponds to its behaviour.
     """
     args = dict(stored)
     _rename(args, "norm_epsilon", "layernorm_epsilon")
@@ -170,9 +170,9 @@ def normalise(stored: Values) -> dict[str, Any]:
 
 
 def scales_by_all_positions(stored: Values) -> bool:
-    """Return whether the release that stored these arguments has no original positions for latent attention's YaRN.
+    """Return whether the release that stored these arguments lacks original positions for latent attention's YaRN.
 
-    Up to 0.13 it takes `max_position_embeddings` for them, and scales scores by `mscale`, not `mscale_all_dim`
+    Up to 0.13 it uses `max_position_embeddings` in their place, and scales scores by `mscale`, not `mscale_all_dim`
     (`multi_latent_attention.py`).
     """
     release = releases.of_run(stored)

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's `run_config.yaml`, without which it takes a checkpoint for one of Megatron-LM and guesses more.
+"""Megatron-Bridge's `run_config.yaml`; without it Megatron-Bridge assumes a Megatron-LM checkpoint and guesses more.
 
 Facts are from Megatron-Bridge 0.1 to 0.6 and main (August 2026): `training/model_load_save.py: load_model_config`
 instantiates `model`, `training/checkpointing.py` reads the parallel sizes and three keys of `checkpoint`.
@@ -14,9 +14,9 @@ from mcore_convert.spec import hybrid
 from mcore_convert.spec.config.arguments import LATENT_DEFAULTS, YARN_FIELDS, Values, normalise
 from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
-# In every version under this name, for all families; the providers of single families came and went.
+# The provider that every version has, for all families; the providers of single families differ between versions.
 PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
-LATENT_PROVIDER = "megatron.bridge.models.mla_provider.MLAModelProvider"  # the same with `MLATransformerConfig`
+LATENT_PROVIDER = "megatron.bridge.models.mla_provider.MLAModelProvider"  # based on `MLATransformerConfig`
 BRIDGED = (
     "deepseek_v2",
     "deepseek_v3",
@@ -30,9 +30,9 @@ BRIDGED = (
     "qwen3_5_moe",
     "qwen3_moe",
     "qwen3_next",
-)  # the families that Megatron-Bridge has a bridge for, so that it can export them
+)  # the families for which Megatron-Bridge has a bridge, so that it can export them
 
-# A function is written as what to import and not to call.
+# Functions are written as targets to import and not to call.
 ACTIVATIONS = {
     "silu": "torch.nn.functional.silu",
     "gelu": "torch.nn.functional.gelu",
@@ -40,7 +40,7 @@ ACTIVATIONS = {
     "squared_relu": "megatron.core.activations.squared_relu",
 }
 
-# The provider's fields that have the name and the value of an argument.
+# Fields of the provider with the name and the value of an argument.
 FIELDS = (
     "num_layers",
     "hidden_size",
@@ -70,7 +70,7 @@ FIELDS = (
 )
 
 
-# The same of a model with experts; a value that is None is the provider's own.
+# Further such fields of a model with experts; None stands for the provider's default.
 EXPERT_FIELDS = (
     "moe_layer_freq",
     "moe_ffn_hidden_size",
@@ -91,7 +91,7 @@ EXPERT_FIELDS = (
 )
 
 
-# The same of latent attention; a rank of queries that is None says that there is none.
+# Further such fields of latent attention; a query rank of None means that queries have no low-rank projection.
 LATENT_FIELDS = (
     "multi_latent_attention",
     "q_lora_rank",
@@ -103,13 +103,13 @@ LATENT_FIELDS = (
 )
 
 
-# What makes the layers of a model with linear attention, in place of the provider's own function.
+# Function that builds the layers of a model with linear attention, instead of the provider's own.
 MIXED_LAYERS = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
     "get_transformer_block_with_experimental_attention_variant_spec"
 )
 
-# What older providers do not know, and is written only where it says something.
+# Fields that older providers lack: written only if they have an effect.
 YOUNG_FIELDS = (
     "no_rope_freq",
     "window_size",
@@ -122,13 +122,13 @@ YOUNG_FIELDS = (
 
 
 def run_config(args: Values, family_name: str) -> str:
-    """Return the text of `run_config.yaml` for the arguments that `completion.complete` made.
+    """Return the text of `run_config.yaml` for arguments from `completion.complete`.
 
-    `vocab_size` is the true one, which the provider pads for the parallel size of the moment. Versions before 0.3 do
-    not know `rope_scaling`; they drop it with a warning, which changes what the model computes but not an export.
+    `vocab_size` is the true one; the provider pads it for the current parallel size. Versions before 0.3 lack
+    `rope_scaling`; they drop it with a warning, which changes what the model computes but not an export.
 
     Raises:
-        ConfigError: arguments without a vocabulary.
+        ConfigError: the arguments have no vocabulary size.
     """
     args = normalise(args)
     if args.get("vocab_size") is None:
@@ -154,7 +154,7 @@ def run_config(args: Values, family_name: str) -> str:
     model |= {
         "gated_linear_unit": args["swiglu"] or bool(args.get("quick_geglu")),
         "activation_func": _symbol(ACTIVATIONS[activation]),
-        # a gelu fused with its bias is another function than the plain one
+        # a gelu fused with its bias is a different function from the plain one
         "bias_activation_fusion": activation == "silu" or ("gelu" in activation and args["bias_gelu_fusion"]),
         "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
         "rope_scaling": args["use_rope_scaling"],
@@ -181,7 +181,7 @@ def run_config(args: Values, family_name: str) -> str:
     )
 
 
-# What a layout decides of the model, under the provider's names.
+# Fields of the model that depend on the layout: the provider's name -> the argument.
 LAYOUT_FIELDS = {
     "tensor_model_parallel_size": "tensor_model_parallel_size",
     "pipeline_model_parallel_size": "pipeline_model_parallel_size",
@@ -197,13 +197,13 @@ LAYOUT_FIELDS = {
 
 
 def rewritten(tree: Values, args: Values, *, optimizer: bool, random: bool) -> dict[str, Any]:
-    """Return a `run_config.yaml` as it was read, with what another layout changes:
-    its place among many sections is kept.
+    """Return a `run_config.yaml` with the fields that another layout changes;
+    all other sections stay as they were read.
 
     Args:
-        args: of the checkpoint that is written.
-        optimizer: whether the optimizer's state goes along, in the form that any layout loads.
-        random: whether random states do.
+        args: the arguments of the target checkpoint.
+        optimizer: whether the optimizer's state is written, in the form that any layout can load.
+        random: whether random states are written.
     """
     model = dict(tree["model"])
     nested = isinstance(model.get("transformer"), dict)
@@ -244,7 +244,7 @@ def _section(name: str, values: dict[str, Any]) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    """JSON scalars are YAML scalars, but for small floats: YAML 1.1 reads `1e-05` as a string, `1.0e-05` as a float."""
+    """Format a YAML scalar: as JSON, except small floats. YAML 1.1 reads `1e-05` as a string, `1.0e-05` as a float."""
     text = json.dumps(value, default=str)
     if isinstance(value, float) and "e" in text and "." not in text:
         return text.replace("e", ".0e")

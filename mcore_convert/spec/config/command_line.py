@@ -1,4 +1,4 @@
-"""The Megatron-LM command line of a model: the flags of its architecture, also those that no checkpoint carries."""
+"""Megatron-LM command line of a model: the flags of its architecture, including those that no checkpoint stores."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mcore_convert.spec.config.flags import ALL, BUFFERS, OPTIMIZER, YARN, Flags
 from mcore_convert.spec.config.latent import WITHOUT_FLAG
 from mcore_convert.spec.config.rope import SCRIPTS_ROPE_SCALING_FACTOR
 
-# Flags whose value is one list of layers, written without spaces, and those whose value is one pair, written without
-# brackets, which a shell would want quoted; a list elsewhere is several words.
+# PATTERNS: flags with a list of layers, written as one word without spaces. PAIRS: flags with a pair, written without
+# brackets, which would have to be quoted in a shell. The lists of other flags become several words.
 PATTERNS = ("--moe-layer-freq", "--no-rope-freq", "--window-attn-skip-freq", "--linear-attention-freq")
 PAIRS = ("--window-size",)
-INTEGERS = ("--rotary-base",)  # which a configuration may hold as 10000.0
+INTEGERS = ("--rotary-base",)  # a configuration may have a float, such as 10000.0
 
-# Flags that 0.12 does not have.
+# Flags that 0.12 lacks, with the version that introduced them.
 YOUNG = {"no_rope_freq": "0.13", "window_size": "0.15", "softmax_type": "0.15"}
 YOUNG |= {"experimental_attention_variant": "0.16", "attention_output_gate": "0.16"}
 
-# Which script of Megatron-LM builds a hybrid, and which name it has for the pattern of the layers.
+# Notes: the script of Megatron-LM that builds a hybrid, and the name of its flag for the pattern of the layers.
 SCRIPT = "the model is a hybrid, which `pretrain_mamba.py` builds, called `pretrain_hybrid.py` since 0.18"
 NEW_PATTERN = (
     "Megatron-LM has `--hybrid-layer-pattern` since 0.17: --for-megatron 0.16 is for older ones, which know it as "
@@ -32,11 +32,11 @@ NEW_PATTERN = (
 def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
     """Return the flags of the architecture, layout, dtype and tokenizer, as Megatron-LM 0.12 to main parse them.
 
-    Some flags are younger, and stand there only where the model needs them (`caveats`). Give all of them beside
+    Some flags are newer, and are included only if the model needs them (`caveats`). Pass all of them with
     `--use-checkpoint-args`, or instead of it.
 
     Args:
-        optimizer: whether a run is to go on with its optimizer's state.
+        optimizer: whether a run will resume with its optimizer's state.
     """
     args = {**normalise(args), **(_pattern(args) if hybrid.is_hybrid(args) else {})}
     args["group_query_attention"] = args["num_query_groups"] != args["num_attention_heads"]
@@ -46,7 +46,7 @@ def command_line(args: Values, *, optimizer: bool = False) -> list[str]:
 
 
 def _pattern(stored: Values) -> dict[str, Any]:
-    """Return the layers of a hybrid as they are stored, under one of the two names: 0.17 and later refuse both."""
+    """Return the stored layer pattern of a hybrid, under one of its two names: 0.17 and later refuse both together."""
     pattern = stored.get(hybrid.PATTERN)
     old = stored.get(hybrid.OLD_PATTERN) if pattern is None else None
     layout = stored.get("pipeline_model_parallel_layout")
@@ -76,7 +76,7 @@ def _texts(flag: str, value: Any) -> list[str]:
 
 
 def caveats(args: Values) -> list[str]:
-    """Return what the training scripts of Megatron-LM do not do with these arguments, a line each; mostly none."""
+    """Return one line for each of these arguments that Megatron-LM's training scripts do not support; usually none."""
     lines = [SCRIPT, *([NEW_PATTERN] if args.get(hybrid.PATTERN) else [])] if hybrid.is_hybrid(args) else []
     args = normalise(args)
     factor, linear = args["rope_scaling_factor"], args.get("rotary_seq_len_interpolation_factor")
@@ -110,8 +110,8 @@ def _tokenizer(args: Values) -> list[str]:
     vocab = args.get("vocab_size")
     if vocab is None:
         return []
-    # Up to 0.17 NullTokenizer adds one to the size, since 0.18 it does not. Both pad to the same number of rows, and
-    # none is lost, unless the vocabulary needs no padding: one more would then open a new block of rows.
+    # Up to 0.17 NullTokenizer adds one to the size, since 0.18 it does not. Both pad to the same number of rows, and no
+    # row is lost, unless the vocabulary needs no padding: one more token would then need a further block of rows.
     multiple = args.get("make_vocab_size_divisible_by", 128) * args.get("tensor_model_parallel_size", 1)
     return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab if vocab % multiple else vocab - 1)]
 

@@ -12,8 +12,8 @@ from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.arguments import DEFAULTS, DTYPES, Values, normalise, padded_vocab_size
 from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
-# What a plain run of Megatron-LM has where the architecture says nothing. `--use-checkpoint-args` keeps the default of
-# the command line without a word where an attribute is absent or None, and Megatron-Bridge fails on an absent one.
+# Values of a plain run of Megatron-LM for arguments that the architecture does not set. If an attribute is absent or
+# None, `--use-checkpoint-args` silently keeps the command line's default; Megatron-Bridge fails on an absent one.
 PLAIN: dict[str, Any] = {
     **DEFAULTS,
     "add_position_embedding": True,
@@ -41,7 +41,7 @@ PLAIN: dict[str, Any] = {
     "init_method_std": 0.02,
     "init_method_xavier_uniform": False,
     "init_model_with_meta_device": False,
-    # experts, prediction of several tokens, hybrids: none
+    # no experts, no multi-token prediction, not a hybrid
     "num_experts": None,
     "moe_layer_freq": 1,
     "moe_ffn_hidden_size": None,
@@ -72,12 +72,12 @@ PLAIN: dict[str, Any] = {
     "heterogeneous_layers_config_encoded_json": None,
     "spec": None,
     "use_legacy_models": False,
-    # how it runs
+    # execution
     "transformer_impl": "transformer_engine",
     "bias_swiglu_fusion": True,
     "bias_dropout_fusion": True,
     "masked_softmax_fusion": True,
-    "apply_rope_fusion": False,  # True needs Transformer Engine where the configuration is built
+    "apply_rope_fusion": False,  # True requires Transformer Engine when the configuration is built
     "no_persist_layer_norm": False,
     "fp16_lm_cross_entropy": False,
     "fp8": None,
@@ -122,12 +122,11 @@ def complete(
     tokenizer_model: str | None = None,
     vocab_size: int,
 ) -> dict[str, Any]:
-    """Return the content of the `args` to store, so that `--use-checkpoint-args` and Megatron-Bridge find all they
-    read.
+    """Return the `args` to store in a checkpoint: everything that `--use-checkpoint-args` and Megatron-Bridge read.
 
-    `architecture` is what a family's mapping made of `config.json`; `dtype` is `bfloat16`, `float16` or `float32`;
-    `vocab_size` is the true vocabulary. Values are plain, but for `TorchDtype`. Without a tokenizer `tokenizer_type`
-    is None: Megatron-LM forces a stored one over the command line, and `NullTokenizer` would displace the user's.
+    `architecture` is the result of a family's mapping of `config.json`; `dtype` is `bfloat16`, `float16` or `float32`;
+    `vocab_size` is the true vocabulary. Values are plain, except `TorchDtype`. Without a tokenizer, `tokenizer_type`
+    is None: in Megatron-LM a stored one overrides the command line, so `NullTokenizer` would replace the user's.
 
     Raises:
         ConfigError: a dtype that Megatron does not train in.
@@ -138,7 +137,7 @@ def complete(
     stage = pp * vpp if vpp else None
     args |= {
         "vocab_size": vocab_size,
-        # divisible by the run's tp: a run that takes it over with another tp checks that
+        # divisible by tp: a run that takes it from the checkpoint with another tp checks that
         "padded_vocab_size": padded_vocab_size(vocab_size, tp),
         "make_vocab_size_divisible_by": PLAIN["make_vocab_size_divisible_by"],
         "tokenizer_type": "HuggingFaceTokenizer" if tokenizer_model else None,

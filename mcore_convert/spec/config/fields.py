@@ -1,4 +1,4 @@
-"""The kinds of fields that the tables of families are made of, from one value under two names to the form of gelu."""
+"""Kinds of fields for the configuration tables of families, from one value under two names to the form of gelu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_convert.spec.config.mapping import ABSENT, REQUIRED, Field, Refused, 
 
 
 def stated(args: Values, name: str) -> Any:
-    """Return the value of an argument that must be there."""
+    """Return the value of a required argument."""
     if args.get(name) is None:
         raise Refused(f"`{name}` is missing")
     return args[name]
@@ -28,7 +28,7 @@ def same(
     default: Any = REQUIRED,
     null: Callable[[Values], Any] | None = None,
 ) -> Field:
-    """Return the field of the same value under two names. `null` says what `null` stands for,
+    """Return the field of one value under two names. `null` computes the value that `null` stands for
     from the rest of `config.json`.
     """
 
@@ -45,7 +45,7 @@ def same(
 
 
 def negated(hf: str, megatron: str, *, default: bool) -> Field:
-    """Return the field of a switch that the two sides name in opposite senses."""
+    """Return the field of a switch that is negated between the two sides."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         return {megatron: not _checked(hf, config[hf], bool)}
@@ -54,8 +54,8 @@ def negated(hf: str, megatron: str, *, default: bool) -> Field:
 
 
 def only(hf: str, value: Any, *, default: Any = ABSENT, write: bool = True) -> Field:
-    """Return the field of a key of `config.json` with one value that Megatron represents,
-    which is what its absence means by default.
+    """Return the field of a key of `config.json` of which Megatron can represent one value only,
+    by default also the meaning of an absent key.
     """
 
     def to_megatron(config: Values) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def only(hf: str, value: Any, *, default: Any = ABSENT, write: bool = True) -> F
 
 
 def constant(**values: Any) -> Field:
-    """Arguments with one value that the family represents."""
+    """Return the field of arguments of which the family can represent one value only."""
 
     def to_hf(args: Values) -> dict[str, Any]:
         wrong = [name for name in values if args.get(name) != values[name]]
@@ -80,22 +80,22 @@ def constant(**values: Any) -> Field:
 
 
 def written(**values: Any) -> Field:
-    """Arguments that an import sets and that change nothing coming back."""
+    """Return the field of arguments that an import sets and an export ignores."""
     return Field({}, tuple(values), lambda _: dict(values), _nothing)
 
 
 def unused(*names: str) -> Field:
-    """Arguments that change the function of other families, but not of this one."""
+    """Return the field of arguments that change the function of other families, but not of this one."""
     return Field({}, names, _nothing, _nothing)
 
 
 def inert(**defaults: Any) -> Field:
-    """Keys of `config.json` that change no function, with their class defaults; they are not written."""
+    """Return the field of keys of `config.json` without effect, with their class defaults; they are not written."""
     return Field(defaults, (), _nothing, _nothing)
 
 
 def blank(*names: str) -> Field:
-    """Keys that change no function, written as `null`: their class default would be a guess."""
+    """Return the field of keys without effect, written as `null`: their class default would be a guess."""
     return Field(dict.fromkeys(names), (), _nothing, lambda _: dict.fromkeys(names))
 
 
@@ -123,7 +123,7 @@ def dtype() -> Field:
 
 
 def _checked(name: str, value: Any, kind: type) -> Any:
-    """Return the value, where its type is what both sides expect; an integer is a float, a bool is no integer."""
+    """Return the value if it has the type that both sides expect: an integer passes as a float, a bool not as one."""
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise Refused(f"`{name}` = {shown(value)} is not a finite number")
@@ -134,8 +134,8 @@ def _checked(name: str, value: Any, kind: type) -> Any:
 
 
 def vocabulary(*, default: int) -> Field:
-    """Return the field of the vocabulary without padding. Where a checkpoint does not tell it, the padded one:
-    no row is dropped.
+    """Return the field of the vocabulary size without padding. A checkpoint that lacks it gives the padded size,
+    so that no row is dropped.
     """
     size = same("vocab_size", "vocab_size", default=default)
 
@@ -148,7 +148,7 @@ def vocabulary(*, default: int) -> Field:
 
 
 def query_groups(*, default: int | None = None) -> Field:
-    """Grouped-query attention, which Megatron switches on beside the number of groups; `null` is one group a head."""
+    """Return the field of grouped-query attention, in Megatron a switch and a number; `null` is one group per head."""
     count = same("num_key_value_heads", "num_query_groups", default=default, null=lambda c: c["num_attention_heads"])
 
     def to_megatron(config: Values) -> dict[str, Any]:
@@ -159,12 +159,12 @@ def query_groups(*, default: int | None = None) -> Field:
 
 
 def head_dim(*, default: int | None = None) -> Field:
-    """Return the field of the size of a head, always written; `null` is the hidden size shared by the heads."""
+    """Return the field of the head size, always written; `null` is the hidden size divided by the number of heads."""
     return same("head_dim", "kv_channels", default=default, null=shared_head_dim)
 
 
 def shared_head_dim(config: Values) -> int:
-    """Return the hidden size shared by the heads."""
+    """Return the hidden size divided by the number of heads."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
         raise Refused(f"`hidden_size` = {shown(hidden)} is not a multiple of `num_attention_heads` = {shown(heads)}")
@@ -172,12 +172,12 @@ def shared_head_dim(config: Values) -> int:
 
 
 def sliding_window(*, default: int | None, switch: str | None = None) -> Field:
-    """Return the field of a window over all layers. transformers counts the position itself, Megatron those before it.
+    """Return the field of a window in all layers. transformers counts the current position, Megatron only earlier ones.
 
-    A window that covers every position changes nothing, and Megatron is not told of it.
+    A window that covers every position has no effect, and is not passed to Megatron.
 
     Args:
-        switch: the key without which there is no window; off by default.
+        switch: the key that enables the window; off by default.
     """
 
     def to_megatron(config: Values) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def sliding_window(*, default: int | None, switch: str | None = None) -> Field:
 
 
 def optional_window(*, default: int | None = 4096) -> Field:
-    """Qwen's window, which has a switch and is for the layers from `max_window_layers` on: off, or without effect."""
+    """Return the field of Qwen's window, with a switch and from `max_window_layers` on: off, or without effect."""
     defaults = {"use_sliding_window": False, "sliding_window": default, "max_window_layers": 28, "layer_types": None}
 
     def to_megatron(config: Values) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def optional_window(*, default: int | None = 4096) -> Field:
 
 
 def shared_heads() -> Field:
-    """Heads that share the hidden size, in a class that has no `head_dim`."""
+    """Return the field of heads that divide the hidden size, in a class without `head_dim`."""
 
     def to_hf(args: Values) -> dict[str, Any]:
         count, hidden = stated(args, "num_attention_heads"), stated(args, "hidden_size")
@@ -231,7 +231,7 @@ def shared_heads() -> Field:
 
 
 def ungrouped() -> Field:
-    """As many key and value heads as query heads."""
+    """Return the field of attention with as many key and value heads as query heads."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         return {"num_query_groups": config["num_attention_heads"], "group_query_attention": False}
@@ -244,13 +244,13 @@ def ungrouped() -> Field:
     return Field({}, ("num_query_groups", "group_query_attention"), to_megatron, to_hf)
 
 
-# transformers' names of the two forms of gelu; the first is the one that is written.
+# transformers' names of the two forms of gelu; the first is written.
 ERF = ("gelu", "gelu_python")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
 def gelu(hf: str, *, default: str) -> Field:
-    """Megatron's gelu without a gate: the exact erf form, but the tanh form where it is fused with the bias."""
+    """Return the field of gelu without a gate: Megatron uses the erf form, or the tanh form if fused with the bias."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         if config[hf] not in ERF + TANH:

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags of an architecture: what each is called, and when a model needs it.
+"""Megatron-LM's flags of an architecture: their names, and the models that need them.
 
 Names and types are those of 0.12 to 0.19 (`megatron/training/arguments.py`), as `fixtures/megatron_flags` has them.
 """
@@ -15,11 +15,11 @@ from mcore_convert.spec.config.linear import NO_LINEAR_ATTENTION
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags that a model has together.
+    """A group of flags that a model needs together.
 
-    `when` tells from its arguments whether it has them. `values` are flags with a value and the arguments that hold
-    it; one that is None, or the `plain` value of its flag, is left out. `switches` are flags without a value, and the
-    value of the argument that asks for them.
+    `when` decides from the arguments whether a model needs them. `values` maps flags with a value to their arguments;
+    a flag is omitted if the argument is None, or the flag's `plain` value. `switches` maps flags without a value to
+    the argument and the value of it that requires them.
     """
 
     when: Callable[[Values], object]
@@ -29,12 +29,12 @@ class Flags:
 
 
 def named(*names: str) -> dict[str, str]:
-    """Return the flags of arguments that they are called as."""
+    """Return the flags with the names of their arguments."""
     return {f"--{name.replace('_', '-')}": name for name in names}
 
 
-# In the order in which a reader looks for them. `--norm-epsilon`, `--rotary-base` and the rope scaling are among them:
-# `--use-checkpoint-args` takes over neither the first nor the last in any version.
+# The groups below are in reading order. They include `--norm-epsilon`, `--rotary-base` and the rope scaling:
+# `--use-checkpoint-args` reads neither the first nor the last in any version.
 SIZES = Flags(
     lambda args: True,
     {
@@ -98,7 +98,7 @@ GROUPED_QUERIES = Flags(
     {"--group-query-attention": ("group_query_attention", True)},
 )
 
-QKV_BIAS = Flags(  # biases everywhere include these
+QKV_BIAS = Flags(  # biases in all linear layers include these
     lambda args: not args["add_bias_linear"], switches={"--add-qkv-bias": ("add_qkv_bias", True)}
 )
 
@@ -114,7 +114,7 @@ ROPE = Flags(
         "--rotary-seq-len-interpolation-factor": "rotary_seq_len_interpolation_factor",
         "--no-rope-freq": "no_rope_freq",
     },
-    {"--no-rope-fusion": ("rotary_interleaved", True)},  # Megatron-LM refuses it beside its fused kernel, its default
+    {"--no-rope-fusion": ("rotary_interleaved", True)},  # Megatron-LM refuses it with the fused kernel, its default
     plain={"--rotary-percent": 1.0},
 )
 
@@ -137,7 +137,7 @@ YARN = Flags(
     {"--no-yarn-correction-range-round-to-int": ("yarn_correction_range_round_to_int", False)},
 )
 
-# Defaults of 0.12 and 0.16 differ here (`--mscale-all-dim`), so that each value is given.
+# Every value is given, since the defaults of 0.12 and 0.16 differ (`--mscale-all-dim`).
 OF_RANKS = named("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 LATENT_ATTENTION = Flags(
     lambda args: args.get("multi_latent_attention"),
@@ -151,7 +151,7 @@ LINEAR_ATTENTION = Flags(
     named(*NO_LINEAR_ATTENTION),
 )
 
-# `--spec` has two words, and 0.17 and later want one of the two names of the pattern.
+# `--spec` has two words, and 0.17 and later accept one of the two names of the pattern.
 HYBRID = Flags(
     hybrid.is_hybrid,
     {"--spec": "spec", **named(hybrid.PATTERN, hybrid.OLD_PATTERN, *hybrid.SIZES)},
@@ -185,7 +185,7 @@ EXPERTS = Flags(
     },
 )
 
-# Megatron-FSDP loads its own form and no other (`arguments.py`, `validate_args`).
+# Megatron-FSDP loads only its own format (`arguments.py`, `validate_args`).
 FSDP = Flags(
     lambda args: args.get("ckpt_format") == "fsdp_dtensor",
     {"--data-parallel-sharding-strategy": "data_parallel_sharding_strategy"},
@@ -199,9 +199,9 @@ OF_POSITIONS = (ROPE, ROPE_SCALING, YARN)
 OF_ATTENTION = (LATENT_ATTENTION, LINEAR_ATTENTION, HYBRID)
 ALL = (SIZES, GROUPED_QUERIES, SWITCHES, QKV_BIAS, EXACT_GELU, *OF_POSITIONS, *OF_ATTENTION, MTP, EXPERTS, FSDP)
 
-# What an optimizer's state needs. 0.19 finds parameter groups by their learning rates, too (`optimizer.py`,
-# `param_group_identifier_keys`), and every version compares the scheduler's numbers with those of the command line
-# unless it is told to take those of the checkpoint (`optimizer_param_scheduler.py`, `_check_and_set`).
+# Flags for resuming with an optimizer's state. 0.19 identifies parameter groups by their learning rates, too
+# (`optimizer.py`, `param_group_identifier_keys`), and every version compares the scheduler's numbers with the command
+# line unless it has to use those of the checkpoint (`optimizer_param_scheduler.py`, `_check_and_set`).
 OPTIMIZER = Flags(
     lambda args: True,
     {
@@ -216,7 +216,7 @@ OPTIMIZER = Flags(
     },
 )
 
-# The flat buffers in `distrib_optim.pt` have the dtype that gradients are added up in, and are cut where buckets end.
+# The flat buffers in `distrib_optim.pt` have the dtype in which gradients are accumulated, and are cut at bucket ends.
 BUFFERS = Flags(
     lambda args: args.get("use_distributed_optimizer") and args.get("ckpt_format") == "torch",
     {"--ddp-bucket-size": "ddp_bucket_size"},

@@ -1,4 +1,4 @@
-"""The fields of hybrids: the pattern of their layers, the sizes of Mamba mixers, experts in some layers.
+"""Fields of hybrids: the pattern of their layers, the sizes of Mamba mixers, experts in some layers.
 
 Facts are from `NemotronHConfig` of transformers 5.23, from the code and the configurations that are published with
 Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano, and from Megatron-LM 0.12 to 0.19 (`mamba_mixer.py`, `arguments.py`).
@@ -15,7 +15,7 @@ from mcore_convert.spec import hybrid
 from mcore_convert.spec.config.fields import inert, only, same, stated
 from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
 
-# What `layers_block_type` calls a layer, in transformers 5 and before.
+# Names of layers in `layers_block_type`, in transformers 5 and before -> letters of the pattern.
 BLOCKS = {
     "linear_attention": hybrid.MAMBA,
     "mamba": hybrid.MAMBA,
@@ -24,13 +24,13 @@ BLOCKS = {
     "mlp": hybrid.MLP,
     "moe": hybrid.EXPERTS,
 }
-LISTS = ("layers_block_type", "layer_types")  # in transformers two names of one thing
-DEFAULT = "ME*-"  # what the class in transformers has
+LISTS = ("layers_block_type", "layer_types")  # synonyms in transformers
+DEFAULT = "ME*-"  # of the class in transformers
 STEP, LEAST_STEP = "time_step_min", 0.001
 
 
 def remarks(args: Values) -> list[str]:
-    """Return what differs on the way between Megatron and Hugging Face, a line each; mostly nothing."""
+    """Return one line for each difference between Megatron and Hugging Face; usually none."""
     if not hybrid.is_hybrid(args):
         return []
     return [
@@ -40,10 +40,10 @@ def remarks(args: Values) -> list[str]:
 
 
 def letters_of(config: Values) -> str:
-    """Return a letter for each layer, from the pattern, the list of names, or both.
+    """Return one letter per layer, from the pattern, the list of names, or both.
 
     Raises:
-        Refused: two differ, or one makes no sense.
+        Refused: they differ, or one is invalid.
     """
     stated = {}
     pattern = config["hybrid_override_pattern"]
@@ -70,7 +70,7 @@ def letters_of(config: Values) -> str:
 
 
 def layer_pattern() -> Field:
-    """Return the field of the kind of each layer, and that the model is a hybrid at all."""
+    """Return the field of the kind of each layer, which also marks the model as a hybrid."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         letters = letters_of(config)
@@ -101,7 +101,7 @@ def layer_pattern() -> Field:
 
 
 def mixer() -> tuple[Field, ...]:
-    """Return the field of the sizes of a Mamba mixer, and what Megatron Core's always does."""
+    """Return the fields of a Mamba mixer: its sizes, and the fixed properties of Megatron Core's mixer."""
     return (
         same("ssm_state_size", "mamba_state_dim", default=128),
         same("mamba_head_dim", "mamba_head_dim", default=64),
@@ -115,14 +115,14 @@ def mixer() -> tuple[Field, ...]:
         only("residual_in_fp32", False),
         _step_limit(),
         _least_step(),
-        inert(time_step_max=0.1, time_step_floor=1e-4, time_step_rank=None),  # of new weights
-        inert(expand=2, rescale_prenorm_residual=True),  # without effect beside the number of heads, and of new weights
+        inert(time_step_max=0.1, time_step_floor=1e-4, time_step_rank=None),  # for initialisation
+        inert(expand=2, rescale_prenorm_residual=True),  # ignored if the number of heads is given; for initialisation
         inert(chunk_size=128, mamba_ssm_cache_dtype="float32", use_mamba_kernels=True, num_logits_to_keep=1),
     )
 
 
 def epsilon() -> Field:
-    """Return the field of the epsilon of all norms, which Megatron Core does not ask for in a mixer."""
+    """Return the field of the epsilon of all norms; Megatron Core has a fixed one in a mixer."""
     field = same("layer_norm_epsilon", "layernorm_epsilon", kind=float, default=hybrid.EPSILON)
 
     def checked(values: Values, name: str, result: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def epsilon() -> Field:
 
 
 def _step_limit() -> Field:
-    """Bounds of the time steps, which have none in Megatron Core. Infinity is spelled in two ways."""
+    """Return the field of the bounds of time steps: Megatron Core has none. Infinity has two spellings."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         value = config["time_step_limit"]
@@ -154,7 +154,7 @@ def _step_limit() -> Field:
 
 
 def _least_step() -> Field:
-    """Return the field of the least time step, which transformers 5 and new weights have: no more than usual."""
+    """Return the field of the least time step, used by transformers 5 and for initialisation: at most the default."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         if not 0 <= config[STEP] <= LEAST_STEP:
@@ -166,14 +166,14 @@ def _least_step() -> Field:
 
 
 def where_experts_are(*fields: Field) -> tuple[Field, ...]:
-    """Return the fields as they are where experts are; they say nothing where no layer has any:
-    their keys then have whatever the class has.
+    """Return the fields, without effect for models in which no layer has experts:
+    their keys then have the defaults of the class.
     """
 
     def in_config(config: Values) -> bool:
         try:
             return hybrid.EXPERTS in letters_of(config)
-        except Refused:  # as the field of the layers says
+        except Refused:  # reported by the field of the layers
             return False
 
     def in_arguments(args: Values) -> bool:
@@ -190,7 +190,7 @@ def where_experts_are(*fields: Field) -> tuple[Field, ...]:
 
 
 def size_of_head(*, default: int) -> Field:
-    """Return the field of the size of a head of attention, which was called otherwise in the first of these models."""
+    """Return the field of the size of an attention head; the first of these models have another name for it."""
     field = same("head_dim", "kv_channels", default=default)
 
     def to_megatron(config: Values) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def size_of_head(*, default: int) -> Field:
 
 
 def no_predicted_tokens() -> Field:
-    """Layers that predict further tokens, which the class in transformers does not read."""
+    """Return the field of layers that predict further tokens, which the class in transformers does not read."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         if config["num_nextn_predict_layers"]:

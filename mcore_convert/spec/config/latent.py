@@ -1,8 +1,8 @@
-"""The fields of latent attention: its ranks and sizes, and its rotary positions, which have scalings of their own.
+"""Fields of latent attention: its ranks and sizes, and its rotary positions, which have scalings of their own.
 
 Facts are from Megatron Core 0.12 to 0.19 (`multi_latent_attention.py`, `yarn_rotary_pos_embedding.py`,
 `MLATransformerConfig`) and transformers 5.23 (`modeling_deepseek_v3.py`, `modeling_rope_utils.py`). Both rotate
-neighbouring channels, so that no matrix is rearranged.
+neighbouring channels, so no matrix is permuted.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from mcore_convert.spec.config.fields import constant, inert, only, same, stated
 from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
 from mcore_convert.spec.config.rope import Rope, number_from_one
 
-# What Megatron-LM's command line has no flag for, and what `MLATransformerConfig` has without one.
+# Arguments without a flag in Megatron-LM's command line, with the defaults of `MLATransformerConfig`.
 WITHOUT_FLAG = {name: LATENT_DEFAULTS[name] for name in ("original_max_position_embeddings", "beta_fast", "beta_slow")}
 
 
-EPSILON = 1e-6  # of the norms within latent attention in transformers, whatever `rms_norm_eps` says
+EPSILON = 1e-6  # of the norms within latent attention in transformers, regardless of `rms_norm_eps`
 
 
 def remarks(args: Values) -> list[str]:
-    """Return what differs on the way between Megatron and Hugging Face, a line each; mostly nothing."""
+    """Return one line for each difference between Megatron and Hugging Face; usually none."""
     epsilon = args.get("layernorm_epsilon")
     if not args.get("multi_latent_attention") or epsilon == EPSILON:
         return []
@@ -33,7 +33,7 @@ def remarks(args: Values) -> list[str]:
 
 
 def has_original_positions(args: Values) -> bool:
-    """Return whether YaRN of latent attention has what releases up to 0.13 cannot be told
+    """Return whether latent attention's YaRN has values that releases up to 0.13 have no arguments for
     (`arguments.scales_by_all_positions`).
     """
     if not args.get("multi_latent_attention") or args["rope_type"] != "yarn" or args["rotary_scaling_factor"] == 1:
@@ -43,10 +43,10 @@ def has_original_positions(args: Values) -> bool:
 
 
 def latent_attention(*, queries: int | None = 1536) -> tuple[Field, ...]:
-    """Return the field of the sizes of latent attention. Queries are made in one step where their rank is `null`.
+    """Return the fields of the sizes of latent attention. Queries have no low-rank projection if their rank is `null`.
 
     Args:
-        queries: their rank where `config.json` does not say one.
+        queries: their rank if `config.json` does not have it.
     """
     return (
         _rank_of_queries(queries),
@@ -56,7 +56,7 @@ def latent_attention(*, queries: int | None = 1536) -> tuple[Field, ...]:
         same("v_head_dim", "v_head_dim", default=128),
         _heads(),
         only("attention_bias", False),
-        inert(head_dim=None, qk_head_dim=None),  # what transformers makes of the others
+        inert(head_dim=None, qk_head_dim=None),  # transformers computes them from the others
         constant(multi_latent_attention=True, qk_layernorm=True, add_qkv_bias=False, rotary_interleaved=False),
     )
 
@@ -74,7 +74,7 @@ def _rank_of_queries(default: int | None) -> Field:
 
 
 def _heads() -> Field:
-    """As many heads of keys and values as of queries, whose sizes no other argument says."""
+    """Return the field of as many key and value heads as query heads; no other argument has their sizes."""
 
     def to_megatron(config: Values) -> dict[str, Any]:
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -90,12 +90,12 @@ def _heads() -> Field:
 
 
 def latent_rope() -> Field:
-    """Positions, which rotate a part of each head as they are or as YaRN scales them."""
+    """Return the field of rotary positions for a part of each head, plain or scaled by YaRN."""
     return _LatentRope(10000.0, None, ("rope_theta", "partial_rotary_factor"), ("default", "yarn")).field()
 
 
 class _LatentRope(Rope):
-    """YaRN, whose factors Megatron Core multiplies into scores of attention as transformers does."""
+    """YaRN for latent attention: Megatron Core multiplies its factors into attention scores as transformers does."""
 
     def arguments(self) -> tuple[str, ...]:
         names = ("rotary_base", "rotary_percent", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
@@ -139,7 +139,7 @@ class _LatentRope(Rope):
 
 
 def mscales(name: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the factors of YaRN, taken out of the dictionary called `name`."""
+    """Return the arguments of YaRN's factors, popped from the dictionary called `name`."""
     own, all_dim = (float(scaling.pop(key, None) or 0.0) for key in ("mscale", "mscale_all_dim"))
     if not all_dim and own in (0.0, 1.0):
         return {"mscale": 1.0, "mscale_all_dim": 0.0}
@@ -149,7 +149,7 @@ def mscales(name: str, scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 def written_mscales(args: Values) -> dict[str, float]:
-    """Return what `config.json` says of these factors; nothing where they are the usual ones."""
+    """Return the entries of `config.json` for these factors; none if they are the defaults."""
     own, all_dim = (float(stated(args, name)) for name in ("mscale", "mscale_all_dim"))
     if (all_dim and not own) or (not all_dim and own != 1):
         raise Refused(f"`mscale` = {own} beside `mscale_all_dim` = {all_dim}: only both, or the first of 1")
@@ -157,7 +157,7 @@ def written_mscales(args: Values) -> dict[str, float]:
 
 
 def predicted_tokens() -> Field:
-    """Return the field of the layers that predict further tokens,
+    """Return the field of the number of layers that predict further tokens,
     under the name of the published files or that of transformers.
     """
 

@@ -1,4 +1,4 @@
-"""The fields of models whose layers mix plain attention and linear attention by the gated delta rule.
+"""Fields of models whose layers mix plain attention and linear attention by the gated delta rule.
 
 Names and meanings are those of Megatron-LM 0.16.1 to 0.19 (`transformer_config.py`,
 `experimental_attention_variant_module_specs.py`).
@@ -16,7 +16,7 @@ from mcore_convert.spec.layers import GATED_DELTA_NET, linear_layers
 LINEAR_ATTENTION = "linear_attention"
 INTERVAL = 4  # the class default
 
-# What Megatron-LM has by default, and the classes of transformers as well.
+# Defaults of Megatron-LM and of the classes in transformers.
 SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -28,7 +28,7 @@ NO_LINEAR_ATTENTION = {"experimental_attention_variant": None, "linear_attention
 
 
 def gated_delta_net() -> tuple[Field, ...]:
-    """Return the field of the layers that have linear attention, its sizes, and the gate of the others."""
+    """Return the fields of linear attention: its layers, its sizes, and the gate of the other layers."""
     return (
         constant(
             experimental_attention_variant=GATED_DELTA_NET,
@@ -42,10 +42,10 @@ def gated_delta_net() -> tuple[Field, ...]:
 
 
 def pattern_of(config: Values) -> list[bool]:
-    """Return which layers have linear attention: `layer_types` says it, or all but every so many have.
+    """Return which layers have linear attention: by `layer_types`, or all but every n-th.
 
     Raises:
-        Refused: neither makes sense.
+        Refused: the value is invalid.
     """
     count, kinds, interval = config["num_hidden_layers"], config["layer_types"], config["full_attention_interval"]
     if kinds is None:
@@ -77,10 +77,10 @@ def _layers() -> Field:
 
 
 def predicted_token(key: str) -> Field:
-    """Return the field of a layer that predicts one token further, as the published files have it without saying so.
+    """Return the field of a layer that predicts a further token; published files have it even without the key.
 
-    Such a layer has plain attention in them. Where the last one of the decoder has not, or embeddings are tied, no
-    model of Megatron Core is known to have it.
+    There, such a layer has plain attention. If the decoder's last layer does not, or embeddings are tied, no model of
+    Megatron Core is known to have such a layer.
     """
 
     def to_megatron(config: Values) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def predicted_token(key: str) -> Field:
     def fits(config: Values) -> bool:
         try:
             return not config["tie_word_embeddings"] and not pattern_of(config)[-1]
-        except Refused:  # as the field of the layers says
+        except Refused:  # reported by the field of the layers
             return False
 
     def to_hf(args: Values) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The algebra of a family's configuration mapping: `config.json` <-> Megatron-LM arguments, both ways from one table.
+"""A family's configuration mapping: `config.json` <-> Megatron-LM arguments, both directions from one table.
 
-A mapping is total. Every key of `config.json` belongs to a field of the table or to the list of those that change no
-function; every Megatron argument that changes the function belongs to a field or must be neutral (`NEUTRAL`).
+A mapping is total. Every key of `config.json` belongs to a field of the table or to the list of keys without effect;
+every Megatron argument that changes the function belongs to a field or must be neutral (`NEUTRAL`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Values = Mapping[str, Any]
 
 KNOWN = {*INERT, *ONLY, "layer_types"}
 
-REQUIRED = object()  # as a default: the key may not be absent
+REQUIRED = object()  # as a default: the key is required
 ABSENT = object()
 
 
 class Refused(Exception):
-    """Raised by a field: one line for each value that the other side cannot represent."""
+    """Refusal of a field: one line for each value that the other side cannot represent."""
 
     def __init__(self, *lines: str) -> None:
         self.lines = lines
@@ -32,11 +32,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Field:
-    """One fact about a model: who states it on each side, and the two ways between.
+    """One fact about a model: its keys and arguments, and the conversion in both directions.
 
-    `hf` maps keys of `config.json` to what their absence means, the default of the class in transformers. `megatron`
-    names the arguments that the field answers for. Both functions see a whole side and raise `Refused`.
-    `none_says`: arguments that are None say so, and not that a version did not store them.
+    `hf` maps keys of `config.json` to the value that an absent key stands for, the default of the class in
+    transformers. `megatron` names the arguments that the field covers. Both functions get all keys or arguments, and
+    raise `Refused`. `none_says`: None is a value of the arguments, and not a sign that a version did not store them.
     """
 
     hf: Values
@@ -46,9 +46,9 @@ class Field:
     none_says: bool = False
 
 
-MAX_SHOWN = 200  # characters of a value that an error shows
+MAX_SHOWN = 200  # characters of a value in an error
 
-# What a field's functions raise where a value is of a kind that makes no sense there, as `"x"` for a number.
+# Errors that a field's functions raise for a value of the wrong type, such as `"x"` for a number.
 NONSENSE = (TypeError, ValueError, OverflowError)
 
 
@@ -67,16 +67,16 @@ def architectures_of(config: Values) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as `config.json` spells it."""
+    """Format a value as `config.json` spells it."""
     text = "(absent)" if value is ABSENT else json.dumps(value, default=str)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 @dataclass(frozen=True)
 class ConfigMapping:
-    """The table of a family: what it writes (`model_type`, the first of `architectures`) and its fields.
+    """The table of a family: its fields, and the `model_type` and architecture (the first) that it writes.
 
-    `dialects` are other model types whose configurations mean the same weights; they are read, and never written.
+    `dialects` are other model types whose configurations describe the same weights; they are read, and never written.
     """
 
     model_type: str
@@ -85,7 +85,7 @@ class ConfigMapping:
     dialects: tuple[ConfigMapping, ...] = ()
 
     def to_megatron(self, config: Values) -> dict[str, Any]:
-        """`config.json` -> the Megatron arguments of the architecture (`completion.complete` adds the rest).
+        """Return the Megatron arguments of the architecture for a `config.json`; `completion.complete` adds the rest.
 
         Raises:
             ConfigError: keys or values that Megatron cannot represent, all of them at once.
@@ -96,7 +96,7 @@ class ConfigMapping:
         return args
 
     def to_hf(self, args: Values) -> dict[str, Any]:
-        """Megatron arguments, normalised -> a whole `config.json`.
+        """Return a complete `config.json` for normalised Megatron arguments.
 
         Raises:
             ConfigError: arguments that the family cannot represent, all of them at once.
@@ -107,17 +107,17 @@ class ConfigMapping:
         return config
 
     def refusals(self, args: Values) -> list[str]:
-        """Return why the family cannot represent these arguments, a line each; empty where it can."""
+        """Return one line for each reason why the family cannot represent these arguments; empty if it can."""
         return self._write(args)[1]
 
     def merge(self, original: Values, args: Values) -> tuple[dict[str, Any], list[str]]:
-        """Return the original `config.json` with only those fields changed that the arguments prove different.
+        """Change only those fields of the original `config.json` that differ from the arguments.
 
-        Returns the configuration and one line for each change. A field is different when it does not mean the same
-        arguments, so a spelling that means the same is kept.
+        Return the configuration and one line for each change. A field differs if it maps to other arguments, so an
+        equivalent spelling is kept.
 
         Raises:
-            ConfigError: as `to_hf`; or the original has keys that are not known, or is another model.
+            ConfigError: as `to_hf`; or the original has unknown keys, or is another model.
         """
         mapping = self._dialect(original)
         mapping._refuse(original, [])
@@ -129,7 +129,7 @@ class ConfigMapping:
                 continue
             for key, absent in field.hf.items():
                 old, new = original.get(key, ABSENT), fresh.get(key, ABSENT)
-                alike = old == new and isinstance(old, bool) == isinstance(new, bool)  # for Python, false is 0.0
+                alike = old == new and isinstance(old, bool) == isinstance(new, bool)  # in Python, False == 0.0
                 if alike or (new == absent and old is ABSENT):
                     continue
                 changes.append(f"`{key}` {shown(old)} -> {shown(new)}")
@@ -140,7 +140,7 @@ class ConfigMapping:
         return result, changes
 
     def _dialect(self, config: Values) -> ConfigMapping:
-        """Return the mapping for the model that a `config.json` names."""
+        """Return the mapping, this one or a dialect, for the model that a `config.json` names."""
         for mapping in (self, *self.dialects):
             if config.get("model_type", ABSENT) == mapping.model_type:
                 break
@@ -160,10 +160,10 @@ class ConfigMapping:
         return {**defaults, **config}
 
     def ignoring(self, keys: Iterable[str]) -> ConfigMapping:
-        """Return the mapping with further keys of `config.json` that change nothing, on the word of a user.
+        """Return the mapping with further keys of `config.json` that the user declares to have no effect.
 
         Raises:
-            ConfigError: a key is known, and may change the model.
+            ConfigError: a key is known and may change the model.
         """
         claimed = {key for mapping in (self, *self.dialects) for field in mapping.fields for key in field.hf}
         known = [key for key in keys if key in claimed or key in KNOWN]
@@ -177,16 +177,16 @@ class ConfigMapping:
         return replace(self, fields=(*self.fields, extra), dialects=dialects)
 
     def keys_of(self, argument: str) -> list[str]:
-        """Return the keys of `config.json` that say an argument."""
+        """Return the keys of `config.json` that determine an argument."""
         return [key for field in self.fields if argument in field.megatron for key in field.hf]
 
     def _strangers(self, config: Values) -> dict[str, Any]:
-        """Return the keys that no field answers for, and that do not leave the model as it is."""
+        """Return the keys that no field covers and that are not known to have no effect."""
         claimed = {"model_type", "architectures", *(key for field in self.fields for key in field.hf)}
         return {key: value for key, value in config.items() if key not in claimed and not is_inert(key, value)}
 
     def _refuse(self, config: Values, problems: list[str]) -> None:
-        """Refuse what Megatron cannot represent, and keys that are not known: they may change the model."""
+        """Refuse values that Megatron cannot represent, and unknown keys, which may change the model."""
         strangers = self._strangers(config)
         lines = {key: f"`{key}` = {shown(value)}" for key, value in strangers.items()}
         meant = [f"{line}: {MEANING[key]}" if key in MEANING else line for key, line in lines.items() if key in KNOWN]
@@ -233,10 +233,10 @@ class ConfigMapping:
 
 
 def _differs(field: Field, filled: Values, args: Values) -> bool:
-    """Return whether the arguments prove that the field of a configuration says something else."""
+    """Return whether a field of a configuration differs from the arguments."""
     try:
         stated = field.to_megatron(filled)
-    except (Refused, KeyError, *NONSENSE):  # not representable, or absent without a default: the arguments know better
+    except (Refused, KeyError, *NONSENSE):  # not representable, or absent without a default: the arguments decide
         return True
     known = {name: value for name, value in stated.items() if field.none_says or args.get(name) is not None}
     return any(args.get(name) != value for name, value in known.items())

@@ -1,9 +1,9 @@
-"""Fields without effect on the function: keys of `config.json`, and the neutral values of arguments.
+"""Keys of `config.json` and values of arguments that have no effect on the function of a model.
 
-`NEUTRAL` was made by reading the arguments and `TransformerConfig` of Megatron-LM 0.8, 0.12, 0.16.1, 0.19 and main
-(August 2026) one by one. Arguments of dropout, initialisation, fusion, precision, parallelism, data and training are
-not in it: they change how a function is computed or trained, not which function it is. Arguments that only matter
-beside another one (the sizes of MLA, of experts, of Mamba) are represented by that other one.
+`NEUTRAL` was compiled from the arguments and `TransformerConfig` of Megatron-LM 0.8, 0.12, 0.16.1, 0.19 and main
+(August 2026). Arguments of dropout, initialisation, fusion, precision, parallelism, data and training are not
+included: they change how a function is computed or trained, not the function. Arguments that depend on another one
+(the sizes of MLA, of experts, of Mamba) are represented by that one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Keys that change no model whatever they say. They are those of transformers' base class (`configuration_utils.py` of
-# 4.0 to 5.17), which says how a model is trained, run and generated from; what older versions and other programs leave:
-# `_num_labels` (DistilGPT2), `output_past` and `n_special` (GPT-2 before 3.0), `is_llama_config` (nanotron's SmolLM),
-# `transformers.js_config`, `unsloth_*`; and what no class of transformers reads where the model is one of its own:
-# `auto_map`, the lengths of a tokenizer, the dropout of a head.
+# Keys that change no model, with any value. They are those of transformers' base class (`configuration_utils.py` of
+# 4.0 to 5.17) for training, running and generation; keys of older versions and other programs: `_num_labels`
+# (DistilGPT2), `output_past` and `n_special` (GPT-2 before 3.0), `is_llama_config` (nanotron's SmolLM),
+# `transformers.js_config`, `unsloth_*`; and keys that transformers does not read for its own models: `auto_map`, the
+# lengths of a tokenizer, the dropout of a head.
 INERT = frozenset(
     """
     _name_or_path _commit_hash _attn_implementation attn_implementation transformers_version name_or_path
@@ -39,9 +39,9 @@ INERT = frozenset(
 
 FULL_ATTENTION = "full_attention"
 
-# Keys that any `config.json` may have, and that change the model unless they have this value, or null. Which classes of
-# transformers 5.17 read them stands beside those that a class of another family reads: such a class names them in the
-# table of its family, and they are here for the configurations that carry them without a meaning.
+# Keys that any `config.json` may have, and that change the model unless they have this value, or null. Comments name
+# the classes of transformers 5.17 that read a key: their families have it in their own tables, and it is here for
+# configurations that have it without a meaning.
 ONLY: dict[str, Any] = {
     "is_encoder_decoder": False,
     "tie_encoder_decoder": False,
@@ -73,7 +73,7 @@ ONLY: dict[str, Any] = {
     "num_local_experts": None,
 }
 
-# What the value of such a key means, where its name does not tell.
+# Meaning of such keys whose names do not explain it.
 MEANING = {
     "quantization_config": "its weights are quantised",
     "compression_config": "its weights are quantised",
@@ -82,7 +82,7 @@ MEANING = {
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Return whether a key of `config.json` that no field of a family claims leaves the model as it is."""
+    """Return whether a key of `config.json` that no field of a family covers has no effect."""
     if key == "layer_types":  # of transformers 5: a name for each layer
         return value is None or (isinstance(value, list) and set(value) <= {FULL_ATTENTION})
     return key in INERT or (key in ONLY and value in (None, ONLY[key]))
@@ -91,7 +91,7 @@ def is_inert(key: str, value: Any) -> bool:
 OFF: tuple[Any, ...] = (None, False)
 NOTHING: tuple[Any, ...] = (None, 0)
 
-# Argument -> the values that leave the function of a plain decoder as it is.
+# Argument -> the values with which it does not change the function of a plain decoder.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # the block
     "normalization": ("LayerNorm",),
@@ -159,7 +159,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The same, of models with experts; without them these arguments say nothing. Sizes have no neutral value.
+# The same for models with experts; without experts these arguments have no effect. Sizes have no neutral value.
 NEUTRAL_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (None, 1),
     "moe_ffn_hidden_size": (None,),
@@ -179,15 +179,15 @@ NEUTRAL_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_router_enable_expert_bias": OFF,
     "moe_router_force_load_balancing": OFF,
     "moe_router_force_biased": (None,),
-    # `sinkhorn` and `quantile_balancing` choose other experts
+    # `sinkhorn` and `quantile_balancing` select other experts
     "moe_router_load_balancing_type": (None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
     "moe_input_jitter_eps": (None,),
     "moe_apply_probs_on_input": OFF,
     "export_moe_apply_probs_on_input": OFF,
-    # tokens that are dropped
+    # dropped tokens
     "moe_expert_capacity_factor": (None,),
     "moe_expert_rank_capacity_factor": (None,),
-    # the expert that sees every token
+    # the shared expert
     "moe_shared_expert_intermediate_size": NOTHING,
     "moe_shared_expert_gate": OFF,
     "moe_shared_expert_glu_interleave_size": (None,),
@@ -195,8 +195,8 @@ NEUTRAL_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
 
 
 def not_neutral(args: Mapping[str, Any]) -> list[str]:
-    """Return the arguments that are there, change the function of a plain decoder,
-    and have not the value that does not.
+    """Return the arguments that are present and change the function of a plain decoder:
+    their value is not neutral.
     """
     tables = [NEUTRAL, *([NEUTRAL_OF_EXPERTS] if args.get("num_experts") else [])]
     return [name for table in tables for name in table if name in args and not _is_one_of(table[name], args[name])]

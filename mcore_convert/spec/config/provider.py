@@ -1,8 +1,9 @@
-"""Megatron Core's configuration classes as other programs write them down, in the words of Megatron-LM's arguments.
+"""Megatron Core's configuration classes, as other programs store them, converted to Megatron-LM's arguments.
 
-`TransformerConfig`, and what Megatron-Bridge (`GPTModelProvider`, `GPTModelConfig`) and NeMo (`GPTConfig`) add to it.
-Most fields have the name of an argument, as Megatron-LM builds the one from the other (`training/arguments.py`,
-`core_transformer_config_from_args`); the others stand in the tables here. Facts are from Megatron Core 0.12 to 0.19
+`TransformerConfig`, and the fields that Megatron-Bridge (`GPTModelProvider`, `GPTModelConfig`) and NeMo (`GPTConfig`)
+add. Most fields have the name of an argument, since Megatron-LM builds the former from the latter
+(`training/arguments.py`, `core_transformer_config_from_args`); the tables here have the others. Facts are from
+Megatron Core 0.12 to 0.19
 (`transformer_config.py`), Megatron-Bridge 0.2 to 0.6 (`models/gpt_provider.py`, `models/gpt/gpt_builder.py`) and
 NeMo 2.4 (`collections/llm/gpt/model/base.py`).
 """
@@ -28,18 +29,18 @@ RENAMED = {
     "fp8_param": "fp8_param_gather",
 }
 
-# What the absence of a field means, where Megatron-LM means something else by that of the argument.
+# Defaults of fields that differ from Megatron-LM's defaults of the arguments.
 DEFAULTS: dict[str, Any] = {
     "gated_linear_unit": False,
     "bias_activation_fusion": False,
     "rope_scaling": False,
 }
 
-# The functions by their names, which are also how a class of Megatron-Bridge 0.7 says them.
+# Names of the functions; a class of Megatron-Bridge 0.7 uses the short ones.
 ACTIVATIONS = {
     "silu": ("silu", "torch.nn.functional.silu"),
     "gelu": ("gelu", "torch.nn.functional.gelu", "torch._C._nn.gelu"),
-    # the same polynomial under three names; that of a gelu that is fused with its bias
+    # one polynomial under several names; also that of a gelu fused with its bias
     "fast_gelu": (
         "fast_gelu",
         "gelu_pytorch_tanh",
@@ -63,8 +64,8 @@ ACTIVATIONS = {
 
 SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 LOCAL_SPECS = ("local_layer_spec", "get_gpt_layer_local_spec")
-# Of llama3's scaling before Megatron Core had it: Megatron-Bridge 0.2 (`Llama31ModelProvider`) and NeMo
-# (`Llama31Config`) scaled in the classes that have these fields.
+# llama3's scaling before Megatron Core had it: Megatron-Bridge 0.2 (`Llama31ModelProvider`) and NeMo
+# (`Llama31Config`) implement it in the classes with these fields.
 LLAMA3_FIELDS = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
@@ -73,13 +74,13 @@ LLAMA3_FIELDS = {
 
 
 def arguments_of(model: Values, where: str, *, tied: bool = True) -> dict[str, Any]:
-    """Return the arguments of Megatron-LM that a configuration stands for.
+    """Return the arguments of Megatron-LM that are equivalent to a configuration.
 
     Args:
-        tied: whether the class shares embeddings where the configuration does not say it.
+        tied: whether the class ties embeddings if the configuration does not say so.
 
     Raises:
-        ConfigError: an activation or a scaling of positions that no argument says.
+        ConfigError: no argument can express the activation or the scaling of positions.
     """
     args = {RENAMED.get(name, name): value for name, value in plain_fields({**DEFAULTS, **model}).items()}
     wrong = [name for name in SIZES if not isinstance(args.get(name), int) or args[name] < 1]
@@ -102,14 +103,14 @@ def arguments_of(model: Values, where: str, *, tied: bool = True) -> dict[str, A
 
 
 def names_activation(model: Values) -> bool:
-    """Return whether a configuration says the activation: what its absence means depends on the class that left it
-    out.
+    """Return whether a configuration names the activation. If it does not, the activation depends on the class that
+    omitted it.
     """
     return name_of(model.get("activation_func")) is not None
 
 
 def _activation(model: Values, where: str) -> dict[str, Any]:
-    """Return the arguments that say the activation; none where the configuration does not name it."""
+    """Return the arguments for the activation; none if the configuration does not name it."""
     stated = name_of(model.get("activation_func"))
     if stated is None:
         return {}
@@ -133,7 +134,7 @@ def _activation(model: Values, where: str) -> dict[str, Any]:
 
 
 def _llama3(model: Values, where: str) -> dict[str, Any]:
-    """llama3's scaling of positions, where a class has it in fields of its own."""
+    """Return the arguments for llama3's scaling of positions, if a class has it in fields of its own."""
     if model.get("scale_factor") is None or any(model.get(name) is None for name in LLAMA3_FIELDS):
         return {}
     other = [f"`{name}` = {model[name]!r}" for name, rope in LLAMA3_FIELDS.items() if model[name] != LLAMA3[rope]]

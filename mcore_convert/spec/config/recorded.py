@@ -1,4 +1,4 @@
-"""Configurations that other programs write beside a Megatron checkpoint, in the place of arguments.
+"""Configurations that other programs store beside a Megatron checkpoint instead of arguments.
 
 Megatron-Bridge, NeMo-RL    run_config.yaml           0.2 to 0.6, `training/checkpointing.py`, `training/config.py`
 verl                        transformer_config.json   0.4 to 0.9, `utils/checkpoint/megatron_checkpoint_manager.py`
@@ -23,8 +23,8 @@ Values = Mapping[str, Any]
 
 BRIDGE, VERL, NEMO = "Megatron-Bridge", "verl", "NeMo 2"
 
-# The classes that are a GPT model as Megatron Core builds it, by their modules: each says all of its fields, so that
-# its name adds nothing. Others (Gemma's, vision, hybrids) compute more than their fields say.
+# Classes of GPT models as Megatron Core builds them, by module: their fields describe the model completely. Others
+# (Gemma's, vision, hybrids) compute more than their fields describe.
 PROVIDERS = re.compile(
     r"""
     megatron\.bridge\.models\.
@@ -39,7 +39,7 @@ PROVIDERS = re.compile(
     """,
     re.VERBOSE,
 )
-# The same of hybrids, whose layers a pattern says, under the name of its time.
+# The same for hybrids, whose layers are described by a pattern; its name differs between versions.
 HYBRID_PROVIDERS = re.compile(
     r"""
     megatron\.bridge\.models\.
@@ -56,7 +56,7 @@ NEMO_CONFIGS = re.compile(
     r"(base|llama|qwen2|qwen3|mistral|mixtral|nemotron|starcoder|starcoder2|baichuan|chatglm|phi3mini|deepseek)\.\w+Config\w*"
 )
 
-# Sections whose fields have the names of arguments, and what is called otherwise.
+# Sections whose fields have the names of arguments, with the fields that are renamed or (empty) dropped.
 SECTIONS: dict[str, dict[str, str]] = {
     "optimizer": {},
     "scheduler": {},
@@ -71,7 +71,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "tokenizer": {"vocab_size": ""},
 }
-# What two configurations of one model agree on.
+# Arguments that must agree in two configurations of one model.
 SIZES = (
     "num_layers",
     "hidden_size",
@@ -91,11 +91,11 @@ SIZES = (
     "moe_router_score_function",
     "moe_shared_expert_intermediate_size",
 )
-# What the run decides and not the model.
+# Arguments that belong to the run and not to the model.
 OF_RUN = ("fp16", "bf16", "params_dtype", "attention_dropout", "hidden_dropout", "moe_grouped_gemm", "transformer_impl")
-# What a plain run of Megatron-LM has where neither program says anything.
+# Values of a plain run of Megatron-LM for arguments that no configuration sets.
 UNSAID: dict[str, Any] = {**PLAIN, "no_save_optim": None, "no_save_rng": None}
-# NeMo's strategy sets these after the configuration was written.
+# Arguments that NeMo's strategy sets after the configuration was written.
 OF_STRATEGY = re.compile(r"\w*(parallel_size|parallel_layout|pipeline_num_layers|pipeline_split)|sequence_parallel")
 
 
@@ -103,10 +103,10 @@ OF_STRATEGY = re.compile(r"\w*(parallel_size|parallel_layout|pipeline_num_layers
 class Recorded:
     """The configuration of another program.
 
-    `args` are those of Megatron-LM. They are not `complete` where the program leaves out functions, and so the
+    `args` are those of Megatron-LM. They are not `complete` if the program omits functions, and with them the
     activation, as verl does, and Megatron-Bridge 0.4 to 0.6 in models with a section `transformer`
-    (`models/common/base.py`, `as_dict`): then `config.json` has to be there as well. `tree` is a `run_config.yaml`, to
-    be written again.
+    (`models/common/base.py`, `as_dict`): then `config.json` is required as well. `tree` is a `run_config.yaml`, to be
+    written again.
     """
 
     program: str
@@ -117,10 +117,10 @@ class Recorded:
 
 
 def of_bridge(tree: Values, file: str) -> Recorded:
-    """From `run_config.yaml`.
+    """Convert a `run_config.yaml`.
 
     Raises:
-        ConfigError: it names what is not known, or describes another model than GPT.
+        ConfigError: it names unknown classes or functions, or describes a model other than GPT.
     """
     where = f"`{file}`"
     refuse_unknown(tree, where)
@@ -140,16 +140,16 @@ def of_bridge(tree: Values, file: str) -> Recorded:
     for section, renamed in SECTIONS.items():
         fields = plain_fields(tree.get(section)).items()
         args |= {argument: value for name, value in fields if (argument := renamed.get(name, name))}
-    # a nested class shares embeddings only where it says so (`GPTModelConfig`)
+    # a nested class ties embeddings only if it says so (`GPTModelConfig`)
     args |= arguments_of(flat, where, tied=not isinstance(nested, Mapping))
     return Recorded(BRIDGE, file, _with_whole_vocabulary(args), names_activation(flat), tree)
 
 
 def of_nemo(tree: Values, file: str) -> Recorded:
-    """From `context/model.yaml`. It does not tell the layout, which NeMo's strategy has.
+    """Convert a `context/model.yaml`. It lacks the layout, which NeMo's strategy has.
 
     Raises:
-        ConfigError: it names what is not known, or describes another model than GPT.
+        ConfigError: it names unknown classes or functions, or describes a model other than GPT.
     """
     where = f"`{file}`"
     refuse_unknown(tree, where)
@@ -165,10 +165,10 @@ def of_nemo(tree: Values, file: str) -> Recorded:
 
 
 def of_verl(tree: Values, file: str) -> Recorded:
-    """From `transformer_config.json`, whose functions are left out: `config.json` names the activation.
+    """Convert a `transformer_config.json`. It omits functions, so that `config.json` has to name the activation.
 
     Raises:
-        ConfigError: it says no sizes.
+        ConfigError: it has no sizes.
     """
     args = arguments_of(tree, f"`{file}`")
     for name in ("untie_embeddings_and_output_weights", "attention_backend"):
@@ -179,10 +179,10 @@ def of_verl(tree: Values, file: str) -> Recorded:
 
 
 def agreed(args: Values, recorded: Recorded) -> dict[str, Any]:
-    """Return the arguments of a `config.json` together with those of the run, which describe one model.
+    """Return the arguments of a `config.json` merged with those of the run, after checking that they agree.
 
     Raises:
-        ConfigError: they describe two, with every argument on which they differ.
+        ConfigError: they describe different models; with every argument that differs.
     """
     stated = {name: value for name, value in recorded.args.items() if value is not None}
     differing = [
@@ -212,9 +212,9 @@ def _refuse_class(name: str | None, known: re.Pattern[str], where: str) -> None:
 
 
 def _with_whole_vocabulary(args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with `vocab_size` as the whole vocabulary, whatever the tokenizer.
+    """Return the arguments with `vocab_size` as the whole vocabulary for any tokenizer.
 
-    Megatron-LM up to 0.17 leaves out the end of text that `NullTokenizer` adds (`arguments.true_vocab_size`).
+    Megatron-LM up to 0.17 excludes the end-of-text token that `NullTokenizer` adds (`arguments.true_vocab_size`).
     """
     if args.get("tokenizer_type") == "NullTokenizer" and isinstance(args.get("vocab_size"), int):
         args["null_tokenizer_eod_id"] = args["vocab_size"] - 1

@@ -1,7 +1,7 @@
-"""Rotary positions: the three spellings of `config.json` and the arguments of Megatron.
+"""Rotary positions: the three spellings in `config.json`, and Megatron's arguments.
 
-transformers up to 4 writes `rope_theta` beside `rope_scaling`, transformers 5 one `rope_parameters`. Megatron has
-`rotary_base`, llama3's scaling with three constants built in, and linear interpolation of positions
+transformers up to 4 writes `rope_theta` and `rope_scaling`, transformers 5 a single `rope_parameters`. Megatron has
+`rotary_base`, llama3's scaling with three built-in constants, and linear interpolation of positions
 (`rotary_pos_embedding.py`, the same in Megatron Core 0.12 to main).
 """
 
@@ -16,13 +16,13 @@ from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
 
 THETA = 10000.0  # the class default of transformers
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# pretrain_gpt.py and gpt_builders.py give GPTModel `rope_scaling` alone, so that its own default holds.
+# pretrain_gpt.py and gpt_builders.py pass only `rope_scaling` to GPTModel, which then uses its own default factor.
 SCRIPTS_ROPE_SCALING_FACTOR = 8.0
 DICTS = ("rope_parameters", "rope_scaling")
 
 
 def remarks(args: Values) -> list[str]:
-    """Return which scalings a run of Megatron-LM stored that its training script may not have scaled by."""
+    """Return one line for each scaling that a run of Megatron-LM stored but its training script may not have used."""
     release = releases.of_run(args)
     if release is None or args.get("position_embedding_type") != "rope" or args.get("multi_latent_attention"):
         return []
@@ -46,22 +46,22 @@ def rope(
     kinds: tuple[str, ...] = ("default", "linear", "llama3"),
     inert: tuple[str, ...] = (),
 ) -> Field:
-    """Return the field of all keys that say how positions rotate. Written in the flat spelling,
+    """Return the field of all keys for rotary positions. It writes the flat spelling,
     which all versions read.
 
     Args:
-        theta: the base that the class has where `config.json` does not say one.
-        percent: the share of a head that the class rotates by default; None where it always rotates all of it.
-        keys: the flat names of the base and of that share.
-        kinds: the `rope_type`s that the class knows, among those that Megatron has.
-        inert: keys of the dictionaries that change nothing.
+        theta: the class's default base.
+        percent: the share of a head that the class rotates by default; None if it always rotates the whole head.
+        keys: the flat names of the base and of the share.
+        kinds: the `rope_type`s that both the class and Megatron support.
+        inert: keys of the dictionaries without effect.
     """
     return Rope(theta, percent, keys, kinds, inert=inert).field()
 
 
 @dataclass(frozen=True)
 class Rope:
-    """One class of transformers: its defaults, its names and its kinds of scaling."""
+    """Rotary positions of one class of transformers: its defaults, its names and its kinds of scaling."""
 
     theta: float
     percent: float | None
@@ -121,12 +121,12 @@ class Rope:
 
     def read(self, kind: str, name: str, scaling: dict[str, Any], config: Values) -> dict[str, Any]:
         """Return the arguments of one kind of scaling, from the dictionary called `name`;
-        takes what it reads out of it.
+        pop the entries that are read.
         """
         return _SCALINGS[kind](name, scaling, config)
 
     def kind_of(self, args: Values) -> tuple[str, dict[str, Any] | None]:
-        """Return what arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
+        """Return the scaling in the arguments: the `rope_type`, and its dictionary in `config.json`."""
         return _kind_of(args)
 
     def to_hf(self, args: Values) -> dict[str, Any]:
@@ -142,8 +142,8 @@ class Rope:
 def _one_of(
     config: Values, flat: str, scalings: dict[str, dict[str, Any]], key: str, default: float | None
 ) -> tuple[str, Any]:
-    """Return the one value of a key that may stand flat and within each dictionary, and where;
-    takes it out of these.
+    """Return the name and the value of a key that may be flat and in each dictionary, which must agree;
+    pop it from the dictionaries.
     """
     values = {f"{name}.{key}": scaling.pop(key) for name, scaling in scalings.items() if scaling.get(key) is not None}
     if config[flat] is not None:
@@ -158,7 +158,7 @@ def _none(*_: Any) -> dict[str, Any]:
 
 
 def _linear(name: str, scaling: dict[str, Any], _: Values) -> dict[str, Any]:
-    """Positions divided by the factor (Megatron) or frequencies divided by it (transformers): the same angles."""
+    """Return the arguments of linear scaling, which divides positions (Megatron) or frequencies (transformers)."""
     factor = number_from_one(name, "factor", scaling)
     if factor != int(factor):
         raise Refused(f"`{name}.factor` = {shown(factor)}, only an integer can be Megatron's interpolation factor")
@@ -181,10 +181,10 @@ _SCALINGS = {"default": _none, "linear": _linear, "llama3": _llama3}
 
 
 def number_from_one(name: str, key: str, scaling: dict[str, Any]) -> float:
-    """Take a number out of a dictionary.
+    """Pop a number from a dictionary.
 
     Raises:
-        Refused: it is none, or below 1.
+        Refused: it is not a number, or below 1.
     """
     value = scaling.pop(key, None)
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
@@ -193,13 +193,13 @@ def number_from_one(name: str, key: str, scaling: dict[str, Any]) -> float:
 
 
 def _kind_of(args: Values) -> tuple[str, dict[str, Any] | None]:
-    """Return what arguments say of scaling: the `rope_type`, and the dictionary that `config.json` has for it."""
+    """Return the scaling in the arguments: the `rope_type`, and its dictionary in `config.json`."""
     linear = args.get("rotary_seq_len_interpolation_factor")
     if args.get("use_rope_scaling"):
         if linear not in (None, 1):
             raise Refused(f"`rotary_seq_len_interpolation_factor` = {linear} beside `use_rope_scaling`")
         factor = float(stated(args, "rope_scaling_factor"))
         return "llama3", {"rope_type": "llama3", "factor": factor, **LLAMA3}
-    if linear not in (None, 1):  # `type` is what transformers before 4.43 reads
+    if linear not in (None, 1):  # transformers before 4.43 reads `type`
         return "linear", {"rope_type": "linear", "type": "linear", "factor": float(linear)}
     return "default", None

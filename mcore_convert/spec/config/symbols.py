@@ -1,11 +1,11 @@
 """Names in the configurations of other programs (`_target_`): read as data, never imported and never called.
 
-Megatron-Bridge and NeMo write what is no plain value as a mapping with the name of a class or a function:
+Megatron-Bridge and NeMo write a value that is not plain as a mapping with the name of a class or a function:
 
     {_target_: torch.bfloat16, _call_: false}                                a dtype or a function
     {_target_: megatron.core.transformer.enums.AttnBackend, _call_: true, _args_: [5]}    an enum
     {_target_: torch.nn.init.normal_, _partial_: true, _args_: [], std: 0.02}             a functools.partial
-    {_target_: torch.dtype, _call_: true}                                    what NeMo leaves of a dtype
+    {_target_: torch.dtype, _call_: true}                                    NeMo's form of a dtype, without its name
 
 Facts are from Megatron-Bridge 0.2 to 0.6 (`utils/yaml_utils.py`, `training/utils/config_utils.py`) and NeMo 2.4
 (`lightning/io/mixin.py`).
@@ -31,7 +31,7 @@ DTYPE_NAMES = {
     "torch.float": "float32",
 }
 
-# Whose classes and functions such a configuration names. Of torch only what is a value, and what starts weights.
+# Packages whose classes and functions a configuration may name. Of torch, only values and initialisation functions.
 KNOWN = re.compile(
     r"""
     megatron\.(bridge|core|training|energon)\.[\w.<>]+
@@ -48,24 +48,24 @@ KNOWN = re.compile(
     """,
     re.VERBOSE,
 )
-# Within those: what reads or runs whatever it is given.
+# Names within those that load or execute their argument.
 LOADERS = re.compile(
     r"\.(loads?|load_\w+|import_\w+|safe_import\w*|eval|exec|from_(hf_)?pretrained|locate|instantiate|system|popen)"
 )
 
 
 class _Opaque:
-    """What has no plain value."""
+    """Marker for a value that is not plain."""
 
 
 OPAQUE = _Opaque()
 
 
 def refuse_unknown(tree: Any, where: str) -> None:
-    """Refuse a configuration that names something else than the classes and functions of the known programs.
+    """Refuse a configuration that names anything but classes and functions of known packages.
 
     Raises:
-        ConfigError: with each name and where it stands. None of them is imported.
+        ConfigError: with each such name and its place. None of them is imported.
     """
     wrong = [
         f"{place}: {name if isinstance(name, str) else repr(name)}"
@@ -94,14 +94,14 @@ def _names(tree: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def name_of(value: Any) -> str | None:
-    """Return the name of the class or function that a value is; a plain text is its own name."""
+    """Return the name of the class or function that a value stands for; a string is its own name."""
     if isinstance(value, Mapping):
         value = value.get(TARGET)
     return value if isinstance(value, str) else None
 
 
 def plain_fields(values: Any) -> dict[str, Any]:
-    """Return the fields of a section that have plain values; none where it is no mapping."""
+    """Return the fields of a section that have plain values; none if it is not a mapping."""
     if not isinstance(values, Mapping):
         return {}
     named = {name: plain_value(value) for name, value in values.items() if isinstance(name, str)}
@@ -109,7 +109,7 @@ def plain_fields(values: Any) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value as Megatron-LM's arguments would have it; OPAQUE for a class, a function or an enum."""
+    """Return a value in the form of Megatron-LM's arguments; OPAQUE for a class, a function or an enum."""
     if isinstance(value, Mapping):
         if TARGET in value:
             dtype = DTYPE_NAMES.get(str(value[TARGET]))

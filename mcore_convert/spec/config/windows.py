@@ -1,7 +1,7 @@
-"""Windows of attention that some layers have and others have not.
+"""Attention windows in some of the layers.
 
-Megatron Core has one window for all layers that have one, and every so many layers without it, or a list with a one for
-each layer that has it (0.15 to 0.19, `transformer/utils.py`, `is_layer_window_attention`, which counts layers from 1).
+Megatron Core has one window size; either every n-th layer has no window, or a list has a 1 for each layer with one
+(0.15 to 0.19, `transformer/utils.py`, `is_layer_window_attention`, which counts layers from 1).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def alternating_window(*, default: int) -> Field:
-    """Return the field of a window of the layers that `layer_types` names; of every second one, from the first on,
-    unless it is there.
+    """Return the field of a window in the layers that `layer_types` names; if absent, in every second layer from the
+    first on.
     """
     window = sliding_window(default=default)
 
@@ -45,7 +45,7 @@ def alternating_window(*, default: int) -> Field:
 
 
 def _frequency(pattern: list[int]) -> int | list[int] | None:
-    """Return which layers have a window, as Megatron says it: a number where it can."""
+    """Return the layers with a window in Megatron's form: as a number if possible."""
     if all(pattern):
         return None
     numbers = range(2, len(pattern) + 1)
@@ -53,7 +53,7 @@ def _frequency(pattern: list[int]) -> int | list[int] | None:
 
 
 def _pattern(frequency: Any, count: int) -> list[int]:
-    """Return a one for each layer with a window."""
+    """Return a 1 for each layer with a window, and a 0 for each other one."""
     value = plain_frequency(frequency)
     if value is None:
         return [1] * count

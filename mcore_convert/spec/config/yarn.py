@@ -1,4 +1,4 @@
-"""Rotary positions that YaRN scales where attention is not latent.
+"""Rotary positions scaled by YaRN, for attention that is not latent.
 
 Facts are from Megatron Core 0.15 to 0.19 (`gpt_model.py`, `yarn_rotary_pos_embedding.py`), Megatron-LM 0.19
 (`argument_utils.py`, `_apply_yarn_config_from_args`), the first to have flags for them, and transformers 5.23
@@ -16,7 +16,7 @@ from mcore_convert.spec.config.latent import mscales, written_mscales
 from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
 from mcore_convert.spec.config.rope import DICTS, Rope, number_from_one
 
-# The arguments by what `config.json` calls them within its dictionary.
+# Keys of the dictionary in `config.json` -> arguments.
 PREFIXED = {
     "original_max_position_embeddings": "yarn_original_max_position_embeddings",
     "beta_fast": "yarn_beta_fast",
@@ -24,7 +24,7 @@ PREFIXED = {
     "truncate": "yarn_correction_range_round_to_int",
 }
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # of transformers
-# Arguments of other scalings, which `YarnRotaryEmbedding` does not heed, with the values that ask for nothing.
+# Arguments of other scalings, which `YarnRotaryEmbedding` ignores, with their neutral values.
 UNHEEDED = {
     "use_rope_scaling": (None, False),
     "rotary_seq_len_interpolation_factor": (1, None),
@@ -33,18 +33,18 @@ UNHEEDED = {
 
 
 def yarn(*, theta: float, default: dict[str, Any]) -> Field:
-    """Positions that are scaled by YaRN, or not at all.
+    """Return the field of positions that are scaled by YaRN, or not scaled.
 
     Args:
-        theta: the base that the class has where `config.json` does not say one.
-        default: the scaling of the class where it says none.
+        theta: the class's default base.
+        default: the class's default scaling.
     """
     return _Yarn(theta, None, ("rope_theta", "partial_rotary_factor"), ("default", "yarn"), default).field()
 
 
 @dataclass(frozen=True)
 class _Yarn(Rope):
-    """YaRN for whole heads, whose factor multiplies sines and cosines."""
+    """YaRN for whole heads; its factor multiplies sines and cosines."""
 
     default: Values
 

@@ -99,8 +99,7 @@ class Schedule:
         )
 
     def _summed(self, outputs: list[Sums]) -> dict[str, float]:
-        """Return sums over microbatches, and over the data- and context-parallel ranks of the last stage, on all
-        ranks."""
+        """Sum over microbatches, and over data- and context-parallel ranks of the last stage; the same on all ranks."""
         from megatron.core import parallel_state
 
         stages = parallel_state.get_pipeline_model_parallel_group()

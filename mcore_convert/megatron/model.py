@@ -85,8 +85,7 @@ def build_model(
 
 
 def _build_hybrid(args: Mapping[str, Any], config: TransformerConfig, positions: str, **stage: bool) -> Any:
-    """Return a `MambaModel` in place of a `GPTModel`; 0.16.1 has no virtual stages of it, and no pattern with
-    borders."""
+    """Return a `MambaModel` in place of a `GPTModel`; 0.16.1 has neither virtual stages of it nor stage borders."""
     from mcore_convert.megatron.mixers import hybrid_stack, import_hybrids
 
     import_hybrids()

@@ -64,8 +64,7 @@ def load_weights(model: GPTModel, weights: Iterable[tuple[str, torch.Tensor]]) -
 
 
 def parameters_of(model: GPTModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that a checkpoint must fill: parameters and stored buffers, under the names of their
-    modules."""
+    """Return the tensors that a checkpoint must fill: parameters and stored buffers, by the names of their modules."""
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 

@@ -75,8 +75,7 @@ def layout_of(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content_metadata(distributed: bool) -> dict[str, Any]:
-    """Return the forms that Megatron Core is to use when it loads (Megatron-LM,
-    `_build_sharded_state_dict_metadata`)."""
+    """Return the forms that Megatron Core is to use to load (Megatron-LM, `_build_sharded_state_dict_metadata`)."""
     form = {
         "distrib_optim_sharding_type": optimizer_state.FULLY_RESHARDABLE,
         "distrib_optim_fully_reshardable_mem_efficient": False,

@@ -48,7 +48,7 @@ def render(template: str, scripts: Sequence[str], **values: Any) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """Return a long name that may break behind a point, a line or a slash."""
+    """Return a long name that may break after a dot, an underscore or a slash."""
     from markupsafe import Markup
 
     return Markup("<wbr>").join(re.split(r"(?<=[._/])", name))

@@ -59,9 +59,7 @@ def copy(source: Path, target: Path) -> Command:
 
 
 def timed(command: Command, target: Path, *, fsync: bool = False) -> float:
-    """Return the wall time of a command that makes `target`, which is then removed; with `fsync` until it is on the
-    disk.
-    """
+    """Return the wall time of a command that makes `target`, then removed; with `fsync` until it is on the disk."""
     try:
         elapsed = seconds(command)
         return elapsed + (seconds(("sync", "-f", target)) if fsync else 0)
@@ -70,9 +68,7 @@ def timed(command: Command, target: Path, *, fsync: bool = False) -> float:
 
 
 def speed(place: Path, hf: Path, rounds: int, *, fsync: bool = False) -> list[Figure]:
-    """Measure both directions against `cp` of the same bytes. The commands of a round alternate, so that drift hits
-    all.
-    """
+    """Measure both directions against `cp` of the same bytes. The commands alternate, so that drift hits all."""
     dist, target = place / "dist", place / "target"
     seconds(convert(hf, dist, "torch_dist"))  # the source of the way back; warms up both
     times: dict[str, list[float]] = {}

@@ -1,6 +1,4 @@
-"""DeepSeek-V3 for the benchmarks of planning: 61 layers of 256 experts and one that predicts further tokens, in
-bf16.
-"""
+"""DeepSeek-V3 for the benchmarks of planning: 61 layers of 256 experts and a predicting layer, in bf16."""
 
 from __future__ import annotations
 

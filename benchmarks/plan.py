@@ -39,9 +39,7 @@ def planned(verb: str, source: Path, target: Path, to: str, layout: LayoutOption
 
 
 def measure(rounds: int, layers: int, deepseek_layers: int) -> list[Figure]:
-    """Return all figures. The source of the way back and of reshards is the result of the first plan, without
-    values.
-    """
+    """Return all figures. The way back and reshards start from the result of the first plan, without values."""
     return [
         *_measure_qwen(rounds, layers),
         *_measure_deepseek(rounds, deepseek_layers),

@@ -106,9 +106,7 @@ def _fill(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> None:
 
 
 def _slots(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> Iterator[tuple[Slot, int]]:
-    """Yield every slot of every rank, and the element of the block that its filling starts at, the same in all
-    states.
-    """
+    """Yield every slot of every rank, and the element of the block that fills its start, the same in all states."""
     for item in items_of(family, dims, (PARAM, MASTER, *ADAM)):
         again = (slot for slot, _ in checkpoint.replicas(item, dims))
         for slot in (*checkpoint.locate(item, dims, Findings()), *again):

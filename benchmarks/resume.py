@@ -5,8 +5,7 @@ is saved before step 10 in both formats. `mcore-convert reshard` converts that t
 resumes. The losses are compared with those of the run that was never interrupted.
 
 Another layout rounds differently: it sums the shares of its tensor ranks in bfloat16. The effect of that alone is
-measured too, by a run at each layout from step 0. On GPUs the algorithms are deterministic, so there is no other
-effect.
+measured too, by a run at each layout from step 0. GPU algorithms are deterministic, so there is no other effect.
 """
 
 from __future__ import annotations

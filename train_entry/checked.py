@@ -18,8 +18,7 @@ from train_entry.model_provider import provider_of
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of checking a configuration. `args` are Megatron-LM's; `vocabulary` states its size, and the size's
-    origin.
+    """Result of checking a configuration. `args` are Megatron-LM's; `vocabulary` states its size and origin.
 
     `source` is the checkpoint that the run starts from, open; None for new weights.
     """

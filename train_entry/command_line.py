@@ -93,9 +93,7 @@ def record(line: str) -> None:
 
 
 def refused() -> int:
-    """Return the exit code of a rank whose error another rank reports, after time for that report: torchrun then ends
-    all.
-    """
+    """Return a rank's exit code once another rank had time to report the error: torchrun then ends all ranks."""
     time.sleep(5)  # or until torchrun ends it: on a busy machine the other rank may be seconds behind
     return REFUSED
 

@@ -32,9 +32,7 @@ def source_facts(checkpoint: Checkpoint, files: Iterable[Path]) -> dict[str, Any
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a checkpoint without its path: for an iteration with its run, for a model of the Hub with its
-    commit.
-    """
+    """Return the name of a checkpoint without its path: an iteration with its run, the Hub's model with its commit."""
     if isinstance(path, RemotePath) and path.parent is path:  # a repository of the Hub, whose path includes the commit
         return "/".join(path.parts[1:])
     full = path.absolute()

@@ -44,9 +44,7 @@ def _what_is_left(path: Path) -> str:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Scope in which Ctrl-C, SIGTERM and a closed terminal all clean up. A signal that the caller ignores (nohup) stays
-    so.
-    """
+    """Scope in which Ctrl-C, SIGTERM and a closed terminal clean up. Signals that the caller ignores stay ignored."""
     since = destination.counts()
     stopped = False
 

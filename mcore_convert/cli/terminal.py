@@ -46,9 +46,7 @@ def show_items(lines: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes for control characters and characters that a terminal cannot show, as names come
-    from foreign files.
-    """
+    """Return the text with escapes for characters that a terminal obeys or cannot show: names may come from anywhere."""
     if text.isprintable():
         return text
     return "".join(

@@ -66,9 +66,7 @@ class Comparison:
         return sum(change.num_changed for change in self.changes) / numel if numel else 0.0
 
     def most_changed(self, count: int) -> list[Change]:
-        """Return the most changed tensors: those with new NaN or infinities first, then by relative norm, then by
-        share.
-        """
+        """Return the most changed tensors: first those with new NaN or infinities, then by relative norm and share."""
         changed = [change for change in self.changes if change.num_changed]
         return sorted(changed, key=lambda c: (c.num_bad[0] >= c.num_bad[1], -c.relative, -c.share))[:count]
 

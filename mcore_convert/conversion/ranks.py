@@ -96,9 +96,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def counting(self, meter: Meter) -> Iterator[None]:
-        """Scope of the copying by this process: bytes are summed over all processes, and an error in any of them stops
-        it.
-        """
+        """Scope of the copying by this process: bytes are summed over all processes, and an error in any stops it."""
         if self._store is None:
             yield
             return

@@ -125,8 +125,7 @@ ONLY_ELSEWHERE: dict[str, tuple[Any, ...]] = {"rotary_scaling_factor": (1.0,), "
 def config_of(
     args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, settings: Mapping[str, Any] | None = None
 ) -> TransformerConfig:
-    """Return the configuration that Megatron-LM's `core_transformer_config_from_args` makes, without fusions and
-    dropout.
+    """Return the configuration from Megatron-LM's `core_transformer_config_from_args`, without fusions and dropout.
 
     The parallel sizes are those of the current process groups, not those that the checkpoint was written with.
     `settings` are fields to override.

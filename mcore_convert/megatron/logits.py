@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def logits(model: GPTModel | Sequence[GPTModel], tokens: torch.Tensor) -> torch.Tensor:
-    """Return float32 logits `[batch, seq, padded vocabulary]` of tokens `[batch, seq]`, equal on all ranks; no
-    gradients.
+    """Return float32 logits `[batch, seq, padded vocabulary]` of tokens `[batch, seq]`, on all ranks; no gradients.
 
     `model` is the part of this rank: a model, or the list from `build_stages`. All ranks of the model call this
     together with the same tokens.

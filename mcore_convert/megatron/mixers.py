@@ -43,8 +43,7 @@ def import_hybrids() -> None:
 
 
 def hybrid_stack(config: TransformerConfig, attention: ModuleSpec, experts: ModuleSpec | None) -> ModuleSpec:
-    """Return Megatron Core's stack of unlike layers with its own linear layers; its specs are for Transformer Engine
-    only.
+    """Return Megatron Core's stack of unlike layers with its own linear layers, which its specs do not have.
 
     Args:
         attention: a layer of a `GPTModel` with attention and an MLP, each of which becomes a layer of its own.
@@ -115,8 +114,7 @@ def _stand_ins() -> Iterator[None]:
 
 
 def scan(x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tensor, _chunk: int, **options: Any) -> Tensor:
-    """Return the recurrence of a mixer, one position after the other, with the arguments of
-    `mamba_chunk_scan_combined`.
+    """Return the recurrence of a mixer, position by position, with the arguments of `mamba_chunk_scan_combined`.
 
     Shapes: x and the result `[batch, length, heads, size]`, dt `[batch, length, heads]`, write (B) and read (C)
     `[batch, length, groups, states]`, and `[heads]` the decay (A), `D` and `dt_bias`.

@@ -159,9 +159,7 @@ def _bind_what_is_not_installed(config: TransformerConfig) -> None:
 
 
 def predicting_spec(config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None) -> Any:
-    """Return the layers of this stage that predict further tokens, each like the last of the decoder; None if it has
-    none.
-    """
+    """Return the stage's layers that predict further tokens, each like the decoder's last; None if it has none."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     from mcore_convert.megatron.norm import Norm

@@ -54,8 +54,7 @@ def model_parallel(
     seed: int = SEED,
     timeout_minutes: int = 10,
 ) -> Iterator[None]:
-    """Scope of Megatron's groups over the initialised ranks, on the CPU if there is no CUDA, with seeded random
-    streams.
+    """Scope of Megatron's groups over the initialised ranks, on the CPU without CUDA, with seeded random streams.
 
     Args:
         etp: tensor-parallel size of experts; unless given `tp`, or 1 where `ep` is more than 1.

@@ -32,8 +32,8 @@ class Card:
     """Facts of an export that are known before its tensors are written.
 
     `repo` is its repository on the Hub, `revision` its branch there; None where it has none, or is on
-    the main branch. `dtypes` are those of the source, `dtype` that of the written weights, or that to which they decode
-    if `quantised`.
+    the main branch. `dtypes` are those of the source, `dtype` that of the written weights; if they are `quantised`,
+    after decoding.
     """
 
     model: Model

@@ -72,9 +72,7 @@ def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | N
 
 
 def is_the_vocabulary(tokenizer: Tokenizer, model: Model) -> bool:
-    """Return whether the embedding has exactly the rows that Megatron allots to this tokenizer, so that the others are
-    padding.
-    """
+    """Return whether the embedding has Megatron's number of rows for this tokenizer, so that the others are padding."""
     tp = model.args.get("tensor_model_parallel_size") or 1
     divisible_by = model.args.get("make_vocab_size_divisible_by") or 128
     return padded_vocab_size(tokenizer.size, tp, divisible_by) == model.dims.padded_vocab_size

@@ -55,8 +55,7 @@ def iter_hf_weights(
 
 
 def load_hf_model(path: PathLike, *, dtype: str | torch.dtype | None = None, **options: Any) -> Any:
-    """Build a transformers model directly from a checkpoint in any format: the one that `from_pretrained` builds from
-    its conversion.
+    """Build the transformers model of a checkpoint in any format, as `from_pretrained` does from its conversion.
 
     Args:
         path, dtype: as for `iter_hf_weights`.

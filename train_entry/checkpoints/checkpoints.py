@@ -107,9 +107,7 @@ class Checkpoints:
         return Restored(start.path, start.training, state.iteration, (*start.notes, *notes))
 
     def _stored(self, source: Source | None) -> Stored:
-        """Return a source in our format, open on each rank: rank 0 decides which, and others reuse theirs if it is the
-        same.
-        """
+        """Return rank 0's source in our format, open on each rank; a rank that has the same open reuses it."""
 
         def places() -> tuple[Path, Path]:
             assert source is not None

@@ -139,9 +139,7 @@ def common_of(optimizer: Any) -> dict[Any, Any]:
 
 
 def entries_of(models: Iterable[Mapping[str, Any]]) -> dict[Tensor, Any]:
-    """Return the `ShardedTensor` of each parameter, or its factory of several, from the sharded state dicts of model
-    chunks.
-    """
+    """Return each parameter's `ShardedTensor`, or factory of several, in the sharded state dicts of model chunks."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     values = (value for model in models for value in model.values())

@@ -15,9 +15,7 @@ KEY = "rng_state"
 
 
 def sharded(*, is_loading: bool = False) -> Any:
-    """Return Megatron's `ShardedObject` of the streams of all data-parallel ranks, which have the same part of the
-    model.
-    """
+    """Return Megatron's `ShardedObject` of the streams of all data-parallel ranks with the same part of the model."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 

@@ -38,8 +38,7 @@ class Ranks:
         return dist.get_rank(self.group) == 0
 
     def first(self, function: Callable[[], T]) -> T:
-        """Return the result of `function()` on rank 0, for all ranks. It is called only there; the result must be
-        picklable.
+        """Return the result of `function()` on rank 0, where alone it is called, for all ranks. It must be picklable.
 
         Raises:
             Exception: the exception of rank 0; on the others an `OtherRankError` with its message.
@@ -56,8 +55,7 @@ class Ranks:
         """Return the result of `function()` on this rank, once it has returned on all.
 
         Raises:
-            Exception: the exception of the first rank that raised one; on the others an `OtherRankError` with its
-                message.
+            Exception: that of the first rank that raised one; on the others an `OtherRankError` with its message.
         """
         result, error = _tried(function)
         rank = dist.get_rank(self.group)

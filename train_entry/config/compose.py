@@ -151,8 +151,7 @@ class Composition:
     def resolved(self) -> dict[str, Any]:
         """Return plain values by group and name, with the schema's defaults where nothing sets them.
 
-        References (`${training.steps}`) see all of them. A value that cannot be resolved becomes a problem and is left
-        out.
+        References (`${training.steps}`) see all of them. Unresolvable values become problems and are left out.
         """
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException

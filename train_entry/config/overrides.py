@@ -17,9 +17,7 @@ DEFAULT = object()  # as a value: the default of the schema
 
 @dataclass
 class Overrides:
-    """Parsed overrides: `selections` are choices of groups, None for none; `values` are single values, or several by
-    group.
-    """
+    """Parsed overrides: `selections` are choices of groups, None for none; `values` are single, or several by group."""
 
     selections: dict[str, Any] = field(default_factory=dict)
     values: list[tuple[str, Any]] = field(default_factory=list)

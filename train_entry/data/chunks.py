@@ -34,8 +34,7 @@ class JsonLines:
         return self.records(lambda record: texts_of(record, keys), hint)
 
     def records(self, read: Callable[[Any], T], hint: str) -> Iterator[T]:
-        """Yield the result of `read` for each line that is not blank; the message of its ValueError is the line's
-        problem.
+        """Yield the result of `read` for each line that is not blank; its ValueError states the line's problem.
 
         Raises:
             DataError: lines are invalid; names all of them, those with the same problem together.

@@ -110,9 +110,7 @@ def check_whole(batches: Sequence[Batch], rows_per_sample: int) -> None:
 
 
 def stack(samples: Sequence[Mapping[str, Any]]) -> Batch:
-    """Return samples as one batch. Values that are not tensors, as Megatron's index of a blend's data set, are left
-    out.
-    """
+    """Return samples as one batch, with tensors only: Megatron's index of a blend's data set is left out."""
     names = [name for name, value in samples[0].items() if isinstance(value, Tensor)]
     return {name: torch.stack([sample[name] for sample in samples]) for name in names}
 

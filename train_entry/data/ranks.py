@@ -13,8 +13,7 @@ Result = TypeVar("Result")
 
 
 def rank_0_first(work: Callable[[], Result]) -> Result:
-    """Return the result of `work` on this rank; rank 0 runs it while the others wait. Within it no rank may wait for
-    others.
+    """Return the result of `work` on this rank; rank 0 runs it first. Within it no rank may wait for others.
 
     Raises:
         ConvertError: rank 0's refusal, on every rank; or this rank's own.

@@ -49,8 +49,7 @@ def blends_of(data: Data) -> Blend | tuple[Blend | None, ...]:
 
 
 def bounds_of(split: str) -> list[tuple[float, float] | None]:
-    """Return the share of the documents of each split, as Megatron Core computes it: its bounds, None for an empty
-    split.
+    """Return the bounds of each split's share of the documents, as Megatron Core computes it; None if empty.
 
     Raises:
         DataError: it is not one to three numbers with a sum above zero.
@@ -75,8 +74,7 @@ def slice_of(bounds: tuple[float, float] | None, documents: int) -> slice:
 def check_split(
     split: int, blend: Blend, lengths: Sequence[npt.NDArray[Any]], bounds: tuple[float, float] | None, notes: list[str]
 ) -> bool:
-    """Return whether each file has documents in a split that samples are requested from: Megatron Core would search
-    forever.
+    """Return whether each file has documents in a requested split: Megatron Core would search for some forever.
 
     A test split may be empty, as that of a small file is by the usual shares; `notes` records it.
 

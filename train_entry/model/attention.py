@@ -22,8 +22,7 @@ DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 
 
 class SdpaAttention(torch.nn.Module):
-    """Attention from query, key and value `[tokens, samples, heads, channels]` to `[tokens, samples, heads *
-    channels]`.
+    """Attention: query, key and value `[tokens, samples, heads, channels]` to `[tokens, samples, heads * channels]`.
 
     It computes the same as Megatron's `DotProductAttention`, and draws the same dropout where both run torch's own
     code, on a CPU; on a GPU there is no `[tokens, tokens]` of scores. Keys and values may have fewer heads. Without a
@@ -126,9 +125,7 @@ class SdpaAttention(torch.nn.Module):
         return sdpa_kernel(list(self.kernels), set_priority=True)
 
     def _random_stream(self, dropout: float) -> contextlib.AbstractContextManager[None]:
-        """Return the scope for dropout: ranks of a tensor-parallel group have other heads, so each has its own
-        stream.
-        """
+        """Return the scope for dropout: tensor-parallel ranks have other heads, so each has its own stream."""
         if not dropout or not self.own_stream:
             return contextlib.nullcontext()
         from megatron.core.tensor_parallel import get_cuda_rng_tracker

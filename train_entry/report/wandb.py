@@ -11,9 +11,7 @@ from train_entry.report.rows import Row, scalars_of
 
 
 class Wandb:
-    """Run on Weights & Biases. Its id is in `wandb/id` of the run directory, so that a resumed run continues its
-    curves.
-    """
+    """Run on Weights & Biases. Its id is in `wandb/id` of the run directory, for a resumed run to continue it."""
 
     def __init__(self, config: Config, *, start: int) -> None:
         import wandb

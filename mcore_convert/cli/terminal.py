@@ -46,7 +46,7 @@ def show_items(lines: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes for characters that a terminal obeys or cannot show: names may come from anywhere."""
+    """Return the text with escapes for characters that a terminal obeys or cannot show, as names are not trusted."""
     if text.isprintable():
         return text
     return "".join(

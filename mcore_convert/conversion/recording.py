@@ -271,7 +271,7 @@ class Recording:
         for name, quantised in (("decoded", plan.source.quantised), ("quantised", plan.target.quantised)):
             if quantised is not None:
                 facts[name] = {field: value for field, value in asdict(quantised).items() if value is not None}
-        headers = {} if plan.target.whole_views else plan.target.tensors  # else they have the names of tensors
+        headers = {} if plan.target.whole_views else plan.target.tensors  # whole views have the tensors' names
         write_manifest(folder / MANIFEST, manifest_lines(facts, listed, headers, self._tensors(folder)))
         return folder / MANIFEST
 

@@ -126,7 +126,7 @@ def tensors_of(
 
 
 def own_master_key(part: Held, key: str) -> str | None:
-    """Return the key under which Megatron Core stores a master copy: the distributed optimizer stores fp32 ones too."""
+    """Return Megatron Core's key of a master copy; the distributed optimizer stores fp32 parameters, too."""
     if part.distributed:
         return f"{PREFIX}param.{key}"
     return f"{PREFIX}fp32_param.{key}" if part.has_master else None

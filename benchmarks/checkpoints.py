@@ -17,7 +17,7 @@ import numpy as np
 
 from mcore_convert.formats.request import Reservation
 
-# Llama 3.2-1B, 1.24 billion parameters: transformers 4's spelling, as the hub has it.
+# Llama 3.2-1B, 1.24 billion parameters: in transformers 4's spelling, as on the Hub.
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -52,11 +52,11 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 128256,
 }
 
-BLOCK = 1 << 24  # elements of the random block that tensors are filled from, each from another place
+BLOCK = 1 << 24  # elements of the random block that tensors are filled from, each from another offset
 
 
 def llama_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a Llama's Hugging Face checkpoint, in the order of the model."""
+    """Return name and shape of every tensor of a Llama's Hugging Face checkpoint, in the order of the model."""
     hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads = config["num_attention_heads"] * config["head_dim"]
     groups = config["num_key_value_heads"] * config["head_dim"]
@@ -81,12 +81,12 @@ def llama_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def nbytes_of(shape: tuple[int, ...]) -> int:
-    """Bytes of a bfloat16 tensor."""
+    """Return the bytes of a bfloat16 tensor."""
     return 2 * math.prod(shape)
 
 
 def llama_nbytes(config: dict[str, Any]) -> int:
-    """Bytes of all tensors of a Llama in bfloat16."""
+    """Return the bytes of all tensors of a Llama in bfloat16."""
     return sum(map(nbytes_of, llama_shapes(config).values()))
 
 
@@ -120,9 +120,9 @@ def make_hf(
     seed: int = 0,
     codes: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """Write tensors as a Hugging Face directory, in bfloat16 but for those with a code of another dtype.
+    """Write tensors as a Hugging Face directory, in bfloat16 except those with a code of another dtype.
 
-    `sparse` leaves holes for values: zeros, no room. Tensors of another dtype need it.
+    `sparse` leaves holes for values: zeros, without disk space. Tensors of another dtype need it.
     """
     path.mkdir(parents=True)
     names = list(shapes)
@@ -172,7 +172,7 @@ def _write_safetensors(
 
 
 def write_headers(reservation: Reservation) -> None:
-    """Write what a conversion knows before any tensor: small files, and large ones with holes for all values."""
+    """Write the files that a conversion writes before any tensor: small ones, and large ones with holes for values."""
     for path, size in reservation.sizes.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
@@ -214,7 +214,7 @@ def make_metadata(path: Path, entries: int) -> Path:
 
 
 def _arguments(layers: int) -> Namespace:
-    """Return the arguments that Megatron-LM stores, as far as they tell what the model is."""
+    """Return the arguments that Megatron-LM stores, as far as they define the model."""
     import torch
 
     return Namespace(
@@ -248,7 +248,7 @@ def _arguments(layers: int) -> Namespace:
 
 
 def _chunks(layers: int) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
-    """Key, shape and cut dimension of every weight of a Llama with stacked layers."""
+    """Yield key, shape and cut dimension of every weight of a Llama with stacked layers."""
     hidden, ffn, vocab = METADATA_HIDDEN, METADATA_FFN, METADATA_VOCAB
     layer = "decoder.layers."
     yield "embedding.word_embeddings.weight", (vocab, hidden), 0
@@ -263,7 +263,7 @@ def _chunks(layers: int) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
 
 
 def _metadata(layers: int) -> tuple[Any, int]:
-    """Return the `.metadata` object and the size of the file that it speaks of."""
+    """Return the `.metadata` object and the size of the file that it describes."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -279,7 +279,7 @@ def _metadata(layers: int) -> tuple[Any, int]:
     storage: dict[Any, Any] = {}
     end = 0
     for key, shape, dim in _chunks(layers):
-        # fc1 holds gate and up, each cut on its own: twice as many chunks
+        # fc1 holds gate and up, which are cut separately: twice as many chunks
         parts = METADATA_TP * (2 if "linear_fc1.weight" in key else 1)
         chunks = []
         for layer in range(layers if key.startswith("decoder.layers.") else 1):
@@ -291,7 +291,7 @@ def _metadata(layers: int) -> tuple[Any, int]:
                     sizes[dim] //= parts
                     offsets[dim] = part * sizes[dim]
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                length = nbytes_of(tuple(sizes)) + 1536  # what `torch.save` puts around the bytes of a tensor
+                length = nbytes_of(tuple(sizes)) + 1536  # the bytes that `torch.save` puts around those of a tensor
                 storage[MetadataIndex(key, chunk.offsets)] = _StorageInfo("__0_0.distcp", end, length)
                 chunks.append(chunk)
                 end += length
@@ -301,6 +301,6 @@ def _metadata(layers: int) -> tuple[Any, int]:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write below `path`; in memory for a `tmpfs`."""
+    """Return the bytes that this user may still write below `path`; in memory for a `tmpfs`."""
     stat = os.statvfs(path)
     return stat.f_bavail * stat.f_frsize

@@ -22,10 +22,10 @@ from pathlib import Path
 from benchmarks.checkpoints import LLAMA, free_bytes, llama_nbytes, make_llama, make_metadata
 from benchmarks.measure import Command, CommandFailed, peak_anonymous_bytes, seconds
 
-CP_RATIO = 1.5  # conversion may take this often the time of `cp`, beside the time of `import torch`
-CHECKSUM_RATIO = 1.1  # conversion with checksums, over that without
+CP_RATIO = 1.5  # times of `cp` that a conversion may take, in addition to the time of `import torch`
+CHECKSUM_RATIO = 1.1  # time of a conversion with checksums, relative to one without
 PEAK_MIB = 512
-DEEP_RATIO = 1.1  # peak memory of a model four times as deep, over that of the model
+DEEP_RATIO = 1.1  # peak memory of a model four times as deep, relative to that of the model
 HELP_SECONDS = 0.3
 INSPECT_SECONDS = 2.0
 INSPECT_ENTRIES = 100_000
@@ -37,7 +37,7 @@ COMMAND = (sys.executable, "-m", "mcore_convert")
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the report: a measured value beside its target, if it has one."""
+    """Line of the report: a measured value beside its target, if it has one."""
 
     what: str
     value: float
@@ -59,7 +59,7 @@ def copy(source: Path, target: Path) -> Command:
 
 
 def timed(command: Command, target: Path, *, fsync: bool = False) -> float:
-    """Wall time of a command that makes `target`, which is removed again; with `fsync` until it is on the disk."""
+    """Return the wall time of a command that makes `target`, then removed; with `fsync` until it is on the disk."""
     try:
         elapsed = seconds(command)
         return elapsed + (seconds(("sync", "-f", target)) if fsync else 0)
@@ -68,7 +68,7 @@ def timed(command: Command, target: Path, *, fsync: bool = False) -> float:
 
 
 def speed(place: Path, hf: Path, rounds: int, *, fsync: bool = False) -> list[Figure]:
-    """Both directions against `cp` of the same bytes. The commands of a round run in turn, so that drift hits all."""
+    """Measure both directions against `cp` of the same bytes. The commands alternate, so that drift hits all."""
     dist, target = place / "dist", place / "target"
     seconds(convert(hf, dist, "torch_dist"))  # the source of the way back; warms up both
     times: dict[str, list[float]] = {}
@@ -88,14 +88,14 @@ def speed(place: Path, hf: Path, rounds: int, *, fsync: bool = False) -> list[Fi
         limit = None if fsync else CP_RATIO * cp + median["import"]
         figures.append(Figure(f"cp, the bytes of {name}{where}", cp, "s"))
         figures.append(Figure(f"{name}{where}", taken, "s", limit, f"{taken / cp:.2f} x cp"))
-        if not fsync:  # pair by pair, so that drift of the machine cancels
+        if not fsync:  # pair by pair, so that drift of the machine cancels out
             ratio = statistics.median(a / b for a, b in zip(times[to], times["bare " + to], strict=True))
             figures.append(Figure(f"{name}, over the same without checksums", ratio, "x", CHECKSUM_RATIO))
     return figures
 
 
 def memory(place: Path, config: dict[str, object], *, sparse: bool = False) -> dict[str, float]:
-    """Peak anonymous memory in MiB of both directions."""
+    """Return the peak anonymous memory in MiB of both directions."""
     hf, dist, back = make_llama(place / "hf", config, sparse=sparse), place / "dist", place / "back"
     forth = peak_anonymous_bytes(convert(hf, dist, "torch_dist"))
     shutil.rmtree(hf)
@@ -106,7 +106,7 @@ def memory(place: Path, config: dict[str, object], *, sparse: bool = False) -> d
 
 
 def instant(place: Path) -> list[Figure]:
-    """Return the commands whose time is all start-up: medians of five runs."""
+    """Return the times of commands that only start up: medians of five runs."""
     script = Path(sys.executable).parent / "mcore-convert"
     shown = (script, "--help") if script.exists() else (*COMMAND, "--help")
     path = make_metadata(place / "metadata", INSPECT_ENTRIES)
@@ -119,7 +119,7 @@ def instant(place: Path) -> list[Figure]:
 
 
 def available_bytes(path: Path) -> int:
-    """Room below `path`; in memory, what can be taken without disturbing others."""
+    """Return the room below `path`; in memory, the amount that can be used without disturbing others."""
     if not path.is_dir() or not os.access(path, os.W_OK):
         return 0
     if path != MEMORY:
@@ -139,7 +139,7 @@ def folder(place: Path) -> AbstractContextManager[str]:
 
 
 def measure(rounds: int, layers: int, skipped: Sequence[str]) -> list[Figure]:
-    """Return all figures; what has no room is said and left out."""
+    """Return all figures; measurements without room are reported and left out."""
     config = LLAMA | {"num_hidden_layers": layers}
     deep = LLAMA | {"num_hidden_layers": 4 * layers}
     disk = Path(tempfile.gettempdir())
@@ -192,7 +192,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def parser_of(about: str | None, *, layers: bool = False) -> argparse.ArgumentParser:
-    """Return the options that every benchmark of commands has; `layers`: with the depth of its model."""
+    """Return the parser of the options that every benchmark of commands has; `layers`: with the depth of its model."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default: %(default)s)")
@@ -202,7 +202,7 @@ def parser_of(about: str | None, *, layers: bool = False) -> argparse.ArgumentPa
 
 
 def reported(measured: Callable[[], Sequence[Figure]], path: Path | None) -> int:
-    """Measure, print the table, write the figures to `path`, and return the exit code: 1 when a target is missed."""
+    """Measure, print the table, write the figures to `path`, and return the exit code: 1 if a target is missed."""
     try:
         figures = measured()
     except CommandFailed as failure:

@@ -18,7 +18,7 @@ from benchmarks.measure import peak_anonymous_bytes
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return all figures, in memory where there is room."""
+    """Return all figures, in memory if there is room."""
     nbytes = qwen3_moe_nbytes(SMALL_EXPERTS)
     disk = Path(tempfile.gettempdir())
     place = roomy(3 * nbytes, MEMORY, disk)

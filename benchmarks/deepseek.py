@@ -1,4 +1,4 @@
-"""DeepSeek-V3 for the benchmarks of planning: 61 layers of 256 experts and one that predicts, in bf16."""
+"""DeepSeek-V3 for the benchmarks of planning: 61 layers of 256 experts and a predicting layer, in bf16."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.checkpoints import make_hf, nbytes_of
 
-# As the Hub has it, without the scales of its fp8.
+# As on the Hub, without the scales of its fp8.
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
@@ -63,7 +63,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "vocab_size": 129280,
 }
 
-# Kimi K2, 1 trillion parameters: the same modules in other sizes, and none that predicts further tokens.
+# Kimi K2, 1 trillion parameters: the same modules in other sizes, without layers that predict further tokens.
 KIMI_K2: dict[str, Any] = DEEPSEEK_V3 | {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 131072,
@@ -79,7 +79,7 @@ KIMI_K2: dict[str, Any] = DEEPSEEK_V3 | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
-BLOCK = 128  # rows and columns that have one scale
+BLOCK = 128  # rows and columns per scale
 FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -92,7 +92,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def deepseek_shapes(config: dict[str, Any]) -> Shapes:
-    """Name and shape of every tensor of a DeepSeek-V3's Hugging Face checkpoint."""
+    """Return name and shape of every tensor of a DeepSeek-V3's Hugging Face checkpoint."""
     hidden, vocab, layers = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for number in range(layers + config["num_nextn_predict_layers"]):
@@ -141,7 +141,7 @@ def _mlp(prefix: str, hidden: int, size: int) -> Shapes:
 
 
 def deepseek_nbytes(config: dict[str, Any]) -> int:
-    """Bytes of all tensors in bfloat16."""
+    """Return the bytes of all tensors in bfloat16."""
     return sum(map(nbytes_of, deepseek_shapes(config).values()))
 
 
@@ -151,7 +151,7 @@ def make_deepseek(path: Path, config: dict[str, Any], *, shards: int) -> Path:
 
 
 def make_fp8(path: Path, config: dict[str, Any], *, shards: int) -> Path:
-    """Write the same as the Hub has it: linear layers in fp8, with a scale for each block."""
+    """Write the same model in the form of the Hub: linear layers in fp8, with a scale per block."""
     shapes: Shapes = {}
     codes: dict[str, str] = {}
     for name, shape in deepseek_shapes(config).items():

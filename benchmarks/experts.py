@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.checkpoints import llama_shapes, make_hf, nbytes_of
 
-# Qwen3-235B-A22B: transformers 4's spelling, as the hub has it.
+# Qwen3-235B-A22B: in transformers 4's spelling, as on the Hub.
 QWEN3_235B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
@@ -46,7 +46,7 @@ QWEN3_235B: dict[str, Any] = {
 }
 
 
-# 1.9 GB in 9,600 tensors, most of them of 197 kB: what each tensor costs shows here.
+# 1.9 GB in 9,600 tensors, most of them of 197 kB, which shows the cost per tensor.
 SMALL_EXPERTS: dict[str, Any] = QWEN3_235B | {
     "head_dim": 64,
     "hidden_size": 768,
@@ -60,7 +60,7 @@ SMALL_EXPERTS: dict[str, Any] = QWEN3_235B | {
 
 
 def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a Qwen3-MoE's Hugging Face checkpoint."""
+    """Return name and shape of every tensor of a Qwen3-MoE's Hugging Face checkpoint."""
     hidden, head, ffn = config["hidden_size"], config["head_dim"], config["moe_intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in llama_shapes(config).items():
@@ -77,7 +77,7 @@ def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def qwen3_moe_nbytes(config: dict[str, Any]) -> int:
-    """Bytes of all tensors in bfloat16."""
+    """Return the bytes of all tensors in bfloat16."""
     return sum(map(nbytes_of, qwen3_moe_shapes(config).values()))
 
 

@@ -32,7 +32,7 @@ from benchmarks.convert import (
 )
 from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 
-# Every byte is copied once, then read again in the source and in what was written: three passes, one with a hash.
+# Every byte is copied once, then read again from the source and the target: three passes, one with a hash.
 CP_RATIO = 3.0
 TOKENS, MERGES = 128_000, 280_147  # of Llama 3's tokenizer
 STREAM = """
@@ -57,7 +57,7 @@ def make_tokenizer(path: Path) -> None:
 
 
 def measure(rounds: int, layers: int) -> list[Figure]:
-    """Return all figures. The commands of a round run in turn, so that drift of the machine hits all."""
+    """Return all figures. The commands of a round alternate, so that drift of the machine hits all."""
     config = LLAMA | {"num_hidden_layers": layers}
     disk, nbytes = Path(tempfile.gettempdir()), llama_nbytes(config)
     place = roomy(2 * nbytes, MEMORY, disk)

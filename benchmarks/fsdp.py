@@ -1,12 +1,12 @@
-"""Megatron-FSDP goes on from what was converted, in bfloat16: `python -m benchmarks.fsdp DIR`, on two GPUs.
+"""Megatron-FSDP resumes from converted checkpoints, in bfloat16: `python -m benchmarks.fsdp DIR`, on two GPUs.
 
 The Llama of `benchmarks.resume` takes twenty steps under Megatron-FSDP. Before step 10 it is saved as `fsdp_dtensor`,
-in the way of `checkpointing.py` in Megatron-LM's core_v0.16.1. It goes on from that checkpoint, and from what
-`mcore-convert reshard` makes of it by way of `torch_dist`; Megatron Core's distributed optimizer goes on from the
+as `checkpointing.py` in Megatron-LM's core_v0.16.1 does. It resumes from that checkpoint, and from one that
+`mcore-convert reshard` makes of it by way of `torch_dist`; Megatron Core's distributed optimizer resumes from the
 `torch_dist`. A run of the distributed optimizer goes the other way. The losses are compared.
 
-Adam is torch's, with its state held as Transformer Engine holds it. With `--as-it-is` it is torch's own: Megatron Core
-cannot save that, and where its ranks are after `--seconds` is printed.
+Adam is torch's, with its state in the form of Transformer Engine's. With `--as-it-is` it is torch's own: Megatron Core
+cannot save that, and the positions of its ranks after `--seconds` are printed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from train_entry.optimizer.torch_adam import allocate
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 FSDP, DISTRIBUTED = "fsdp", "distributed"
-# What trains in a run, and what it loads. The first two start at step 0 and are saved.
+# Optimizer and start of each run. The first two start at step 0 and are saved.
 RUNS = {
     "saved": (FSDP, None),
     "distributed": (DISTRIBUTED, None),
@@ -49,7 +49,7 @@ RUNS = {
     "returned": (FSDP, "returned/checkpoint"),
     "from-distributed": (FSDP, "from-distributed/checkpoint"),
 }
-# What is made for a run, of what, and in which format.
+# Source and format of the checkpoints that are made for runs.
 RESHARDED = {
     "between": ("saved/checkpoint", "torch_dist"),
     "returned/checkpoint": ("between", "fsdp_dtensor"),
@@ -57,12 +57,12 @@ RESHARDED = {
 }
 LAYOUTS = {"dp2": Layout(), "tp2": Layout(tp=2), "ep2": Layout(ep=2)}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 344, "moe_router_topk": 2}
-SECONDS = 120  # of a run
+SECONDS = 120  # per run
 
 
 @dataclass(frozen=True)
 class Way:
-    """How Megatron-FSDP trains: the layout, what it shards, and whether Adam is torch's own."""
+    """Setup of Megatron-FSDP: the layout, the sharded tensors, and whether Adam is torch's own."""
 
     layout: Layout
     strategy: str
@@ -70,19 +70,19 @@ class Way:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """Megatron-LM's names."""
+        """Megatron-LM's arguments."""
         return {**LLAMA, **EXPERTS} if self.layout.ep > 1 else LLAMA
 
 
 class Adam(torch.optim.AdamW):
     """Adam with the state of Transformer Engine's: every parameter has moments, and groups count the steps.
 
-    A parameter has no gradient where it has no rows, and torch's makes no state for it (`fused_adam.py` of Transformer
-    Engine does). Megatron Core asks all ranks for the shapes of each state there is: they would wait for others.
+    A parameter without rows has no gradient, and torch's Adam creates no state for it (`fused_adam.py` of Transformer
+    Engine does). Megatron Core requests the shapes of each existing state from all ranks, which would wait for others.
     """
 
     def step(self, closure: Any = None) -> Any:
-        """Take a step, for which alone each parameter has a count."""
+        """Take a step; each parameter has a count only during it."""
         allocate(self)
         for group in self.param_groups:
             group.setdefault("step", 0)
@@ -96,12 +96,12 @@ class Adam(torch.optim.AdamW):
         return result
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was loaded; torch's Adam wants a count of each parameter."""
+        """Restore the loaded state; torch's Adam needs a count for each parameter."""
         torch.optim.Optimizer.__setstate__(self, state)
 
 
 def work(folder: Path, name: str, way: Way, seconds: int) -> None:
-    """On each rank of a run: train, and write the losses."""
+    """Train on one rank of a run, and write the losses."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -146,7 +146,7 @@ def _train_fsdp(way: Way, weights: Any, load: Path | None, save: Path) -> list[f
 
 
 def _build(way: Way, weights: Any) -> Run:
-    """Return the run of `fixtures.training`, with the wrapper of `--use-megatron-fsdp`, around the one of `--bf16`."""
+    """Return the run of `fixtures.training`, with the wrapper of `--use-megatron-fsdp` around that of `--bf16`."""
     from megatron.core import distributed
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
     from megatron.core.transformer.module import Float16Module
@@ -167,7 +167,7 @@ def _build(way: Way, weights: Any) -> Run:
     args = {**way.args, "overlap_grad_reduce": True, "ddp_bucket_size": 40_000_000}
     with (
         mock.patch.multiple(distributed, DistributedDataParallel=wrapped, DistributedDataParallelConfig=settings),
-        # no layer here is one; without Transformer Engine it is no type either, which TP2 asks 0.16.1 for
+        # no layer here is one; without Transformer Engine it is not a type either, which 0.16.1 needs at TP2
         mock.patch.object(adapter, "TELinear", type, create=True),
         mock.patch.object(torch.optim, "AdamW", torch.optim.AdamW if way.as_it_is else Adam),
     ):
@@ -210,13 +210,13 @@ def _save(run: Run, path: Path, iteration: int, strategy: str) -> None:
 
 
 def _load(run: Run, path: Path) -> int:
-    """Load as `load_checkpoint` does with `--no-load-rng`, and return the step to go on with."""
+    """Load as `load_checkpoint` does with `--no-load-rng`, and return the step to resume from."""
     folder = path / f"iter_{int((path / TRACKER).read_text()):07d}"
     whole = _state_of(run, is_loading=True)
     state = _split(run, {"args": None, "checkpoint_version": 3.0, "iteration": 1, **whole})
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner)
-    run.chunks[0].load_state_dict(whole["model"])  # gate and up of what was loaded lie in it
+    run.chunks[0].load_state_dict(whole["model"])  # contains gate and up of the loaded state
     run.optimizer.load_state_dict(whole["optimizer"])
     run.scheduler.load_state_dict(state["opt_param_scheduler"])
     return int(state["iteration"])
@@ -233,7 +233,7 @@ def _state_of(run: Run, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _split(run: Run, whole: dict[str, Any]) -> dict[str, Any]:
-    """Return a state as it is stored: `preprocess_fsdp_dtensor_state_dict` of Megatron-LM."""
+    """Return a state in its stored form: `preprocess_fsdp_dtensor_state_dict` of Megatron-LM."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint
     from megatron.core.utils import unwrap_model
@@ -259,7 +259,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def everything(folder: Path, layout: Layout, words: list[str], seconds: int) -> None:
-    """Train, reshard, and go on."""
+    """Train, reshard, and resume."""
     folder.mkdir(parents=True)
     for name, (_, source) in RUNS.items():
         if source in RESHARDED:
@@ -273,7 +273,7 @@ def everything(folder: Path, layout: Layout, words: list[str], seconds: int) -> 
 
 
 def _run(seconds: int, *words: str | Path) -> None:
-    # cuBLAS is deterministic with a workspace of a fixed size; gloo would resolve the name of the host
+    # cuBLAS is deterministic with a workspace of fixed size; gloo would otherwise resolve the name of the host
     chosen = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
     subprocess.run([sys.executable, *words], env=chosen | os.environ, check=True, timeout=seconds)
@@ -282,7 +282,7 @@ def _run(seconds: int, *words: str | Path) -> None:
 
 
 def table(folder: Path) -> str:
-    """Return the losses after what was saved, and how far they are from those of the run that saved it, in Markdown."""
+    """Return the losses after each checkpoint, and their differences from the run that saved it, in Markdown."""
     losses = {name: json.loads((folder / f"{name}.json").read_text())[-(UNTIL - SAVED_AT) :] for name in RUNS}
     rows = zip(range(SAVED_AT, UNTIL), *losses.values(), strict=True)
     lines = [_row("step", *RUNS), _row(*["---:"] * (len(RUNS) + 1))]

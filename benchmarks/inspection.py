@@ -17,25 +17,25 @@ from benchmarks.checkpoints import LLAMA, llama_nbytes, make_llama
 from benchmarks.convert import COMMAND, MEMORY, PEAK_MIB, Figure, convert, folder, parser_of, reported, roomy, say
 from benchmarks.measure import Command, peak_anonymous_bytes, seconds
 
-# Llama 3 8B's embedding, the largest tensor that most models have, over one small layer.
+# Llama 3 8B's embedding, the largest tensor of most models, over one small layer.
 EMBEDDING = LLAMA | {"num_hidden_layers": 1, "hidden_size": 4096, "intermediate_size": 512, "num_attention_heads": 64}
 DIFFERENT = 1  # the exit code of `diff` and `verify`
-READ_RATIO = 2.0  # it may take this often the time of reading the files, beside that of reading headers
+READ_RATIO = 2.0  # times of reading the files that it may take, in addition to that of reading headers
 
 
 def read(*folders: Path) -> Command:
-    """Return a command that reads every file with a weight in it, and does nothing else."""
+    """Return a command that only reads every file with weights."""
     return ("cat", *(file for each in folders for file in sorted(each.rglob("*")) if file.stat().st_size > 1 << 20))
 
 
 def cpu_seconds() -> float:
-    """Return what all commands so far have used of processors: it says how much of a time was waiting for others."""
+    """Return the processor time of all commands so far: it shows how much of a time was spent waiting for others."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def verify_memory(place: Path) -> dict[str, float]:
-    """Peak anonymous memory in MiB of `verify` of a large embedding: of equal and of changed values, of two dtypes."""
+    """Return the peak anonymous memory in MiB of `verify` of a large embedding: equal, changed, and of two dtypes."""
     with folder(place) as name:
         path = Path(name)
         source, dist, changed, wide = (path / each for each in ("hf", "dist", "changed", "wide"))
@@ -51,7 +51,7 @@ def verify_memory(place: Path) -> dict[str, float]:
 
 
 def measure(rounds: int, layers: int) -> list[Figure]:
-    """Return all figures. The commands of a round run in turn, so that drift of the machine hits all."""
+    """Return all figures. The commands of a round alternate, so that drift of the machine hits all."""
     config = LLAMA | {"num_hidden_layers": layers}
     nbytes = llama_nbytes(config)
     disk = Path(tempfile.gettempdir())

@@ -9,21 +9,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-# A tensor that lives shorter than this is not seen. Reading /proc of a process and its children takes about 0.1 ms.
+# A tensor with a shorter life is not seen. Reading /proc of a process and its children takes about 0.1 ms.
 POLL_SECONDS = 0.005
 
 Command = Sequence[str | Path]
 
-# An installed package has its byte code; a checkout has it after its first run, unless this variable prevents it.
+# An installed package has byte code; a checkout has it after its first run, unless this variable prevents it.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 class CommandFailed(Exception):
-    """A measured command that did not exit as it must; the text is what it wrote to stderr."""
+    """A measured command with an unexpected exit code; the text is its output on stderr."""
 
 
 def seconds(command: Command, code: int = 0) -> float:
-    """Return the wall time of a command that must end with an exit code."""
+    """Return the wall time of a command that must exit with this code."""
     start = time.perf_counter()
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
@@ -35,7 +35,7 @@ def seconds(command: Command, code: int = 0) -> float:
 
 
 def peak_anonymous_bytes(command: Command, code: int = 0) -> int:
-    """Return the most anonymous memory that a command and its children held together; it must end with an exit code.
+    """Return the most anonymous memory that a command and its children held together; it must exit with this code.
 
     Anonymous memory is what a process allocates. Pages of mapped files are not in it: the kernel drops them at need.
     """
@@ -55,9 +55,9 @@ def peak_anonymous_bytes(command: Command, code: int = 0) -> int:
 
 
 def _family_of(pid: int) -> list[int]:
-    """Return a process and all that descend from it."""
+    """Return a process and all its descendants."""
     family = [pid]
-    for member in family:  # grows while it is walked
+    for member in family:  # grows during the loop
         for task in Path(f"/proc/{member}/task").glob("*/children"):
             try:
                 family += map(int, task.read_text().split())

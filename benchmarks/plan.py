@@ -24,11 +24,11 @@ from mcore_convert.options import LayoutOptions
 
 PLAN_SECONDS = 10.0
 FP8_PEAK_MIB = 1024.0
-SHARDS, DEEPSEEK_SHARDS, KIMI_SHARDS = 118, 163, 61  # files of the models on the hub
-# Experts over 8 ranks and not cut, the rest over 4: 64 files of ranks.
+SHARDS, DEEPSEEK_SHARDS, KIMI_SHARDS = 118, 163, 61  # files of the models on the Hub
+# Whole experts over 8 ranks, the other weights over 4: 64 rank files.
 LAYOUT: LayoutOptions = {"tp": 4, "pp": 2, "ep": 8, "etp": 1}
 OTHER: LayoutOptions = {"tp": 2, "pp": 1, "ep": 4, "etp": 1}
-# 61 layers have no even pipeline.
+# 61 layers cannot be split into equal pipeline stages.
 DEEPSEEK_LAYOUT: LayoutOptions = {"tp": 4, "pp": 1, "ep": 16, "etp": 1}
 
 
@@ -39,9 +39,7 @@ def planned(verb: str, source: Path, target: Path, to: str, layout: LayoutOption
 
 
 def measure(rounds: int, layers: int, deepseek_layers: int) -> list[Figure]:
-    """Return all figures. The source of the way back and of reshards is what the first plan would write,
-    without values.
-    """
+    """Return all figures. The way back and reshards start from the result of the first plan, without values."""
     return [
         *_measure_qwen(rounds, layers),
         *_measure_deepseek(rounds, deepseek_layers),
@@ -68,7 +66,7 @@ def _measure_deepseek(rounds: int, layers: int) -> list[Figure]:
 
 
 def _measure_fp8(rounds: int, layers: int) -> list[Figure]:
-    """DeepSeek-V3 and Kimi K2 as the Hub has them, decoded on their way."""
+    """Measure DeepSeek-V3 and Kimi K2 in the form of the Hub, decoded during the conversion."""
     commands: dict[str, Command] = {}
     with folder(Path(tempfile.gettempdir())) as name:
         place = Path(name)

@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
 }
 DENSE = LLAMA | TINY | {"num_hidden_layers": 128}
 EXPERTS = QWEN3_235B | TINY | {"num_hidden_layers": 96}
-# Each with the family, the layout of the source and that of the target.
+# For each model the family, the layout of the source and that of the target.
 MODELS: dict[str, tuple[dict[str, Any], str, Layout, LayoutOptions]] = {
     "128 layers, TP8 PP128 -> TP4 PP2": (DENSE, "llama", Layout(tp=8, pp=128), {"tp": 4, "pp": 2}),
     "96 layers of 128 experts, TP8 PP16 EP64 ETP1 -> TP4 PP8 EP16 ETP1": (
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any], str, Layout, LayoutOptions]] = {
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return all figures: with the state of each optimizer in rank files, and beside them."""
+    """Return all figures: for the state of each optimizer, in rank files and beside them."""
     figures = []
     for what, (config, family, layout, wanted) in MODELS.items():
         for optimizer in ("plain", "distributed"):

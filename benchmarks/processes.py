@@ -22,12 +22,12 @@ from pathlib import Path
 from benchmarks.checkpoints import LLAMA, llama_nbytes, make_llama
 from benchmarks.convert import MEMORY, Figure, folder, parser_of, reported, roomy, say
 
-SLOWER = 1 / 0.95  # times of two threads that two processes may take
-SHARD = 300 * 10**6  # bytes of a file: enough files for both
+SLOWER = 1 / 0.95  # time of two processes, relative to two threads, that is allowed
+SHARD = 300 * 10**6  # bytes per file: enough files for both
 
 
 def timed(source: Path, target: Path, workers: int) -> float:
-    """Processor seconds of this process in a conversion."""
+    """Return the processor seconds of this process in a conversion."""
     import mcore_convert
 
     before = _processor_seconds()
@@ -41,7 +41,7 @@ def _processor_seconds() -> float:
 
 
 def run_rank(place: Path) -> None:
-    """Convert on one of two ranks: once alone to get warm, on the first with two threads, then on both together."""
+    """Convert on one of two ranks: once alone to warm up, on the first with two threads, then on both together."""
     from mcore_convert.conversion.ranks import joined
 
     rank, source = int(os.environ["RANK"]), place / "hf"
@@ -56,14 +56,14 @@ def run_rank(place: Path) -> None:
 
 
 def _meet(place: Path, name: str, rank: int) -> None:
-    """Wait for the other rank, without work."""
+    """Wait for the other rank, without using the processor."""
     (place / f"{name}.{rank}").touch()
     while not (place / f"{name}.{1 - rank}").exists():
         time.sleep(0.02)
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return all figures, in memory where there is room."""
+    """Return all figures, in memory if there is room."""
     disk = Path(tempfile.gettempdir())
     where = roomy(4 * llama_nbytes(LLAMA), MEMORY, disk)
     if where is None:

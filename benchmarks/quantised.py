@@ -33,7 +33,7 @@ from benchmarks.convert import (
 )
 from benchmarks.measure import peak_anonymous_bytes, seconds
 
-CP_RATIO = {"fp8": 4.0}  # times of `cp` that decoding may take; a quarter of its speed
+CP_RATIO = {"fp8": 4.0}  # times of `cp` that decoding may take: a quarter of its speed
 LAYER = {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, "vocab_size": 8192}
 GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 FORMS: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def make_quantised(path: Path, config: dict[str, Any], form: str) -> Path:
-    """Write a Llama with random codes and scales, a file for each layer."""
+    """Write a Llama with random codes and scales, one file per layer."""
     import torch
     from safetensors.torch import save_file
 
@@ -80,7 +80,7 @@ def make_quantised(path: Path, config: dict[str, Any], form: str) -> Path:
 
 
 def measure(rounds: int, layers: int) -> list[Figure]:
-    """Return all figures. The commands of a round run in turn, so that drift of the machine hits all."""
+    """Return all figures. The commands of a round alternate, so that drift of the machine hits all."""
     config = LLAMA | LAYER | {"num_hidden_layers": layers, "tie_word_embeddings": False}
     nbytes = llama_nbytes(config)
     place = roomy(3 * nbytes, MEMORY, Path(tempfile.gettempdir()))

@@ -1,4 +1,4 @@
-"""A large checkpoint of rank files with optimizer state: reserved as ours are, and filled from one random block."""
+"""A large checkpoint of rank files with optimizer state: reserved by our writer, and filled from one random block."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ GROUP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "step": ITERATION, "lr_m
 
 
 def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
-    """Write a bfloat16 Llama with fp32 master copies and moments, as Megatron's plain optimizer has them.
+    """Write a bfloat16 Llama with fp32 master copies and moments, as under Megatron's plain optimizer.
 
-    Every master copy rounds to its weight, and what several ranks hold is the same on each.
+    Every master copy rounds to its weight, and replicas are equal on all ranks.
     """
     checkpoint, family, dims = reserve_ranks(path, config, layout)
     _fill(checkpoint, family, dims)
@@ -46,7 +46,7 @@ def make_ranks(path: Path, config: dict[str, Any], layout: Layout) -> Path:
 def reserve_ranks(
     path: Path, config: dict[str, Any], layout: Layout, *, name: str = "llama", distributed: bool = False
 ) -> tuple[MpRankCheckpoint, Family, Dims]:
-    """Write the same with holes for all values, of the family `name`; `distributed`: with `distrib_optim.pt`."""
+    """Write the same with holes for all values, for the family `name`; `distributed`: with `distrib_optim.pt`."""
     normal = arguments.normalise(families.named(name).config.to_megatron(config))
     vocab = normal["vocab_size"]
     dims = Dims.of(normal, vocab_size=vocab, padded_vocab_size=arguments.padded_vocab_size(vocab, layout.tp))
@@ -106,9 +106,7 @@ def _fill(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> None:
 
 
 def _slots(checkpoint: MpRankCheckpoint, family: Family, dims: Dims) -> Iterator[tuple[Slot, int]]:
-    """Yield every slot of every rank, and from which element of the block it is filled:
-    the same in each of its states.
-    """
+    """Yield every slot of every rank, and the element of the block that fills its start, the same in all states."""
     for item in items_of(family, dims, (PARAM, MASTER, *ADAM)):
         again = (slot for slot, _ in checkpoint.replicas(item, dims))
         for slot in (*checkpoint.locate(item, dims, Findings()), *again):

@@ -41,7 +41,7 @@ def reshard(source: Path, target: Path) -> Command:
 
 
 def measure(rounds: int) -> list[Figure]:
-    """Return all figures. The commands of a round run in turn, so that drift of the machine hits all."""
+    """Return all figures. The commands of a round alternate, so that drift of the machine hits all."""
     disk = Path(tempfile.gettempdir())
     place = roomy(NEEDED, MEMORY, disk)
     if place is None:

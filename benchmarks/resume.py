@@ -1,11 +1,11 @@
-"""Training goes on after a reshard, in bfloat16: `python -m benchmarks.resume DIR`, on four GPUs (else slowly on CPUs).
+"""Training resumes after a reshard, in bfloat16: `python -m benchmarks.resume DIR`, on four GPUs (else slowly on CPUs).
 
 A small Llama takes twenty steps at TP2 x PP2 under Megatron Core's distributed optimizer, with fp32 master copies, and
-saves itself before step 10 in both formats. `mcore-convert reshard` brings that to other layouts, where Megatron Core
-goes on. The losses are compared with those of the run that was never interrupted.
+is saved before step 10 in both formats. `mcore-convert reshard` converts that to other layouts, where Megatron Core
+resumes. The losses are compared with those of the run that was never interrupted.
 
-Another layout rounds elsewhere: it sums the shares of its tensor ranks in bfloat16. How far that alone leads is
-measured too, by a run at each layout from step 0. On GPUs the algorithms are deterministic, so that nothing else does.
+Another layout rounds differently: it sums the shares of its tensor ranks in bfloat16. The effect of that alone is
+measured too, by a run at each layout from step 0. GPU algorithms are deterministic, so there is no other effect.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LR = (
 
 
 class Place(NamedTuple):
-    """Where a run takes place: a layout, how often it is replicated, and whose checkpoints are resharded to it."""
+    """Place of a run: a layout, its number of replicas, and the place whose checkpoints are resharded to it."""
 
     title: str
     layout: Layout
@@ -74,7 +74,7 @@ class Place(NamedTuple):
         return self.layout.tp * self.layout.pp * self.dp
 
 
-SAVED = "saved"  # where the run is that saves itself; what goes on there was not resharded
+SAVED = "saved"  # the place of the run that is saved; runs resumed there are not resharded
 PLACES = {
     SAVED: Place("TP2 PP2, as saved", Layout(tp=2, pp=2)),
     "tp1pp1": Place("TP1 PP1", Layout(), source=SAVED),
@@ -86,9 +86,9 @@ PLACES = {
 
 
 def work(folder: Path, name: str, lr: float) -> None:
-    """On each rank of a place: go on from every checkpoint there, and train from step 0; the losses go into files.
+    """Resume on one rank from every checkpoint of a place, and train from step 0; the losses go into files.
 
-    The first place saves its checkpoints on the way, and goes on from them.
+    The first place saves its checkpoints during training, and resumes from them.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -103,7 +103,7 @@ def work(folder: Path, name: str, lr: float) -> None:
             steps_of = {UNINTERRUPTED: train(LLAMA, layout, weights=weights, saves=saves, save_at=SAVED_AT, **options)}
             for path in sorted(each for each in here.iterdir() if each.is_dir()):
                 steps_of[path.name] = train(LLAMA, layout, load=path, **options)
-            if name == SAVED:  # what a small difference is worth
+            if name == SAVED:  # as a control: the effect of lost optimizer state
                 with _forgetting():
                     steps_of[FORGOTTEN] = train(LLAMA, layout, weights=weights, **options)
         if dist.get_rank() == 0:
@@ -115,14 +115,14 @@ def work(folder: Path, name: str, lr: float) -> None:
 
 @contextlib.contextmanager
 def _on_this_device() -> Iterator[None]:
-    """A scope in which `fixtures.training` trains on the current GPU, where there is one."""
+    """Scope in which `fixtures.training` trains on the current GPU, if there is one."""
     if not torch.cuda.is_available():
         yield
         return
     batches_of = training._batches
 
     def batches(run: Run, number: int) -> list[tuple[Tensor, Tensor]]:
-        with torch.device("cpu"):  # as drawn there: the same tokens everywhere
+        with torch.device("cpu"):  # drawn on the CPU: the same tokens everywhere
             made = batches_of(run, number)
         return [(tokens.cuda(), labels.cuda()) for tokens, labels in made]
 
@@ -135,7 +135,7 @@ def _on_this_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forgetting() -> Iterator[None]:
-    """A scope in which Adam's moments and its count of steps are zero where a run would be resumed."""
+    """Scope in which Adam's moments and its step count are reset to zero where a run would be resumed."""
     step_of = training._step
 
     def step(run: Run, number: int) -> Step:
@@ -151,7 +151,7 @@ def _forgetting() -> Iterator[None]:
 
 
 def everything(folder: Path, lr: float) -> None:
-    """Reshard and go on, place by place."""
+    """Reshard and resume, place by place."""
     for name, place in PLACES.items():
         here = folder / name
         here.mkdir(parents=True)
@@ -177,7 +177,7 @@ def _reshard(source: Path, destination: Path, layout: Layout) -> None:
 
 
 def _run(*words: str | Path) -> None:
-    # cuBLAS is deterministic with a workspace of a fixed size; gloo would resolve the name of the host
+    # cuBLAS is deterministic with a workspace of fixed size; gloo would otherwise resolve the name of the host
     chosen = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
     subprocess.run([sys.executable, *words], env=chosen | os.environ, check=True)
@@ -186,7 +186,7 @@ def _run(*words: str | Path) -> None:
 
 
 def tables(folder: Path) -> str:
-    """Return the losses of each form, and how far they are from those of the uninterrupted run, in Markdown."""
+    """Return the losses of each form, and their differences from those of the uninterrupted run, in Markdown."""
     losses_of: dict[str, dict[str, list[float]]] = {
         name: json.loads((folder / name / "losses.json").read_text()) for name in PLACES
     }

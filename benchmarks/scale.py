@@ -1,9 +1,9 @@
-"""A model of how long a conversion takes on many machines: what was measured here, and what a cluster is said to have.
+"""A model of the time of a conversion on many machines, from measurements here and the assumed speeds of a cluster.
 
     python -m benchmarks.scale
 
-prints a table of `docs/scale.md`. Nothing is run: files are dealt out as processes do it, and each phase takes what its
-slowest part takes. `tests/unit/test_scale_model.py` holds it against what was measured.
+prints a table of `docs/scale.md`. Nothing is run: files are assigned as the processes do it, and each phase takes the
+time of its slowest part. `tests/unit/test_scale_model.py` compares it with measurements.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 GB = 10**9
-HEADER = 2048  # bytes that a plan reads of each part: around a chunk in a `.distcp` file
+HEADER = 2048  # bytes that a plan reads per part: around a chunk in a `.distcp` file
 
 
 class Work(NamedTuple):
-    """What is converted: bytes, the files of the target, which are alike, and the parts that tensors lie in."""
+    """Content of a conversion: bytes, target files, which are alike, and parts that tensors lie in."""
 
     nbytes: int
     files: int
@@ -24,7 +24,7 @@ class Work(NamedTuple):
 
 class Costs(NamedTuple):
     """Seconds of one processor: until a process plans, to plan a part, to copy 1 GB with its checksums, and to finish a
-    part, which the first process does alone."""
+    part, which only the first process does."""
 
     start: float
     plan: float
@@ -33,14 +33,14 @@ class Costs(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Machines that share a file system; what one of them moves at most, and what the storage does, in bytes a second.
+    """Machines that share a file system; the bandwidth of one of them, and that of the storage, in bytes per second.
 
-    Threads were measured up to two; how many more one process keeps busy is not known.
+    Threads were measured up to two; it is not known how many more one process can use.
     """
 
     nodes: int
-    processes: int  # on each
-    threads: int  # of each process
+    processes: int  # per machine
+    threads: int  # per process
     node_speed: float
     storage_speed: float
 
@@ -59,7 +59,7 @@ class Phases(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A conversion that was measured: the seconds of all processors together."""
+    """Measured conversion: the seconds of all processors together."""
 
     work: Work
     processes: int
@@ -67,17 +67,17 @@ class Run(NamedTuple):
 
 
 def loads(work: Work, processes: int) -> list[float]:
-    """Return the bytes that each process writes: files that are alike are dealt out in turn (`Ranks.part`)."""
+    """Return the bytes that each process writes: files that are alike are assigned in turn (`Ranks.part`)."""
     rounds, left = divmod(work.files, processes)
     return [work.nbytes / work.files * (rounds + (rank < left)) for rank in range(processes)]
 
 
 def predicted(work: Work, costs: Costs, cluster: Cluster) -> Phases:
-    """Seconds of a conversion where nothing else runs, and the storage is as fast as it is said to be."""
+    """Return the seconds of a conversion if nothing else runs, and the storage has the assumed speed."""
     count = cluster.nodes * cluster.processes
     each = loads(work, count)
     on_nodes = [sum(each[first : first + cluster.processes]) for first in range(0, count, cluster.processes)]
-    headers = HEADER * work.parts  # which every process reads
+    headers = HEADER * work.parts  # read by every process
     plan = max(
         costs.plan * work.parts,
         cluster.processes * headers / cluster.node_speed,
@@ -92,7 +92,7 @@ def predicted(work: Work, costs: Costs, cluster: Cluster) -> Phases:
 
 
 def processor_seconds(run: Run, costs: Costs) -> float:
-    """Return what the model says of a conversion that was measured."""
+    """Return the model's processor seconds for a measured conversion."""
     in_each = costs.start + costs.plan * run.work.parts
     return run.processes * in_each + costs.copy * run.work.nbytes / GB + costs.finish * run.work.parts
 
@@ -113,9 +113,9 @@ def table() -> str:
     return "\n".join(lines)
 
 
-# Fitted to RUNS, of processors that other work kept busy: an idle one takes about half.
+# Fitted to RUNS, with processors that other work kept busy: an idle one takes about half.
 ALONE = Costs(start=0.8, plan=170e-6, copy=1.0, finish=480e-6)
-TORCHRUN = ALONE._replace(start=4.0)  # torchrun and each process import torch, for its store alone
+TORCHRUN = ALONE._replace(start=4.0)  # torchrun and each process import torch, only for its store
 LLAMA_1B, LLAMA_3B = Work(2_471_645_608, 9, 146), Work(6_366_000_000, 23, 434)
 EXPERTS = Work(2_011_000_000, 2, 9_435)
 RUNS = (
@@ -125,7 +125,7 @@ RUNS = (
     (ALONE, Run(EXPERTS, 1, 8.8)),
 )
 
-# Said of clusters, and not measured: 200 Gbit/s from a machine to the storage, which moves 100 GB/s in all.
+# Assumed, not measured: 200 Gbit/s from a machine to the storage, which moves 100 GB/s in total.
 NODE_SPEED, STORAGE_SPEED, THREADS = 25e9, 100e9, 2
 WORKS = {
     "405 B, bf16": Work(812 * GB, 400, 5_400),

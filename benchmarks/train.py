@@ -39,17 +39,17 @@ from train_entry.report.flops import flops_per_token
 from train_entry.train_valid_test_datasets_provider import train_valid_test_datasets_provider
 from train_entry.trainer import Trainer
 
-TARGET_TFLOPS, TARGET_RATIO = 500, 3.5  # of one H200: in all, and over Megatron's local layers
-SPREAD = 0.01  # of the losses of one model after the same steps: what rounding in bf16 leads to
-WARM_UP = 2  # steps: compilation, and memory that is taken once
-PLAIN_STEPS = 2  # of Megatron's own layers, which take four times as long and as long as each other
+TARGET_TFLOPS, TARGET_RATIO = 500, 3.5  # of one H200: in total, and relative to Megatron's local layers
+SPREAD = 0.01  # of the losses of one model after the same steps: the effect of rounding in bf16
+WARM_UP = 2  # steps: compilation, and allocations that happen once
+PLAIN_STEPS = 2  # of Megatron's own layers, which take four times as long, with little variation
 DISTRIBUTED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 LLAMA, GPT2 = "llama3.2-1b", "gpt2-345m"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run to measure. `plain`: without what this project adds to megatron-core."""
+    """Run to measure. `plain`: without this project's additions to megatron-core."""
 
     name: str
     model: str
@@ -62,20 +62,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run took. Memory is that of the fullest GPU; seconds are the median of the steps."""
+    """Cost of a run. Memory is that of the fullest GPU; seconds are the median of the steps."""
 
     case: Case
     seconds: float
     samples_per_second: float
     tokens_per_second: float
-    tflops: float  # of each GPU, as Megatron-LM counts
+    tflops: float  # per GPU, as Megatron-LM counts
     gib: float
     loss: float
     shares: Shares | None = None
 
 
 def cases(ranks: int) -> list[Case]:
-    """Return what is measured on so many GPUs. The global batch grows with them."""
+    """Return the cases for this number of GPUs. The global batch grows with it."""
     if ranks == 1:
         return [
             Case("Megatron's local layers", LLAMA, 1, 32, plain=True),
@@ -83,7 +83,7 @@ def cases(ranks: int) -> list[Case]:
             Case("this project", LLAMA, 8, 32, profile=True),
             Case("this project", GPT2, 32, 128),
         ]
-    sizes = {LLAMA: (8, 2, 16), GPT2: (32, 16, 64)}  # micro batch, the same in a pipeline, samples of a step per GPU
+    sizes = {LLAMA: (8, 2, 16), GPT2: (32, 16, 64)}  # micro batch, the same in a pipeline, samples per step and GPU
     cases = []
     for model, (micro, piped, each) in sizes.items():
         for name, layout in layouts(ranks).items():
@@ -93,7 +93,7 @@ def cases(ranks: int) -> list[Case]:
 
 
 def layouts(ranks: int) -> dict[str, dict[str, Any]]:
-    """Layouts of two or four ranks."""
+    """Return the layouts for two or four ranks."""
     sp = {"sequence_parallel": True}
     if ranks == 2:
         return {"DP2": {}, "TP2": {"tp": 2}, "TP2 + SP": {"tp": 2, **sp}, "PP2": {"pp": 2}}
@@ -123,11 +123,11 @@ def config_of(case: Case, run_dir: Path) -> Config:
 
 
 def measure(case: Case, run_dir: Path, steps: int) -> Measured | None:
-    """Train for some steps, and leave nothing behind on the GPU. None: it does not fit one GPU."""
+    """Train for some steps, and free the GPU. None: it does not fit one GPU."""
     try:
         return _measure(case, run_dir, min(steps, PLAIN_STEPS) if case.plain else steps)
     except torch.OutOfMemoryError:
-        if dist.get_world_size() > 1:  # the others wait for what this rank would have sent
+        if dist.get_world_size() > 1:  # the other ranks wait for messages of this one
             raise
         return None
     finally:
@@ -158,9 +158,9 @@ def _measure(case: Case, run_dir: Path, steps: int) -> Measured:
 
 @contextlib.contextmanager
 def as_megatron() -> Iterator[None]:
-    """A scope in which the trainer has of this project only its loop: what users of Megatron-LM 0.16.1 have today.
+    """Scope in which the trainer uses only this project's loop: the state of Megatron-LM 0.16.1 for its users.
 
-    Layers, norms, loss and optimizer are megatron-core's, with the fusions that Megatron-LM switches on by itself and
+    Layers, norms, loss and optimizer are megatron-core's, with the fusions that Megatron-LM enables by default and
     that need neither Transformer Engine nor Apex.
     """
     with (
@@ -184,7 +184,7 @@ def _megatron_computation(*_: Any) -> Computation:
 
 
 def missed(measured: Sequence[Measured]) -> list[str]:
-    """Targets that were not reached, in words; and layouts that train to another loss, which is no training."""
+    """Return the missed targets, in words; and layouts that train to another loss, which is not a valid training."""
     problems = []
     for model in dict.fromkeys(each.case.model for each in measured):
         losses = {each.case.name: each.loss for each in measured if each.case.model == model and not each.case.plain}
@@ -203,7 +203,7 @@ def missed(measured: Sequence[Measured]) -> list[str]:
 
 
 def tables(measured: Sequence[Measured]) -> str:
-    """Return a table for each model, in Markdown, and where the time of a step goes."""
+    """Return a table for each model, in Markdown, and the distribution of a step's time."""
     lines: list[str] = []
     for model in dict.fromkeys(each.case.model for each in measured):
         lines += [
@@ -248,14 +248,14 @@ def main() -> int:
                 if rank == 0:
                     print(measured or f"does not fit: {case}", file=sys.stderr, flush=True)
         problems = missed(measurements)
-        if rank == 0:  # before the ranks part, which takes long
+        if rank == 0:  # before the shutdown of the ranks, which takes long
             print(f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
             print(tables(measurements), flush=True)
             for problem in problems:
                 print(f"missed: {problem}", file=sys.stderr)
             if options.json:
                 options.json.write_text(json.dumps([asdict(each) for each in measurements], indent=1))
-        dist.barrier()  # the directory goes with rank 0
+        dist.barrier()  # rank 0 removes the directory
     return 1 if problems else 0
 
 

@@ -1,4 +1,4 @@
-"""Times of the kernels of a training step on a GPU, by what they are for."""
+"""Times of the kernels of a training step on a GPU, by purpose."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-Shares = dict[str, float]  # milliseconds by what they went to
+Shares = dict[str, float]  # milliseconds by purpose
 
-# The first whose pattern is found in a kernel's name has it.
+# The first pattern found in a kernel's name decides.
 PURPOSES = {
     "communication": r"nccl",
     "attention": r"sdpa|flash|fmha|compute_dot_do_o|convert_dq",
@@ -29,7 +29,7 @@ OTHER, IDLE = "other kernels", "no kernel runs"
 
 
 def profiled(step: Callable[[], object]) -> Shares:
-    """Milliseconds of kernels of one step by purpose, most first. Kernels that overlap count each."""
+    """Return the milliseconds of the kernels of one step by purpose, largest first. Overlapping kernels both count."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
         start = time.perf_counter()
@@ -45,7 +45,7 @@ def profiled(step: Callable[[], object]) -> Shares:
 
 
 def shares_of(spans: list[tuple[str, float, float]], wall: float) -> Shares:
-    """Milliseconds by purpose, from kernels with their start and end in microseconds; `wall` is that of the step."""
+    """Return milliseconds by purpose, from kernels with start and end in microseconds; `wall` is that of the step."""
     shares: Shares = {}
     for name, start, end in spans:
         purpose = next((each for each, pattern in PURPOSES.items() if re.search(pattern, name)), OTHER)
@@ -55,7 +55,7 @@ def shares_of(spans: list[tuple[str, float, float]], wall: float) -> Shares:
 
 
 def _covered(spans: list[tuple[str, float, float]]) -> float:
-    """Milliseconds in which some kernel runs."""
+    """Return the milliseconds in which any kernel runs."""
     covered, last = 0.0, float("-inf")
     for _, start, end in sorted(spans, key=lambda span: span[1]):
         covered += max(0.0, end - max(start, last))

@@ -1,4 +1,4 @@
-"""Direct preference optimization (Rafailov et al., 2023) as a flow and a data set of one's own.
+"""Direct preference optimization (Rafailov et al., 2023) as a user's flow and data set.
 
 mcore-convert train finetune checkpoint.init=MODEL data.dataset=dpo:Preferences data.paths=[pairs.jsonl] \
     training.flow=dpo:Dpo training.flow.beta=0.1 training.micro_batch_size=2
@@ -18,13 +18,13 @@ from train_entry.flows import Loss, sum_over_sequence
 
 
 class Dpo:
-    """The answer that was chosen is to gain over the one that was rejected, measured against a frozen model."""
+    """Flow whose loss rewards the chosen answer over the rejected one, relative to a frozen model."""
 
     rows_per_sample = 2
     reference = True
 
     class Options(BaseModel):
-        """`beta`: how much it costs to move away from the reference."""
+        """`beta`: weight of the distance from the reference."""
 
         beta: float = Field(0.1, gt=0)
 
@@ -32,11 +32,11 @@ class Dpo:
         self.beta = options.beta
 
     def forward(self, model, batch):
-        """Return the losses of the tokens: minus the logarithms of their probabilities."""
+        """Return the losses of the tokens: their negative log-probabilities."""
         return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     def loss(self, output, batch):
-        """Return the loss of each pair, with its reward margin and how often the chosen answer is ahead."""
+        """Return the loss of each pair, with its reward margin and the share of pairs whose chosen answer is ahead."""
         gained = (batch["reference"].float() - output.float()) * batch["loss_mask"]
         rewards = self.beta * sum_over_sequence(gained)
         margins = rewards[0::2] - rewards[1::2]

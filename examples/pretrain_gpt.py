@@ -1,9 +1,9 @@
-"""Pretraining with providers of one's own, in the form of Megatron-LM's pretrain_gpt.py.
+"""Pretraining with a user's providers, in the form of Megatron-LM's pretrain_gpt.py.
 
 python examples/pretrain_gpt.py tiny-gpt2 training.steps=20
 torchrun --nproc-per-node 2 examples/pretrain_gpt.py tiny-gpt2 parallel=tp2
 
-The names that Megatron-LM has in `megatron.training` are in `train_entry`; Megatron Core is as it is.
+The names that Megatron-LM has in `megatron.training` are in `train_entry`; Megatron Core is unmodified.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from train_entry.pretrain import pretrain
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None):
-    """Build a stage of a GPT of Megatron Core, from the arguments of the run."""
+    """Build a stage of Megatron Core's GPT, from the arguments of the run."""
     args = get_args()
     return GPTModel(
         config=core_transformer_config_from_args(args),
@@ -34,7 +34,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None):
 
 
 class Counting(torch.utils.data.Dataset):
-    """Sequences that count up, each from a number of its own."""
+    """Sequences of consecutive numbers, each from its own start."""
 
     def __init__(self, num_samples):
         args = get_args()
@@ -54,12 +54,12 @@ class Counting(torch.utils.data.Dataset):
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples):
-    """Data sets to train, validate and test with."""
+    """Return the data sets to train, validate and test with."""
     return [Counting(count) if count else None for count in train_val_test_num_samples]
 
 
 def loss_func(loss_mask, output_tensor):
-    """Return the sum of the losses, the number of tokens that it is over, and both to report."""
+    """Return the sum of the losses, the number of tokens in it, and both to report."""
     loss = torch.sum(output_tensor.float() * loss_mask)
     num_tokens = loss_mask.sum().to(torch.int)
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}

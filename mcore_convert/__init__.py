@@ -65,7 +65,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported at first use, so that families can import `mcore_convert.spec` alone."""
+    """Import public names at first use, so that families can import `mcore_convert.spec` alone."""
     if name not in _HOMES:
         raise AttributeError(f"module `mcore_convert` has no attribute `{name}`")
     from importlib import import_module

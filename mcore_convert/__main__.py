@@ -1,6 +1,6 @@
-"""The entry point of the command: what a signal does before and after the command itself is decided here.
+"""The entry point of the command, which decides the effect of signals before and after the command itself.
 
-Nothing heavy is imported until that is so.
+Nothing heavy is imported before these handlers are set.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-STDERR = 2  # the last of the descriptors that are streams
+STDERR = 2  # the last file descriptor of a standard stream
 
 _entered = False
 
@@ -30,9 +30,9 @@ def main() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Have the null device stand in for streams that the caller has closed.
+    """Open the null device in place of standard streams that the caller has closed.
 
-    A file that is written would take the place of one, and what is said there would go into it.
+    Otherwise a file to write could get the descriptor of a stream, and messages would go into it.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(fd, True)
@@ -43,7 +43,7 @@ def _open_closed_streams() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """End while modules are imported, when nothing was done yet; afterwards, when all is done, let the process end."""
+    """Exit during imports, when nothing was done yet; afterwards, when all is done, let the process end."""
     if not _entered:
         os.write(sys.stderr.fileno(), b"interrupted; nothing was left behind\n")
         os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""The public functions, as the command line offers them."""
+"""The public functions behind the commands."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ from mcore_convert.storage.views import file_errors
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did, or would do (`dry_run`). Sizes in bytes."""
+    """Result of a conversion, or of its plan (`dry_run`). Sizes in bytes."""
 
     plan: Plan
     dry_run: bool
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know: what was cut, padded, left behind or changed."""
+        """Notes to the user: what was cut, padded, left behind or changed."""
         return self.plan.notes
 
     @property
     def command(self) -> str | None:
-        """The Megatron-LM command line of the model; None where the target is not Megatron's."""
+        """Megatron-LM command line of the model; None for a target that is not Megatron's."""
         for path, content in self.plan.reservation.texts.items():
             if path.name == COMMAND_FILE:
                 return os.fsdecode(content).strip()
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         plan = self.plan
         return {
             "source": {
@@ -97,14 +97,14 @@ def convert(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
 
     Args:
         source: a Hugging Face or Megatron directory, or a Hub id.
-        destination: the directory to make. It appears when it is complete; until then it is `destination.partial`.
-        options: format (`to`), layout, source, target and run, as `mcore_convert.options.ConvertOptions` has them. The
+        destination: the directory to create. It appears when it is complete; until then it is `destination.partial`.
+        options: format (`to`), layout, source, target and run, as listed in `mcore_convert.options.ConvertOptions`. The
             layout is that of a Megatron target: `torch` has a file for each of its ranks; `torch_dist` can be loaded at
             any layout, which only decides its chunks, the vocabulary padding and the stored arguments.
 
     Raises:
         ConvertError: the conversion is refused; nothing is left behind. See `mcore_convert.errors` for the kinds.
-        TypeError: there is no such option.
+        TypeError: an option does not exist.
     """
     check_names("convert", ConvertOptions, options)
     final = located(destination)
@@ -122,16 +122,16 @@ def convert(source: PathLike, destination: PathLike, **options: Unpack[ConvertOp
 
 @file_errors()
 def reshard(source: PathLike, destination: PathLike, **options: Unpack[ConvertOptions]) -> Conversion:
-    """Bring a Megatron checkpoint to another layout, its optimizer state with it.
+    """Convert a Megatron checkpoint to another layout, together with its optimizer state.
 
     Args:
         source: a Megatron directory.
-        destination: the directory to make.
+        destination: the directory to create.
         options: as for `convert`; `to` is the format of the source unless given, `torch_dist` for zarr.
 
     Raises:
         ConvertError: as `convert`; or the source is not Megatron's.
-        TypeError: there is no such option.
+        TypeError: an option does not exist.
     """
     check_names("reshard", ConvertOptions, options)
     _refuse_idle("a directory", {"revision": options.get("revision"), "stream": options.get("stream") or None})
@@ -152,7 +152,7 @@ def _check_free(final: Path, options: ConvertOptions) -> None:
 
 
 def _convert(model: Model, final: Path, options: ConvertOptions, opened: Mapping[Path, Stamp]) -> Conversion:
-    """Convert an open checkpoint, whose files were `opened` with these stamps."""
+    """Convert an open checkpoint; `opened` has its files with their stamps at that time."""
     for_megatron, dry_run = options.get("for_megatron"), options.get("dry_run", False)
     progress = options.get("progress")
     from_hf = model.checkpoint.side is Side.HUGGING_FACE
@@ -210,16 +210,16 @@ def verify(
     progress: Progress | None = None,
     **options: Unpack[ModelOptions],
 ) -> Verification:
-    """Compare two checkpoints, in any two formats, bit for bit; on request also the logits that they compute.
+    """Compare two checkpoints, in any two formats, bit for bit; optionally also their logits.
 
     Args:
         logits: run both in fp32 on the CPU, Hugging Face through transformers and Megatron through its `GPTModel`.
         tolerance: allowed difference of logits, as a share of the largest one; 2e-5 unless given.
-        options: what the checkpoints do not say, as `mcore_convert.options.ModelOptions` has it.
+        options: facts that the checkpoints do not state, as listed in `mcore_convert.options.ModelOptions`.
 
     Raises:
         ConvertError: one of them cannot be read, or they are models of different sizes.
-        TypeError: there is no such option.
+        TypeError: an option does not exist.
     """
     check_names("verify", ModelOptions, options)
     paths = [local_path(str(source)) for source in (a, b)]
@@ -235,10 +235,10 @@ def verify(
 
 @file_errors()
 def verify_files(path: PathLike, *, progress: Progress | None = None) -> Integrity:
-    """Check a checkpoint that this package wrote against the manifest beside it, every byte.
+    """Check every byte of a checkpoint that this package wrote against the manifest beside it.
 
     Args:
-        path: the directory, or that of a run, whose newest checkpoint is taken.
+        path: the directory, or that of a run, for its newest checkpoint.
 
     Raises:
         UnreadableCheckpoint: there is no manifest, or it or a file cannot be read.
@@ -247,14 +247,14 @@ def verify_files(path: PathLike, *, progress: Progress | None = None) -> Integri
 
 
 def _refuse_idle(what: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that would change nothing: a user who gives one expects something of it."""
+    """Refuse options without effect: a user who gives one expects an effect."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
     if given:
         raise ConvertError(f"{what} has no use for {', '.join(given)}", hint="leave it out")
 
 
 def _changed(layout: Layout) -> dict[str, Any]:
-    """Return the fields of a layout that are not what a single rank has."""
+    """Return the fields of a layout that differ from those of a single rank."""
     return {name: value for name, value in vars(layout).items() if value != getattr(Layout(), name)}
 
 

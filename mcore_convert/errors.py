@@ -1,4 +1,4 @@
-"""The tree of errors that a user can meet, and how each is put into words.
+"""The tree of errors for users, and the text of each.
 
 ConvertError
   ConfigError            a configuration that one side cannot represent
@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-MAX_ITEMS = 20  # lines of a list that an error shows; the rest is counted
+MAX_ITEMS = 20  # lines of a list that an error shows; the others are counted
 
 
 class ConvertError(Exception):
@@ -47,7 +47,7 @@ class LayoutError(ConvertError):
 
 
 class MappingError(ConvertError):
-    """The weights of a checkpoint are not those of the family."""
+    """Weights of a checkpoint that are not those of the family."""
 
 
 class UnreadableCheckpoint(ConvertError):
@@ -67,7 +67,7 @@ class VerificationError(ConvertError):
 
 
 class HubError(ConvertError):
-    """The Hub refuses what is asked of it, or cannot be reached."""
+    """A request that the Hub refuses, or a Hub that cannot be reached."""
 
 
 class DataError(ConvertError):
@@ -75,17 +75,17 @@ class DataError(ConvertError):
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """`1 key has`, `2 keys have`: the words that agree with a number."""
+    """Return a number with the words that agree with it: `1 key has`, `2 keys have`."""
     return f"{number} {one if number == 1 else many}"
 
 
 def fold(keys: Iterable[str]) -> list[str]:
-    """Keys that differ in one index only, folded: `h.{0...31}.ln_1.weight`. The order of first appearance is kept."""
+    """Return keys with those folded that differ in one index only: `h.{0...31}.ln_1.weight`, by first appearance."""
     lines = list(dict.fromkeys(keys))
     for _ in range(2):  # layers, then experts
         groups: dict[str, list[tuple[int, str]]] = {}
         for line in lines:
-            match = re.search(r"(?<=\.)\d{1,18}(?=\.)|(?<=\.)\d{1,18}$", line)  # longer ones are no indices
+            match = re.search(r"(?<=\.)\d{1,18}(?=\.)|(?<=\.)\d{1,18}$", line)  # longer numbers are not indices
             template = line if match is None else f"{line[: match.start()]}\0{line[match.end() :]}"
             groups.setdefault(template, []).append((0 if match is None else int(match[0]), line))
         lines = [_folded(template, members) for template, members in groups.items()]
@@ -102,7 +102,7 @@ def _folded(template: str, members: Sequence[tuple[int, str]]) -> str:
 
 
 def ranged(numbers: Sequence[int]) -> str:
-    """Ascending numbers in words: `3`, `3-5, 9`."""
+    """Return ascending numbers in words: `3`, `3-5, 9`."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""The options of the public functions, each defined once: its name, its type and what it means.
+"""The options of the public functions, each defined once: its name, its type and its meaning.
 
 A function takes them by name (`convert(source, destination, tp=2)`), and a type checker knows which it has.
 """
@@ -17,7 +17,7 @@ Definition = TypeVar("Definition")
 
 
 class LayoutOptions(TypedDict, total=False):
-    """The layout of a Megatron model, as `mcore_convert.spec.Layout` has it; a single rank unless given.
+    """Layout of a Megatron model, as in `mcore_convert.spec.Layout`; a single rank unless given.
 
     tp, pp, ep: tensor-, pipeline- and expert-parallel size.
     vpp: virtual pipeline stages on each pipeline rank.
@@ -37,10 +37,10 @@ class LayoutOptions(TypedDict, total=False):
 
 
 class ModelOptions(TypedDict, total=False):
-    """What a checkpoint does not say of its model.
+    """Facts about the model that a checkpoint does not state.
 
     hf_config: original `config.json`, or its directory, of a Megatron checkpoint.
-    ignore_keys: unknown keys of `config.json` that change nothing of what the model computes.
+    ignore_keys: unknown keys of `config.json` that have no effect on the model's function.
     vocab_size: true vocabulary of a Megatron checkpoint that does not store it.
     """
 
@@ -50,20 +50,20 @@ class ModelOptions(TypedDict, total=False):
 
 
 class FamilyOptions(ModelOptions, total=False):
-    """What a checkpoint does not say of its model, and of which family it is.
+    """Facts about the model that a checkpoint does not state, including its family.
 
-    family: take this family instead of finding it.
+    family: use this family instead of the identified one.
     """
 
     family: str | None
 
 
 class SourceOptions(FamilyOptions, total=False):
-    """How the source of a conversion is read.
+    """Options for reading the source of a conversion.
 
     given: Megatron arguments that an old checkpoint does not store.
-    allow_drift: take the first rank's copy of a weight that ranks of an old run hold with small differences.
-    strict: refuse NaN and infinities, which are a note otherwise.
+    allow_drift: use the first rank's copy of a weight that ranks of an old run hold with small differences.
+    strict: refuse NaN and infinities, which otherwise cause a note.
     """
 
     given: Mapping[str, Any] | None
@@ -72,15 +72,15 @@ class SourceOptions(FamilyOptions, total=False):
 
 
 class RunOptions(TypedDict, total=False):
-    """How a command that writes is run.
+    """Options for running a command that writes.
 
     overwrite: replace a destination that exists; it stays until the new one is complete.
-    resume: go on with what an earlier run left that was killed or ran out of room, and leave what this one completes if
+    resume: continue from the files of an earlier run that was killed or ran out of room, and keep those of this run if
         it ends early; the result is the same to the last byte.
     workers: threads that copy; one for each processor unless given.
     dry_run: plan and prove, write and send nothing.
-    progress: called with the bytes done so far and their total, by one thread at a time. Where it has a method `phase`,
-        that is called with the name of what is done next (`planning`, `copying`), and None after it.
+    progress: called with the bytes done so far and their total, by one thread at a time. If it has a method `phase`,
+        that is called with the name of the next phase (`planning`, `copying`), and with None at its end.
     """
 
     overwrite: bool
@@ -91,7 +91,7 @@ class RunOptions(TypedDict, total=False):
 
 
 class ConvertOptions(LayoutOptions, SourceOptions, RunOptions, total=False):
-    """The options of `convert` and of `reshard`.
+    """Options of `convert` and `reshard`.
 
     to: `hf`, `torch_dist` or `torch`. Unless given, `convert` writes the other one of Hugging Face and `torch_dist`,
         and `reshard` the format of the source, `torch_dist` for zarr.
@@ -99,15 +99,15 @@ class ConvertOptions(LayoutOptions, SourceOptions, RunOptions, total=False):
     implementation: `local` or `transformer_engine`, the layer spec of the run that will load a Megatron target; `torch`
         has its names.
     for_megatron: version of Megatron-LM that will load a Megatron target (`0.12`, `0.16.1`), which decides the form of
-        optimizer state; that which wrote the source where it can be told, else the newest.
+        optimizer state; unless given, the version that wrote the source if known, else the newest.
     iteration: number of the `iter_*` directory. Without one, weights alone become a `release`, and weights with
-        optimizer state keep the number that they have.
-    tokenizer: what `--tokenizer-model` shall name in the stored arguments; the carried files unless given.
+        optimizer state keep their number.
+    tokenizer: the `--tokenizer-model` of the stored arguments; the carried files unless given.
     max_shard_size: largest safetensors or `.distcp` file, in bytes; 5 GB and 2 GiB unless given.
     revision: branch, tag or commit of a Hub id.
-    stream: read a Hub id by ranges while it is converted, and keep no download of it.
-    checksums: put them into the manifest; true unless given. Without them values are not looked at, and `strict` cannot
-        be asked for.
+    stream: read a Hub id by ranges during the conversion, without a download.
+    checksums: put them into the manifest; true unless given. Without them values are not examined, and `strict` is not
+        available.
     """
 
     to: str | None
@@ -123,15 +123,15 @@ class ConvertOptions(LayoutOptions, SourceOptions, RunOptions, total=False):
 
 
 class ModelFolderOptions(SourceOptions, total=False):
-    """What a complete Hugging Face directory is made of.
+    """Options for the content of a complete Hugging Face directory.
 
     tokenizer: a directory or a name on the Hub; that of the original model or of the run unless given.
     with_tokenizer: false exports the model without one.
     dtype: `float32`, `float16` or `bfloat16`, to which weights are rounded to nearest; as stored unless given.
-    from_master: take the fp32 master copies of the optimizer's state in place of the weights, which they round to.
+    from_master: use the fp32 master copies of the optimizer's state in place of the weights, which they round to.
     quantize: `fp8-block` or `int4`, to which the weights of linear layers are quantised; not at all unless given.
     max_shard_size: largest safetensors file, in bytes; 5 GB unless given.
-    metadata: fields of the model card (`license`, `datasets`), over those that are found.
+    metadata: fields of the model card (`license`, `datasets`), which take precedence over known ones.
     """
 
     tokenizer: str | None
@@ -144,10 +144,10 @@ class ModelFolderOptions(SourceOptions, total=False):
 
 
 class HubOptions(TypedDict, total=False):
-    """Where on the Hub a model goes.
+    """Destination on the Hub.
 
     private: make a new repository private.
-    branch: created if missing, of the repository's first commit; `main` unless given.
+    branch: created if missing, at the repository's first commit; `main` unless given.
     tag: a name for the commit.
     commit_message: its message.
     """
@@ -159,7 +159,7 @@ class HubOptions(TypedDict, total=False):
 
 
 class ExportOptions(ModelFolderOptions, HubOptions, RunOptions, total=False):
-    """The options of `export`.
+    """Options of `export`.
 
     push_to_hub: a repository on the Hub that the directory goes to.
     bars: let the Hub's client show its own progress on stderr.
@@ -173,7 +173,7 @@ def check_names(function: str, definition: type[object], options: Mapping[str, A
     """Refuse options that a function does not have, as Python does.
 
     Raises:
-        TypeError: with the first of them.
+        TypeError: names the first such option.
     """
     unknown = [name for name in options if name not in names_of(definition)]
     if unknown:
@@ -186,5 +186,5 @@ def names_of(definition: type[object]) -> tuple[str, ...]:
 
 
 def part_of(definition: type[Definition], options: Mapping[str, Any]) -> Definition:
-    """Return those options that a definition has."""
+    """Return the options that a definition has."""
     return cast(Definition, {name: options[name] for name in names_of(definition) if name in options})

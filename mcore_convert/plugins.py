@@ -1,4 +1,4 @@
-"""Objects that packages register under an entry point. One that cannot be loaded breaks no command but its own."""
+"""Objects that packages register under an entry point. One that cannot be loaded breaks only commands that use it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Plugins(Generic[Kind]):
-    """The objects of a group in the order of their entry points, and by name why others cannot be used, a line each."""
+    """Objects of a group in the order of their entry points, and by name why others cannot be used, one line each."""
 
     objects: tuple[Kind, ...]
     broken: dict[str, str]
 
 
 def load(points: Iterable[EntryPoint], kind: type[Kind], noun: str) -> Plugins[Kind]:
-    """Load the entry points of a group; what cannot be used is left out with a warning.
+    """Load the entry points of a group; those that cannot be used are left out with a warning.
 
     Args:
         kind: the class that each object must be of; it has a `name`, which must be that of the entry point.
-        noun: what such an object is, for messages.
+        noun: name of such objects in messages.
     """
     objects, broken = [], {}
     for point in points:
         try:
             each: Any = point.load()
-        except Exception as error:  # whatever the code of another package raises
+        except Exception as error:  # code of another package may raise anything
             reason = f"{type(error).__name__}: {error}"
         else:
             if isinstance(each, kind) and getattr(each, "name", point.name) == point.name:

@@ -1,3 +1,3 @@
-"""The version: the one place, from which packaging, checkpoints and cards take it."""
+"""The version, defined once for packaging, checkpoints and cards."""
 
 VERSION = "0.1.0"

@@ -1,6 +1,6 @@
 """The training entry point: Megatron Core models, from a laptop's CPU to many GPUs, from HF weights to an HF export.
 
-`python -m train_entry CONFIG` trains; `Trainer` is for those who bring their own loop.
+`python -m train_entry CONFIG` trains; `Trainer` is for users with a loop of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from train_entry.config.schema import Config as Config
     from train_entry.trainer import Trainer as Trainer
 
-# Where each public name is. They are imported when they are asked for: the configuration needs no torch.
+# Modules of the public names. They are imported on first access: the configuration needs no torch.
 _HOMES = {
     "Config": "train_entry.config.schema",
     "Trainer": "train_entry.trainer",

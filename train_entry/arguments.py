@@ -15,7 +15,7 @@ from train_entry.config.schema import Config
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
-# Fields of `model` that say how it is trained, and not what it is: a checkpoint may have others.
+# Fields of `model` that decide how it is trained, not what it is: a checkpoint may have other values.
 FREE = (
     "make_vocab_size_divisible_by",
     "init_method_std",
@@ -34,14 +34,14 @@ def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int 
 
     Args:
         origin: the model of the checkpoint that the run starts from.
-        vocab_size: the tokenizer's, for a new model that does not say its own; `model.default_vocab_size` without one.
+        vocab_size: the tokenizer's, for a new model that does not state its own; else `model.default_vocab_size`.
 
     Raises:
         ConfigError: the configuration contradicts the checkpoint, or neither describes a model.
     """
     given = {name: value for name, value in config.model.model_dump().items() if value is not None}
     vocab_size = vocab_size or given.get("default_vocab_size")
-    for name in ("default_vocab_size", "provider"):  # no part of an architecture
+    for name in ("default_vocab_size", "provider"):  # not part of an architecture
         given.pop(name, None)
     architecture = {RENAMED.get(name, name): value for name, value in given.items()}
     if "num_query_groups" in architecture:
@@ -62,7 +62,7 @@ def megatron_arguments(config: Config, origin: Model | None, *, vocab_size: int 
 
 
 def _completed(config: Config, architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture in full, at this layout and precision."""
+    """Return the complete arguments of an architecture, at this layout and precision."""
     parallel, vocab = config.parallel, architecture["vocab_size"]
     args = complete(
         plain(architecture),
@@ -78,7 +78,7 @@ def _completed(config: Config, architecture: Mapping[str, Any]) -> dict[str, Any
 
 
 def _of_run(config: Config) -> dict[str, Any]:
-    """Return what the run's configuration says under Megatron-LM's names: batches, layout, precision and optimizer."""
+    """Return the run's configuration under Megatron-LM's names: batches, layout, precision and optimizer."""
     parallel, training, optimizer, model = config.parallel, config.training, config.optimizer, config.model
     vpp = parallel.vpp if parallel.vpp and parallel.vpp > 1 else None
     return {

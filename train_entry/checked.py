@@ -1,4 +1,4 @@
-"""A run that was checked before anything starts: its arguments, tokenizer and flow. A dry run checks the same."""
+"""A run that was checked before anything starts: its arguments, tokenizer and flow. A dry run makes the same checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train_entry.model_provider import provider_of
 
 @dataclass(frozen=True)
 class Checked:
-    """What a configuration comes to. `args` are Megatron-LM's; `vocabulary` says how large it is, and after what.
+    """Result of checking a configuration. `args` are Megatron-LM's; `vocabulary` states its size and origin.
 
     `source` is the checkpoint that the run starts from, open; None for new weights.
     """
@@ -31,11 +31,11 @@ class Checked:
 
 
 def checked(config: Config, world_size: int, device: str | None) -> Checked:
-    """Check a run as far as that needs no other rank.
+    """Check a run as far as possible without other ranks.
 
     Args:
         world_size: ranks of the run.
-        device: `cpu` or `cuda`; None where it is not known, and nothing is refused for it.
+        device: `cpu` or `cuda`; None if unknown, so that nothing is refused because of it.
 
     Raises:
         ConvertError: the run is refused.

@@ -1,4 +1,4 @@
-"""The command line of a run: CONFIG [key=value ...] to a configuration, and what goes wrong to a line and a code.
+"""The command line of a run: CONFIG [key=value ...] becomes a configuration, and a failure a line and an exit code.
 
 0: done, or stopped by a signal after saving; 1: refused; 2: wrong usage; 3: a bug, here or in code of the user's own.
 """
@@ -27,9 +27,9 @@ def run(words: Sequence[str], train: Callable[[Config], None], usage: str) -> in
     """Train by a command line, and return the exit code.
 
     Args:
-        words: behind the name of the program.
+        words: the arguments after the name of the program.
         train: called with the configuration, on each rank.
-        usage: what the program says of itself.
+        usage: the help text of the program.
     """
     if not words or words[0] in ("-h", "--help"):
         if _is_first():
@@ -57,7 +57,7 @@ def _run(words: Sequence[str], train: Callable[[Config], None]) -> int:
 
     try:
         train(config)
-    except OtherRankError:  # that rank tells it
+    except OtherRankError:  # that rank reports it
         return refused()
     except ConvertError as error:
         report_refusal(error)
@@ -66,13 +66,13 @@ def _run(words: Sequence[str], train: Callable[[Config], None]) -> int:
 
 
 def write_line(text: str) -> None:
-    """Write a message to stderr at once, so that ranks that share a terminal do not cut into each other."""
+    """Write a message to stderr at once, so that the lines of ranks that share a terminal do not interleave."""
     sys.stderr.write(f"{text.strip()}\n")
     sys.stderr.flush()
 
 
 def report_refusal(error: ConvertError) -> None:
-    """Write a refusal in full to stderr, and in one line to where torchrun looks for it."""
+    """Write a refusal in full to stderr, and in one line to torchrun's error file."""
     write_line(f"error: {error}")
     items = "; ".join(error.items)
     hint = f" (hint: {' '.join(error.hint.split())})" if error.hint else ""
@@ -80,23 +80,21 @@ def report_refusal(error: ConvertError) -> None:
 
 
 def report_error(line: str) -> None:
-    """Write an error of one line to stderr, and to where torchrun looks for it."""
+    """Write an error of one line to stderr and to torchrun's error file."""
     write_line(f"error: {line}")
     record(line)
 
 
 def record(line: str) -> None:
-    """Leave a line with which torchrun ends its own report, in the form of its `record` without a stack of calls."""
+    """Write the line with which torchrun ends its own report, in the form of its `record` without a traceback."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         message = {"message": f"error: {' '.join(line.split())}", "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
 def refused() -> int:
-    """Return the exit code of a rank that leaves the word to another,
-    which must have had it before torchrun ends all.
-    """
-    time.sleep(5)  # or until torchrun ends it: on a busy machine the other may be seconds behind
+    """Return a rank's exit code once another rank had time to report the error: torchrun then ends all ranks."""
+    time.sleep(5)  # or until torchrun ends it: on a busy machine the other rank may be seconds behind
     return REFUSED
 
 

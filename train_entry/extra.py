@@ -1,4 +1,4 @@
-"""The extra `train`: packages that training needs beside the rest, and a check that they are installed."""
+"""The extra `train`: the further packages that training needs, and a check that they are installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 from mcore_convert.errors import ConfigError
 
-NEEDED = ("hydra", "omegaconf", "pydantic", "yaml")  # of the configuration; the rest is refused by what needs it
+NEEDED = ("hydra", "omegaconf", "pydantic", "yaml")  # by the configuration; other modules check theirs
 
 
 def require_extra() -> None:

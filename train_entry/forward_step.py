@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_convert.errors import ConvertError
 from train_entry.flows.base import REFERENCE, Batch, Flow, count_unit
 
-# What the last stage tells of a microbatch: the sum of token losses, their number, and what else a flow sums up.
+# Sums of a microbatch on the last stage: of token losses, of their number, and of the further metrics of a flow.
 Sums = dict[str, Tensor]
 
 
@@ -23,16 +23,16 @@ def forward_step(
     microbatches: Iterator[Batch],
     model: Any,
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Run this stage and return its output, and what makes the loss of it on the last one.
+    """Run this stage and return its output, and the loss function of the last stage.
 
-    The microbatch is brought to the device, and cut to this rank's part of the sequence under context parallelism.
+    The microbatch is moved to the device, and cut to this rank's part of the sequence under context parallelism.
 
     Args:
         prove: called with the output of the last stage and the batch, before the loss is computed.
-        in_tokens: whether Megatron has to be told sums and numbers in tokens also where the flow counts samples.
+        in_tokens: whether Megatron needs sums and numbers in tokens even where the flow counts samples.
     """
     whole = dict(next(microbatches))
-    reference = whole.pop(REFERENCE, None)  # computed here, of this rank's part
+    reference = whole.pop(REFERENCE, None)  # computed here, for this rank's part
     batch = on_this_rank(whole)
     if reference is not None:
         batch[REFERENCE] = reference
@@ -40,16 +40,14 @@ def forward_step(
 
 
 def reference_step(flow: Flow, microbatches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Run a stage of a reference model; the last one tells what it is."""
+    """Run a stage of a reference model; the last stage returns its output among the sums."""
     output = flow.forward(model, on_this_rank(dict(next(microbatches))))
     count = torch.ones((), dtype=torch.int, device=output.device)
     return output, lambda last: (last.sum(), count, {REFERENCE: last.detach()})
 
 
 def on_this_rank(batch: Batch) -> Batch:
-    """Return a microbatch on the device of this rank, and its part of each sequence: two chunks,
-    one early and one late.
-    """
+    """Return a microbatch on the device of this rank, cut to its part of each sequence: an early and a late chunk."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -62,10 +60,10 @@ def on_this_rank(batch: Batch) -> Batch:
 def _loss(
     flow: Flow, prove: Callable[[Tensor, Batch], None] | None, in_tokens: bool, batch: Batch, output: Tensor
 ) -> tuple[Tensor, Tensor, Sums]:
-    """Return the sum of losses, to go backward from; their number, which Megatron divides the gradients by; and both.
+    """Return the sum of losses, for the backward pass; their number, by which Megatron divides the gradients; and both.
 
     Router losses are multiplied by the tokens of a microbatch before that division (Megatron Core 0.16.1,
-    moe/router.py:466, :498), so the number has to be one of tokens. A factor on both leaves the loss itself as it is.
+    moe/router.py:466, :498), so the number must be one of tokens. A factor on both leaves the loss itself unchanged.
     """
     if prove is not None:
         prove(output, batch)
@@ -80,10 +78,10 @@ def _loss(
 def own_forward_step(
     function: Callable[..., Any], microbatches: Iterator[Batch], model: Any
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Run a `forward_step` of the user's own: `(data_iterator, model)` to an output and its loss function.
+    """Run a `forward_step` of the user: `(data_iterator, model)` to an output and its loss function.
 
-    The loss function returns, as with Megatron-LM, the sum of losses, their number and what to report, each a number or
-    a pair of a sum and a count; or a mean and what to report, which is then the mean over microbatches.
+    As with Megatron-LM, the loss function returns the sum of losses, their number and a report, each value a number or
+    a pair of a sum and a count; or a mean and a report, whose values are then averaged over microbatches.
     """
     output, loss_function = function(microbatches, model)
     return output, partial(_own_loss, loss_function)
@@ -103,6 +101,6 @@ def _own_loss(loss_function: Callable[[Tensor], Any], output: Tensor) -> tuple[T
     for name, value in report.items():
         flat = torch.stack([torch.as_tensor(each) for each in value]) if isinstance(value, tuple | list) else value
         flat = torch.as_tensor(flat, device=total.device).detach().float().reshape(-1)
-        # of a pair the sum; a number alone is a mean already
+        # the sum of a pair; a single number is a mean already
         sums[name] = flat[0] if len(flat) > 1 else flat[0] * count
     return total, count, sums

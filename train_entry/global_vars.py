@@ -1,6 +1,6 @@
-"""Globals that Megatron users ask for in their own code: the arguments, the tokenizer and a `TransformerConfig`.
+"""Globals for the code of Megatron users: the arguments, the tokenizer and a `TransformerConfig`.
 
-The names are those of `megatron.training`, which is no part of Megatron Core. They are there from
+The names are those of `megatron.training`, which is not part of Megatron Core. They are available from
 `Trainer.initialize()` on.
 """
 
@@ -24,7 +24,7 @@ _run: dict[str, Any] = {}
 
 
 def set_global_variables(config: Config, args: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Make a run the one that is asked about."""
+    """Set the run that the globals describe."""
     _run.update(config=config, args=Namespace(**args), tokenizer=tokenizer)
 
 
@@ -34,12 +34,12 @@ def get_args() -> Namespace:
 
 
 def get_tokenizer() -> Tokenizer | None:
-    """Return the tokenizer of the run; None where it has none."""
+    """Return the tokenizer of the run; None if it has none."""
     return _of_run("tokenizer")  # type: ignore[no-any-return]
 
 
 def core_transformer_config_from_args(args: Namespace) -> TransformerConfig:
-    """Megatron Core's configuration of the run's model, as `model_provider` here makes it."""
+    """Return Megatron Core's configuration of the run's model, as `model_provider` here makes it."""
     from mcore_convert.megatron.config import config_of
 
     config = _of_run("config")

@@ -1,4 +1,4 @@
-"""The process group of a run, on CPUs or GPUs, and how its ranks tell an error once instead of all together."""
+"""The process group of a run, on CPUs or GPUs, and errors that are reported once instead of by all ranks."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from mcore_convert.megatron.parallel import gloo_on_loopback
 
 
 class OtherRankError(ConvertError):
-    """A refusal that another rank met, and that rank 0 tells."""
+    """Refusal on another rank, which rank 0 reports."""
 
 
 @contextlib.contextmanager
 def process_group(timeout_minutes: int) -> Iterator[torch.device]:
-    """The ranks that torchrun started, or this process alone; yields the device of this rank.
+    """Scope of the ranks that torchrun started, or of this process alone; yields the device of this rank.
 
-    gloo without CUDA, NCCL (and gloo, for what stays on the CPU) with it. A group that exists already is used and left.
+    gloo without CUDA, NCCL (and gloo, for tensors on the CPU) with it. An existing group is used and left as it is.
 
     Raises:
-        ConvertError: the ranks do not meet.
+        ConvertError: the ranks cannot connect.
     """
     device = _device()
     if dist.is_initialized():
         yield device
         return
-    # kernels start in the order that they are called in, so that communication overlaps with what comes after it
+    # kernels start in the order of their calls, so that communication overlaps with the following computation
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     device_id = device if device.type == "cuda" else None
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        # torchrun's ranks of one node find each other without the name of the host, which may not resolve
+        # torchrun's ranks of one node connect without the name of the host, which may not resolve
         alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         with gloo_on_loopback() if alone else contextlib.nullcontext():
             try:
@@ -70,9 +70,9 @@ def _device() -> torch.device:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A phase that all ranks leave together: what one of them refuses, all refuse, and nobody waits for a lost rank.
+    """Scope that all ranks leave together: if one of them refuses, all refuse, and none waits for a lost rank.
 
-    Within it ranks must not wait for each other, or a refusal must be one of all of them.
+    Within it ranks must not wait for each other, unless a refusal is one of all of them.
 
     Raises:
         ConvertError: the refusal, on the lowest rank that met one.
@@ -98,7 +98,7 @@ def together() -> Iterator[None]:
 
 
 def named_groups() -> dict[str, dist.ProcessGroup]:
-    """Return the groups of this rank, by the names that a `Trainer` has them under."""
+    """Return the groups of this rank, by their names in a `Trainer`."""
     from megatron.core import parallel_state
 
     return {
@@ -111,10 +111,10 @@ def named_groups() -> dict[str, dist.ProcessGroup]:
 
 
 def begin_streams(seed: int) -> None:
-    """Seed the random streams of this rank, those that the code of one's own may draw from too.
+    """Seed the random streams of this rank, including those that user code may draw from.
 
-    As Megatron-LM does (`initialize.py`, `_set_random_seed`), with a seed of each pipeline stage.
+    As in Megatron-LM (`initialize.py`, `_set_random_seed`), with one seed per pipeline stage.
     """
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # which takes no more
+    np.random.seed(seed % 2**32)  # numpy accepts no more
     torch.manual_seed(seed)

@@ -19,11 +19,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_provider(config: Config, args: Mapping[str, Any], choices: Choices | None = None) -> list[GPTModel]:
-    """Build the stages of the model that this rank holds: one, or one per virtual pipeline stage.
-    New weights are random.
+    """Build the stages of the model on this rank: one, or one per virtual pipeline stage. New weights are random.
 
     Args:
-        args: Megatron-LM's arguments, of `megatron_arguments`.
+        args: Megatron-LM's arguments, from `megatron_arguments`.
         choices: how layers are computed.
     """
     chosen = choices or Choices()
@@ -37,13 +36,13 @@ def model_provider(config: Config, args: Mapping[str, Any], choices: Choices | N
 def frozen(
     config: Config, args: Mapping[str, Any], choices: Choices | None = None, provider: Callable[..., Any] | None = None
 ) -> list[Any]:
-    """Build the stages of a model that is not trained, to compare with. Its weights are to be loaded."""
+    """Build the stages of a model that is not trained, as a reference. Its weights are to be loaded."""
     stages = model_provider(config, args, choices) if provider is None else own_stages(config, provider)
     return [stage.eval().requires_grad_(False) for stage in stages]
 
 
 def provider_of(config: Config) -> Callable[..., Any] | None:
-    """Return the model provider that a configuration names; None where it names none.
+    """Return the model provider that a configuration names; None if it names none.
 
     Raises:
         ConfigError: there is no such function.
@@ -53,10 +52,10 @@ def provider_of(config: Config) -> Callable[..., Any] | None:
 
 
 def own_stages(config: Config, provider: Callable[..., Any]) -> list[Any]:
-    """Build the stages of this rank by a model provider of the user's own, which is called as Megatron-LM calls one.
+    """Build the stages of this rank by the user's model provider, which is called as Megatron-LM calls one.
 
-    `provider(pre_process=..., post_process=...)` for each stage, with `vp_stage` where there are virtual ones. Weights
-    are those that it makes. The settings that Megatron's schedules and this trainer agree on are set in its config.
+    `provider(pre_process=..., post_process=...)` for each stage, with `vp_stage` if there are virtual ones. Its weights
+    are kept. The settings that Megatron's schedules and this trainer rely on are set in its config.
     """
     from megatron.core import parallel_state
 
@@ -76,27 +75,27 @@ def own_stages(config: Config, provider: Callable[..., Any]) -> list[Any]:
 
 
 def _agreed(config: Config) -> dict[str, Any]:
-    """Settings that a schedule reads, and that this trainer relies on."""
+    """Return the settings that a schedule reads, and that this trainer relies on."""
     interleaved = config.parallel.vpp is not None and config.parallel.vpp > 1
     return {
         # the sum of token losses over their number: the same at every layout and with any mask
         "calculate_per_token_loss": True,
-        # with batched messages, two pipeline ranks with virtual stages take each other's activations for gradients
+        # with batched messages, two pipeline ranks with virtual stages mistake each other's activations for gradients
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # gloo still reads an output while it is sent: freed then, virtual stages would train on what comes after it
+        # gloo still reads an output while it is being sent: if freed, virtual stages would train on later data
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
     }
 
 
 def settings_of(config: Config, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `TransformerConfig` that training decides."""
+    """Return the fields of `TransformerConfig` that training determines."""
     model, parallel, training = config.model, config.parallel, config.training
     settings: dict[str, Any] = {
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "init_method_std": model.init_method_std,
-        "perform_initialization": True,  # it also marks which weights tensor parallelism cuts, which norms are told by
+        "perform_initialization": True,  # also marks the weights that tensor parallelism cuts, which identifies norms
         "sequence_parallel": parallel.sequence_parallel,
         **_agreed(config),
         "deterministic_mode": training.deterministic,
@@ -108,7 +107,7 @@ def settings_of(config: Config, args: Mapping[str, Any]) -> dict[str, Any]:
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if args.get("num_experts"):
         # with a loss per token, Megatron Core 0.16.1 weighs both losses by the tokens of a rank, not of a sequence
-        # (moe/router.py:467, :498): they would count half with two ranks to a sequence
+        # (moe/router.py:467, :498): with two ranks per sequence they would count half
         ranks = parallel.tp * parallel.cp
         settings |= {
             "moe_router_load_balancing_type": model.moe_router_load_balancing_type,

@@ -1,4 +1,4 @@
-"""`pretrain`: a whole run, from its configuration to its last checkpoint and its picture.
+"""`pretrain`: a whole run, from its configuration to its last checkpoint and its plot.
 
 mcore-convert train CONFIG [key=value ...]
 torchrun --nproc-per-node 4 -m train_entry CONFIG [key=value ...]
@@ -53,24 +53,24 @@ def pretrain(
     *,
     config: Config | None = None,
 ) -> None:
-    """Train as a configuration says, on the ranks that are there; each of them calls this.
+    """Train by a configuration on all ranks of the process group; each of them calls this.
 
-    Or with one's own providers, in Megatron-LM's order and meaning (megatron/training/training.py, 0.16.1), by a
+    Or with the user's own providers, in Megatron-LM's order and meaning (megatron/training/training.py, 0.16.1), by a
     configuration or by the command line of the script: `torchrun pretrain_gpt.py CONFIG [key=value ...]`, which then
-    ends the process with a line and an exit code where something is refused.
+    ends the process with a line and an exit code if something is refused.
 
     Args:
         train_valid_test_datasets_provider: called with the numbers of samples to train, validate and test with; returns
             a data set for each, or None. Item i is row i of the run, a mapping of tensors `[seq_length]`.
         model_provider: called with `pre_process` and `post_process`, and `vp_stage` for virtual stages; returns the
-            stage. Its weights are those that it makes, unless the run starts from a checkpoint.
-        model_type: Megatron Core's `ModelType`; it has nothing but `encoder_or_decoder` to say any more.
+            stage. Its weights are kept, unless the run starts from a checkpoint.
+        model_type: Megatron Core's `ModelType`, whose only value is now `encoder_or_decoder`.
         forward_step_func: called with an iterator over microbatches and the model; returns the output and a function
-            that makes `(loss, num_tokens, report)` of it: a sum, its number, and further sums. Microbatches are whole:
-            `train_entry.global_vars.get_batch` takes this rank's part of them. How its loss adds up is its own affair.
+            from it to `(loss, num_tokens, report)`: a sum, its number, and further sums. Microbatches are whole:
+            `train_entry.global_vars.get_batch` returns this rank's part of them. How its loss adds up is not checked.
 
     Raises:
-        ConvertError: something is refused: the configuration, the data, or a checkpoint.
+        ConvertError: the configuration, the data, or a checkpoint is refused.
     """
     if isinstance(first, Config):
         _pretrain(first)
@@ -118,7 +118,7 @@ def _pretrain(
                     evaluate(trainer, "valid", data.valid)
                 if is_due(config.checkpoint.save_interval, state.iteration):
                     trainer.save()
-        trainer.save()  # nothing is written twice
+        trainer.save()  # no step is saved twice
         if stop.reason is None:
             evaluate(trainer, "valid", data.valid)
             evaluate(trainer, "test", data.test)
@@ -128,10 +128,10 @@ def _pretrain(
 
 
 def datasets_of(trainer: Trainer, provider: DatasetsProvider | None) -> Datasets:
-    """Return the data sets of a run, by a provider of the user's own where there is one.
+    """Return the data sets of a run, from the user's provider if there is one.
 
     Raises:
-        DataError: data are missing, or are not what batches are made of.
+        DataError: data are missing, or cannot be batched.
     """
     config = trainer.config
     if provider is None:
@@ -153,14 +153,14 @@ def datasets_of(trainer: Trainer, provider: DatasetsProvider | None) -> Datasets
 
 
 def samples_of(config: Config) -> tuple[int, int, int]:
-    """Return how many samples the run takes of the data to train, validate and test on."""
+    """Return the numbers of samples that the run needs to train, validate and test."""
     training = config.training
     size = training.global_batch_size
     return training.steps * size, training.eval_steps * size, training.eval_steps * size
 
 
 def beginning_of(trainer: Trainer) -> str:
-    """Return what the run starts from, in words."""
+    """Return the start of the run in words."""
     path, iteration = trainer.restored.path, trainer.restored.iteration
     if path is None:
         return f"starts with new weights, from seed {trainer.config.training.seed}"
@@ -171,12 +171,12 @@ def beginning_of(trainer: Trainer) -> str:
 
 
 def is_due(interval: int | None, iteration: int) -> bool:
-    """Return whether something that happens each `interval` steps happens now."""
+    """Return whether an event that happens each `interval` steps happens at this one."""
     return interval is not None and iteration % interval == 0
 
 
 def evaluate(trainer: Trainer, name: str, dataset: Samples | None) -> None:
-    """Tell the loss of a data set, over the same samples each time."""
+    """Report the loss of a data set, over the same samples each time."""
     steps = trainer.config.training.eval_steps
     if dataset is not None and steps:
         loss = trainer.evaluate(islice(batches_of(trainer, dataset, 0), steps))

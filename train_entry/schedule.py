@@ -1,4 +1,4 @@
-"""A global batch forward and backward, by Megatron's pipeline schedule, and what comes of it on every rank."""
+"""A global batch forward and backward, by Megatron's pipeline schedule, and its sums on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train_entry.initialize import together
 
 
 class Schedule:
-    """The schedule of a model: 1F1B, interleaved with virtual stages, or none without pipeline parallelism."""
+    """Schedule of a model: 1F1B, interleaved with virtual stages, or none without pipeline parallelism."""
 
     def __init__(
         self,
@@ -31,23 +31,23 @@ class Schedule:
         """Prepare the schedule.
 
         Args:
-            reference: the stages of a frozen model, whose output goes to the loss.
-            own: a `forward_step` of the user's own in the place of the flow, whose loss is taken as it is.
+            reference: the stages of a frozen model, whose output is passed to the loss.
+            own: the user's `forward_step` in place of the flow, whose loss is not checked.
         """
         self._own, self._reference = own, list(reference)
         self._training, self._flow, self._model, self._device = config.training, flow, list(model), device
         self._in_tokens = getattr(self._model[0].config, "num_moe_experts", None) is not None
-        self._names: list[str] | None = None  # of what the flow reports: the same at each step
+        self._names: list[str] | None = None  # of the sums that the flow reports: the same at each step
         self._proven = False
 
     def __call__(self, microbatches: Sequence[Batch], *, forward_only: bool) -> dict[str, float]:
-        """Run this data-parallel rank's microbatches. Gradients end up averaged over the tokens of all ranks.
+        """Run this data-parallel rank's microbatches. Gradients are then averaged over the tokens of all ranks.
 
-        Returns sums over the global batch, the same on every rank: `total` of the losses, their `count`, and what else
-        the flow reports.
+        Return sums over the global batch, the same on every rank: `total` of the losses, their `count`, and further
+        metrics of the flow.
 
         Raises:
-            ConfigError: at the first backward pass, the loss of the flow is another one at this layout; on every rank.
+            ConfigError: at the first backward pass, the loss of the flow depends on this layout; on every rank.
         """
         if self._reference:
             microbatches = self._with_reference(microbatches)
@@ -64,7 +64,7 @@ class Schedule:
     def _run(
         self, step: Callable[..., Any], model: list[Any], microbatches: Sequence[Batch], *, forward_only: bool
     ) -> list[Sums]:
-        """Return what the last stage tells of each microbatch; nothing on the others."""
+        """Return the sums of each microbatch on the last stage; an empty list on the others."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         several = len(model) > 1
@@ -99,7 +99,7 @@ class Schedule:
         )
 
     def _summed(self, outputs: list[Sums]) -> dict[str, float]:
-        """Sums over microbatches, and over the data- and context-parallel ranks of the last stage, which tells all."""
+        """Sum over microbatches, and over data- and context-parallel ranks of the last stage; the same on all ranks."""
         from megatron.core import parallel_state
 
         stages = parallel_state.get_pipeline_model_parallel_group()

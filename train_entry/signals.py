@@ -1,7 +1,7 @@
-"""Requests that a run end early: by a signal, as clusters send it before they take machines back, or by the clock.
+"""Requests to end a run early: by a signal, which clusters send before they take machines back, or by the clock.
 
-SIGTERM and SIGUSR1 are noted when they come and acted on after the step in which any rank got one: the run saves a
-checkpoint and ends in order, with exit code 0. Started again, it goes on.
+SIGTERM and SIGUSR1 are noted on arrival and acted on after the step in which any rank got one: the run saves a
+checkpoint and ends in order, with exit code 0. Started again, it continues.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-CLOCK = 1  # stands for the time that is up: no signal has this number that is asked for here
+CLOCK = 1  # means that the time is up: none of the handled signals has this number
 
 
 class StopRequest:
-    """Whether a run shall end after this step. Signals are noted within its scope, in the main thread.
+    """Request to end a run after this step. Signals are noted within its scope, in the main thread.
 
-    `reason` says why, once the ranks have agreed that it shall.
+    `reason` is set once the ranks have agreed to end.
     """
 
     def __init__(self, after_minutes: float | None = None) -> None:
@@ -47,7 +47,7 @@ class StopRequest:
         """Return whether any rank was asked to end. All ranks call it together, and get the same answer.
 
         Args:
-            device: for the one number that is exchanged, where the process group cannot do that in host memory.
+            device: device of the one number that is exchanged, if the process group cannot exchange it in host memory.
         """
         if self.reason is None:
             late = self._deadline is not None and time.monotonic() > self._deadline
@@ -66,5 +66,5 @@ class StopRequest:
 
     @staticmethod
     def _place(device: torch.device | str) -> torch.device | str:
-        """Host memory where there is gloo: nothing then waits for a GPU."""
+        """Return host memory if there is gloo, so that nothing waits for a GPU."""
         return "cpu" if "gloo" in dist.get_backend_config() else device

@@ -1,4 +1,4 @@
-"""The state of training that a checkpoint keeps: the model, its optimizer, the schedule, and how far they have come."""
+"""The state of training that a checkpoint keeps: the model, its optimizer, the schedule, and their progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class TrainState:
-    """A run on this rank.
+    """State of a run on this rank.
 
     `args`: Megatron-LM's arguments of the model and the run, as checkpoints store them. `model`: the (virtual) stages
     of this rank, each in its data-parallel wrapper. `consumed_samples` is the position in the training data.

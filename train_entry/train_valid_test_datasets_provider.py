@@ -17,7 +17,7 @@ from train_entry.data.tokenizer import Tokenizer, check_fits
 
 @dataclass(frozen=True)
 class Datasets:
-    """What to train, validate and test with; None where no samples were asked for. `notes` are for the user."""
+    """Data sets to train, validate and test with; None if no samples were requested. `notes` are for the user."""
 
     train: Samples | None
     valid: Samples | None
@@ -33,13 +33,13 @@ def train_valid_test_datasets_provider(
     *,
     rows_per_sample: int = 1,
 ) -> Datasets:
-    """Open the data of a run, on each rank. What can be computed once and kept, rank 0 computes before the others.
+    """Open the data of a run, on each rank. Results that can be kept are computed by rank 0 before the others.
 
     Args:
-        args: the run's arguments under Megatron-LM's names; of them, the model's vocabulary.
-        tokenizer: that of the run. `sft` needs one; mock and indexed data do without.
-        num_samples: how many samples to train, validate and test with, at least.
-        rows_per_sample: examples of `sft` that stay together, as they stand in their file.
+        args: the run's arguments under Megatron-LM's names, used for the model's vocabulary.
+        tokenizer: that of the run. `sft` needs one; mock and indexed data do not.
+        num_samples: minimum numbers of samples to train, validate and test with.
+        rows_per_sample: consecutive examples of `sft` that stay together.
 
     Raises:
         DataError: data are missing, damaged, too few, or not for this model or tokenizer; on every rank.

@@ -1,4 +1,4 @@
-"""`Trainer`: a run step by step, for those who bring their own loop or data; `pretrain` is the loop that we bring."""
+"""`Trainer`: a run step by step, for users with a loop or data of their own; `pretrain` is the built-in loop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from train_entry.state import TrainState
 
 
 class Trainer:
-    """A run on this rank. Every rank makes one of the same configuration and calls the same methods.
+    """Run on this rank. Every rank makes one from the same configuration and calls the same methods.
 
     After `initialize()` it has `rank`, `world_size` and `device`, and for each of `tp`, `pp`, `dp`, `cp` and `ep` the
     rank, size and group: `tp_rank`, `pp_size`, `dp_group`. After `setup_model_and_optimizer()` it has `state`.
@@ -90,7 +90,7 @@ class Trainer:
         model_provider: Callable[..., Any] | None = None,
         forward_step: Callable[..., Any] | None = None,
     ) -> None:
-        """Take a run; a model provider and a `forward_step`, as Megatron-LM has them, before what it names itself."""
+        """Set up a run; a model provider and a `forward_step`, as in Megatron-LM, override the configured ones."""
         self.config = config
         self._model_provider, self._forward_step = model_provider, forward_step
         self.last: StepMetrics | None = None
@@ -104,14 +104,14 @@ class Trainer:
     ) -> None:
         try:
             if hasattr(self, "checkpoints"):
-                # what is being written is whole, whatever failed since
+                # a checkpoint in progress is complete in itself, whatever failed since
                 with contextlib.nullcontext() if error is None else contextlib.suppress(ConvertError):
                     self.checkpoints.finish()
         finally:
             self.close()
 
     def initialize(self) -> None:
-        """Meet the other ranks, lay out the groups, and refuse what the configuration cannot mean.
+        """Connect to the other ranks, set up the groups, and refuse an invalid configuration.
 
         Raises:
             ConvertError: the configuration is refused, with all its problems; on every rank.
@@ -171,7 +171,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.config)
         source, self._source = self._source, None
         self.restored = self.checkpoints.restore(self.state, source, reference)
-        fuse(optimizer)  # only now: a checkpoint brings the flags of the run that wrote it
+        fuse(optimizer)  # after loading: a checkpoint brings the flags of the run that wrote it
         with together():
             report = Report(
                 self.config,
@@ -190,12 +190,12 @@ class Trainer:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches that each data-parallel rank takes of a global batch."""
+        """Number of microbatches per data-parallel rank in a global batch."""
         training = self.config.training
         return training.global_batch_size // (training.micro_batch_size * self.dp_size)
 
     def split(self, batch: Batch) -> list[Batch]:
-        """Return this data-parallel rank's microbatches of a global batch: the ranks take turns, a microbatch each.
+        """Return this data-parallel rank's microbatches of a global batch: the ranks take one in turn.
 
         Raises:
             ConvertError: the batch has another size than `global_batch_size`.
@@ -270,19 +270,19 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return float(next(group["lr"] for group in self.state.optimizer.param_groups))
 
     def log_last_metrics(self) -> None:
-        """Tell of the last step, where the configuration wants it told."""
+        """Report the last step, if the configuration asks for it."""
         if self.last is not None:
             self.report.step(self.last)
 
     def save(self) -> None:
-        """Save a checkpoint of this step, and its Hugging Face form where each is to have one.
+        """Save a checkpoint of this step, with its Hugging Face form if each checkpoint is to have one.
 
         Raises:
-            ConvertError: it cannot be written; what was there is as it was.
+            ConvertError: it cannot be written; earlier checkpoints are unchanged.
         """
         with self._not_training("save"), parameters_gathered(self.state.model):
             self.report.flush()
@@ -302,18 +302,18 @@ class Trainer:
             self.report.say(f"exported to {self.checkpoints.export()}")
 
     def close(self) -> None:
-        """Draw the picture and leave the groups; also when something has failed."""
+        """Draw the plot and leave the groups; also after a failure."""
         self._scope.close()
 
     def _lap(self) -> float:
-        """Seconds since the step before this one, with loading its data, and without what was no training."""
+        """Return the seconds since the previous step, including data loading, without phases outside of training."""
         now, since = time.perf_counter(), self._since
         self._since = now
         return now - since
 
     @contextlib.contextmanager
     def _not_training(self, phase: str) -> Iterator[None]:
-        """A phase that does not count to the time of a step."""
+        """Scope of a phase that does not count towards the time of a step."""
         start = time.perf_counter()
         with self.phases(phase):
             yield

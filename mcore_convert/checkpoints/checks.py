@@ -14,10 +14,10 @@ from mcore_convert.storage.views import View
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must hold before anything is written: `view` is all zero, or equals `other`.
+    """Condition that must hold before anything is written: `view` is all zero, or equals `other`.
 
-    `rounded`: `view` is fp32 and equals `other` when rounded to its dtype, as a master copy does; or, where the weights
-    were rounded to less, it is `near`.
+    `rounded`: `view` is fp32 and must equal `other` after rounding to its dtype, as a master copy does; where the
+    weights were rounded to less than that dtype, `near` is the tolerance.
     """
 
     view: View
@@ -32,7 +32,7 @@ def prove(checks: Iterable[Check]) -> None:
     """Run checks on the data.
 
     Raises:
-        ConvertError: the first that fails, in its own words.
+        ConvertError: the first check that fails, with its own message.
     """
     with Files() as files:
         in_threads(lambda check: _check(check, files), checks)
@@ -52,6 +52,6 @@ def _check(check: Check, files: Files) -> None:
 
 
 def _rounds(check: Check, other: View, files: Files, block: tuple[slice, ...]) -> bool:
-    """Return whether a block of master copies is that of its weight."""
+    """Return whether a block of master copies rounds to the same block of its weight."""
     masters, weights = files.read(check.view.block(block)), files.read(other.block(block))
     return are_masters(masters, weights, other.dtype, check.near)

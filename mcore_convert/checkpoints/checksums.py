@@ -1,4 +1,4 @@
-"""The checksums that writers have stored of their tensors, compared with the bytes where these are read anyway."""
+"""Checksums that writers stored with their tensors, compared with the bytes when these are read anyway."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mcore_convert.storage.views import Sum
 
 
 def check_sums(checkpoint: Checkpoint) -> int:
-    """Prove that tensors have the checksums that are stored with them; returns how many bytes have one.
+    """Prove that tensors have the checksums that are stored with them; return the number of bytes that have one.
 
-    `torch.save` stores them unless it was told not to (`torch.serialization.set_crc32_options`).
+    `torch.save` stores them unless disabled (`torch.serialization.set_crc32_options`).
 
     Raises:
-        UnreadableCheckpoint: with every record that has another.
+        UnreadableCheckpoint: lists every record with a different checksum.
     """
     every = list(checkpoint.sums)
     problems: list[str] = []

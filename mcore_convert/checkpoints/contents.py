@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint by name, in the order of the forward pass, and where their elements lie.
+"""The tensors of a checkpoint by name, in the order of the forward pass, with the slots of their elements.
 
-Of a known model these are its weights' global tensors under Megatron's names, whatever the format; of a Hugging Face
-model that no family knows, its tensors as they are stored. Reads headers only.
+For a known model these are the global tensors of its weights under Megatron's names, whatever the format; for a Hugging
+Face model that no family reads, the tensors as they are stored. Reads headers only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 class Tensor(NamedTuple):
     """A tensor and the slots that hold it. `weight` is its name with placeholders for the layer and the expert.
 
-    `required`: a model without it is another model. Others must be zero, and Megatron has no place for them.
+    `required`: without it the model is another model. The others must be zero, and Megatron has no place for them.
     """
 
     weight: str
@@ -40,12 +40,12 @@ class Tensor(NamedTuple):
 
     @property
     def key(self) -> tuple[str, Index, str]:
-        """What two checkpoints of a model have in common of it."""
+        """Key by which two checkpoints of one model pair their tensors."""
         return self.weight, self.at, self.state
 
     @property
     def name(self) -> str:
-        """As `decoder.layers.3.mlp.linear_fc1.weight`, with the state behind it where it is not the parameter."""
+        """Name such as `decoder.layers.3.mlp.linear_fc1.weight`, followed by the state unless it is the parameter."""
         spelled = spell(self.weight, self.at)
         return spelled if self.state == PARAM else f"{spelled} ({self.state})"
 
@@ -60,7 +60,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents(Opened):
-    """An open checkpoint with its tensors."""
+    """Open checkpoint with its tensors."""
 
     tensors: tuple[Tensor, ...] = ()
 
@@ -73,10 +73,10 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
     """Find every tensor of a checkpoint.
 
     Args:
-        optimizer: with the states of the optimizer, where it has some.
+        optimizer: include the states of the optimizer, if it has some.
 
     Raises:
-        ConvertError: it is not whole, its weights are not those of its configuration, or it is a Megatron model whose
+        ConvertError: it is incomplete, its weights are not those of its configuration, or it is a Megatron model whose
             weights are not known.
     """
     checkpoint, model = opened.checkpoint, opened.model
@@ -94,14 +94,12 @@ def contents_of(opened: Opened, *, optimizer: bool = False) -> Contents:
 
 
 def stored_contents(checkpoint: Checkpoint) -> Contents:
-    """Return the tensors that lie in one piece, as they are stored, of whatever model they are."""
+    """Return the tensors that are each stored in one piece, as stored, for any model."""
     return Contents(checkpoint, None, tensors=tuple(_stored(checkpoint)))
 
 
 def family_of(model: Model) -> Family:
-    """Return the rows of a model: those of its family for Hugging Face, else those of any GPT model,
-    which are the same.
-    """
+    """Return the rows of a model: those of its family for Hugging Face, else those of any GPT model (the same rows)."""
     return model.family if model.checkpoint.side is Side.HUGGING_FACE else gpt.family(model.args)
 
 
@@ -122,7 +120,7 @@ def _stored(checkpoint: Checkpoint) -> list[Tensor]:
     layers = min((order[tensor.weight] for tensor in stored if tensor.at.layer is not None), default=0)
 
     def place(tensor: Tensor) -> tuple[int, int, int, int]:
-        """Files are sorted by name, where layer 10 comes before layer 2."""
+        """Return the sort key of a tensor: the files sort by name, which puts layer 10 before layer 2."""
         at, number = tensor.at, order[tensor.weight]
         return (number if at.layer is None else layers, at.layer or 0, number, at.expert or 0)
 
@@ -130,7 +128,7 @@ def _stored(checkpoint: Checkpoint) -> list[Tensor]:
 
 
 def _without_number(pattern: re.Pattern[str], name: str, placeholder: str) -> tuple[str, int | None]:
-    """Return a name with a placeholder for the number that the pattern finds, and that number."""
+    """Return a name with a placeholder for the number that the pattern matches, and that number."""
     matched = pattern.search(name)
     if matched is None:
         return name, None
@@ -138,7 +136,7 @@ def _without_number(pattern: re.Pattern[str], name: str, placeholder: str) -> tu
 
 
 def paired(a: Contents, b: Contents) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], list[Tensor]]:
-    """Return the tensors of both, in the order of the first; then those of one only.
+    """Return the pairs of tensors that both have, in the order of the first; then the tensors of only one of them.
 
     Raises:
         VerificationError: a tensor has two shapes.

@@ -16,8 +16,8 @@ from mcore_convert.storage.remote import RemotePath, located
 from mcore_convert.storage.sending import source_at
 from mcore_convert.storage.threads import started
 
-TIMEOUT = 10.0  # seconds for an answer of a Hub that is there
-PATIENCE = 4.0  # seconds for its first sign, unless HF_HUB_ETAG_TIMEOUT says otherwise
+TIMEOUT = 10.0  # seconds to wait for an answer of a Hub that is reachable
+PATIENCE = 4.0  # seconds to wait for its first answer, unless HF_HUB_ETAG_TIMEOUT is set
 REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -29,16 +29,16 @@ def local_path(source: str, revision: str | None = None) -> Path:
         revision: branch, tag or commit on the Hub.
 
     Raises:
-        UnreadableCheckpoint: neither a directory nor a model on the Hub, or a slip in the name of a path.
+        UnreadableCheckpoint: it is neither a directory nor a model on the Hub, or it is a misspelled path.
     """
     return existing(source) or downloaded(source, revision)
 
 
 def existing(source: str | Path) -> Path | None:
-    """Return the path that a source names; None where there is none, so that it may be a model of the Hub.
+    """Return the path that a source names; None if there is none, so that it may be a model on the Hub.
 
     Raises:
-        UnreadableCheckpoint: it is a URL, and nothing is there; or what is there is not whole.
+        UnreadableCheckpoint: it is a URL with nothing there, or the checkpoint there is incomplete.
     """
     path = source_at(source)
     if path.exists():
@@ -49,10 +49,10 @@ def existing(source: str | Path) -> Path | None:
 
 
 def downloaded(source: str, revision: str | None = None) -> Path:
-    """Download the Hub's model of a name, and return its directory.
+    """Download the Hub's model of this name, and return its directory.
 
     Raises:
-        UnreadableCheckpoint: as `local_path`.
+        UnreadableCheckpoint: see `local_path`.
     """
     return _download(source, revision, _files_of_model)
 
@@ -62,16 +62,16 @@ def tokenizer_path(source: str) -> Path:
     downloaded.
 
     Raises:
-        UnreadableCheckpoint: neither a directory nor a model on the Hub, or a slip in the name of a path.
+        UnreadableCheckpoint: it is neither a directory nor a model on the Hub, or it is a misspelled path.
     """
     return existing(source) or _download(source, None, lambda files: [*TOKENIZER_FILES])
 
 
 def unreachable() -> str | None:
-    """Return why the Hub cannot be asked; None where it answers.
+    """Return why the Hub cannot be reached; None if it answers.
 
-    The Hub's client repeats what fails for most of a minute, and waits for a name server without a limit, so it is not
-    begun without a sign of the Hub.
+    The Hub's client retries failures for most of a minute, and waits for a name server without a limit, so it is called
+    only after the Hub has answered once.
     """
     from huggingface_hub import constants
 
@@ -88,8 +88,8 @@ def _no_sign_of(endpoint: str) -> str | None:
     def ask() -> None:
         try:
             get_session().head(endpoint, timeout=patience)
-            reasons.append(None)  # whatever it answers
-        except Exception as error:  # what the client's HTTP library raises, which it has changed
+            reasons.append(None)  # any answer will do
+        except Exception as error:  # raised by the client's HTTP library, which has been replaced before
             reasons.append(first_line(error))
 
     started(ask).join(patience)
@@ -103,10 +103,10 @@ def _files_of_model(files: list[str]) -> list[str]:
 
 
 def streamed(source: str, revision: str | None = None) -> Path:
-    """Return the Hub's model of a name as a remote path, of the commit that is there now: nothing is downloaded yet.
+    """Return the Hub's model of this name as a remote path at its current commit; nothing is downloaded yet.
 
     Raises:
-        UnreadableCheckpoint: as `local_path`.
+        UnreadableCheckpoint: see `local_path`.
     """
     from huggingface_hub import HfApi
 
@@ -120,7 +120,7 @@ def streamed(source: str, revision: str | None = None) -> Path:
 
 
 def _check_name(source: str, revision: str | None) -> None:
-    """Prove that a name that is no path may be one of the Hub."""
+    """Prove that a name that is not a path may be the name of a repository on the Hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -135,20 +135,20 @@ def _check_name(source: str, revision: str | None) -> None:
 
 
 def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], list[str]]) -> Path:
-    """Download the files that match the patterns that are made of all their names."""
+    """Download the files that match the patterns; `patterns` computes these from the names of all files."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     _check_name(repo, revision)
     reason = unreachable()
     if reason is not None:
-        if constants.HF_HUB_OFFLINE:  # as the client itself does then: what was downloaded before
+        if constants.HF_HUB_OFFLINE:  # the client itself then uses what was downloaded before
             with contextlib.suppress(LocalEntryNotFoundError):
                 return Path(snapshot_download(repo, revision=revision, local_files_only=True))
         hint = f"download it where there is a network: `hf download {repo}`, then set HF_HUB_OFFLINE=1"
         raise UnreadableCheckpoint(f"`{repo}` is no directory, and the Hub cannot be reached: {reason}", hint=hint)
     with _hub_errors(repo):
-        # One request with a limit: the call that lists files repeats it for half a minute where there is no network.
+        # One request with a timeout: the call that lists files retries it for half a minute if there is no network.
         model = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
         files = [file.rfilename for file in model.siblings or ()]
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns(files)))
@@ -156,7 +156,7 @@ def _download(repo: str, revision: str | None, patterns: Callable[[list[str]], l
 
 @contextlib.contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """A scope in which what the Hub's client raises becomes an error of ours."""
+    """Scope in which the errors of the Hub's client become errors of this package."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
@@ -166,8 +166,8 @@ def _hub_errors(repo: str) -> Iterator[None]:
             f"`{repo}` is neither a directory nor a model on the Hub",
             hint="a gated or private model needs a token: `hf auth login`",
         ) from error
-    except Exception as error:  # the client lets through what its HTTP library raises, and has changed that library
-        if isinstance(error, OSError) and error.errno is not None:  # of a file, and not of the network
+    except Exception as error:  # the client lets errors of its HTTP library through, and has replaced that library
+        if isinstance(error, OSError) and error.errno is not None:  # an error of a file, not of the network
             raise UnwritableTarget(
                 f"cannot download `{repo}`: `{error.filename or 'the cache'}`: {error.strerror}",
                 hint="HF_HOME names the directory for downloads: choose one that can be written and has room",
@@ -177,6 +177,6 @@ def _hub_errors(repo: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error of the client says, in a line."""
+    """Return the message of an error of the client, in one line."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""The families that are installed, found through the entry point `mcore_convert.families`, and which is a model's."""
+"""The installed families, discovered through the entry point `mcore_convert.families`, and the choice for a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plugins() -> Plugins[Family]:
 def families() -> dict[str, Family]:
     """Return every installed family by its name; other packages add theirs through the entry point.
 
-    One that cannot be loaded is left out.
+    A family that cannot be loaded is left out.
     """
     installed = {family.name: family for family in plugins().objects}
     if not installed:
@@ -48,7 +48,7 @@ def families() -> dict[str, Family]:
 
 @lru_cache(maxsize=1)
 def unrepresented() -> dict[str, str]:
-    """Return the architectures that are known and not converted, and why; other packages may add some."""
+    """Return the architectures that are known but not converted, with the reason; other packages may add some."""
     lists = load(entry_points(group=UNREPRESENTED), dict, "list of architectures").objects
     return dict(sorted((name, why) for reasons in lists for name, why in reasons.items()))
 
@@ -94,7 +94,7 @@ def of_config(config: Mapping[str, Any]) -> Family:
     """Return the family of a `config.json`, by its `architectures`, else its `model_type`.
 
     Raises:
-        ConfigError: none reads it.
+        ConfigError: no family reads it.
     """
     family = _reader_of(config)
     if family is not None:
@@ -108,7 +108,7 @@ def of_config(config: Mapping[str, Any]) -> Family:
 
 
 def _reader_of(config: Mapping[str, Any]) -> Family | None:
-    """Return the family that reads a `config.json`; of several, as where a package has its own, the most prevalent."""
+    """Return the family that reads a `config.json`; of several, as when a package adds its own, the most prevalent."""
     architectures, kind = architectures_of(config), config.get("model_type")
     readers = [
         family
@@ -124,9 +124,9 @@ def _model_types(family: Family) -> list[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The family that Megatron arguments are taken for, the others that they fit as well, and why not one of those.
+    """The family chosen for Megatron arguments, the others that fit as well, and the reason for the choice.
 
-    `reason` is empty where the model itself says what it is: only one family fits, or its `config.json` came along.
+    `reason` is empty where the model itself decides: only one family fits, or its `config.json` is known.
     """
 
     family: Family
@@ -135,7 +135,7 @@ class Choice:
 
     @property
     def note(self) -> str | None:
-        """What a user should know of the choice; None where there was none."""
+        """Note to the user about the choice; None if there was nothing to choose."""
         if not self.reason:
             return None
         others = ", ".join(f"`{family.name}`" for family in self.others)
@@ -151,14 +151,14 @@ def choose(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> 
     """Choose the family of normalised Megatron arguments, of those that can represent them.
 
     Several may be the same to Megatron. In this order: the family that reads the original `config.json`; the one whose
-    export has the weights of the model, and no others; the one that the run's tokenizer belongs to; the one whose
+    export has exactly the weights of the model; the one that the run's tokenizer belongs to; the one whose
     architecture most programs read (`Family.prevalence`).
 
     Args:
-        config: the original `config.json`, where it is known.
+        config: the original `config.json`, if known.
 
     Raises:
-        ConfigError: none can, and the reasons of the nearest are listed; or nothing tells several apart.
+        ConfigError: no family can, with the reasons of the nearest ones; or several fit and no rule decides.
     """
     refusals = {name: family.config.refusals(args) for name, family in families().items()}
     fitting = [families()[name] for name, lines in refusals.items() if not lines]
@@ -189,8 +189,8 @@ def choose(args: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> 
 
 
 def _rules(args: Mapping[str, Any], reader: Family | None) -> Iterator[tuple[str, Callable[[Family], int]]]:
-    """Yield the rules of `choose`: what to say of a family that wins by it,
-    and a number that is smaller for a better one.
+    """Yield the rules of `choose`: the reason to give for a family that wins by the rule, and its score for a family,
+    smaller for a better one.
     """
     yield "", lambda family: family is not reader
     yield "its export adds no weight that the model lacks, and loses none", lambda family: _unfaithful(family, args)
@@ -201,9 +201,7 @@ def _rules(args: Mapping[str, Any], reader: Family | None) -> Iterator[tuple[str
 
 
 def _unfaithful(family: Family, args: Mapping[str, Any]) -> int:
-    """Return how many rows a family has and Megatron's model lacks, which an export would invent,
-    or the other way around.
-    """
+    """Return the number of rows that the family or Megatron's model lacks; an export would invent or lose them."""
     dims = Dims.of(args, vocab_size=1, padded_vocab_size=1)
     rows, plain = (
         {weight.name for weight in weights if weight.exists(dims)} for weights in (family.weights, gpt.weights(args))
@@ -212,7 +210,7 @@ def _unfaithful(family: Family, args: Mapping[str, Any]) -> int:
 
 
 def _named_by(tokenizer: str, family: Family) -> int:
-    """Return how well the name of a tokenizer, or the configuration beside it, tells a family; 0 where it does not."""
+    """Return how strongly the name of a tokenizer, or the configuration beside it, points to a family; 0 for none."""
     file = Path(tokenizer) / CONFIG
     if file.is_file():
         return len(tokenizer) if _reader_of(read_json(file)) is family else 0

@@ -1,4 +1,4 @@
-"""Refusals of the Hub and of the way to it, in words that say what to do."""
+"""Errors of the Hub and of the connection to it, as messages that name a remedy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ AGAIN = "run the same command again: what has arrived is not sent twice"
 
 @contextlib.contextmanager
 def hub_errors(what: str) -> Iterator[None]:
-    """A scope in which the client's errors become ours.
+    """Scope in which the errors of the Hub's client become errors of this package.
 
     Args:
-        what: what is being done, for a message: `ada/model cannot be written`.
+        what: the failed operation, for the message: `ada/model cannot be written`.
 
     Raises:
         HubError: in place of whatever the client, or its HTTP library, raises.
@@ -37,11 +37,11 @@ def hub_errors(what: str) -> Iterator[None]:
         raise HubError(first_line(error), hint="a repository is called NAME or OWNER/NAME") from error
     except OfflineModeIsEnabled as error:
         raise HubError("the Hub is not asked: HF_HUB_OFFLINE is set", hint="unset HF_HUB_OFFLINE") from error
-    except Exception as error:  # transfers run in threads of the client, which wraps what they raise
+    except Exception as error:  # transfers run in threads of the client, which wraps their errors
         chain = list(_chain(error))
         answer = next((each for each in chain if isinstance(each, HfHubHTTPError)), None)
         lost = next((each for each in chain if is_connection(each)), None)
-        if answer is not None and type(error) is not ValueError:  # which says more, as of a card's metadata
+        if answer is not None and type(error) is not ValueError:  # a ValueError says more, as for a card's metadata
             raise _refusal(what, answer.response.status_code, _words(answer)) from error
         if lost is not None:
             raise HubError(f"{what}: the connection to the Hub was lost: {first_line(lost)}", hint=AGAIN) from error
@@ -58,24 +58,20 @@ def hub_errors(what: str) -> Iterator[None]:
 
 
 def _is_of_client(error: Exception) -> bool:
-    """Return whether it was the client that failed on what it was answered,
-    and not a function of ours that it has called.
-    """
+    """Return whether the client itself failed on the Hub's answer, not a function of this package that it called."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).split(".")[0] == "huggingface_hub"
 
 
 def is_connection(error: BaseException) -> bool:
-    """Return whether an error is that of a connection, and not an answer."""
+    """Return whether an error is that of a connection, not an answer of the server."""
     from huggingface_hub.errors import HTTPError
 
     return isinstance(error, HTTPError | ConnectionError) and not hasattr(error, "response")
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return whether what failed may succeed when it is tried again: a lost connection, an overloaded server,
-    a race.
-    """
+    """Return whether a retry may succeed: a lost connection, an overloaded server, a race."""
     from huggingface_hub.errors import HfHubHTTPError
 
     chain = list(_chain(error))
@@ -84,14 +80,14 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it comes from, the innermost last."""
+    """Yield an error and its causes, the innermost last."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _words(error: Exception) -> str:
-    """Return the server's message, or else the client's."""
+    """Return the server's message, or the client's if there is none."""
     message = getattr(error, "server_message", None)
     return message.strip().splitlines()[0] if isinstance(message, str) and message.strip() else first_line(error)
 

@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint and what it is a checkpoint of.
+    """Checkpoint together with the model that it holds.
 
     `args` are normalised Megatron arguments of the architecture; `config` is the original `config.json` where one is
-    known: that of the directory, the one supplied, or the one carried along since the checkpoint came from there.
-    `folder` is where its tokenizer and the like are. `vocab_is_stated` is false where nothing says which rows of the
-    embedding are padding, so that all of them are taken for the vocabulary.
-    Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusal` says
-    why. `choice` is how the family of a Megatron model was found. `ignored` are the unknown keys of its `config.json`
-    that a user says change nothing, with their values.
+    known: that of the directory, the one supplied, or the one carried along from the original checkpoint.
+    `folder` holds its tokenizer and similar files. `vocab_is_stated` is false where nothing states which rows of the
+    embedding are padding, so that all of them count as vocabulary.
+    Where no family represents a Megatron model, `family` is `gpt`, which has no Hugging Face form, and `refusal` gives
+    the reason. `choice` records how the family of a Megatron model was chosen. `ignored` are the unknown keys of its
+    `config.json` that the user declared to be without effect, with their values.
     """
 
     checkpoint: Checkpoint
@@ -61,19 +61,19 @@ class Model:
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why no family represents it, a line each."""
+        """Reasons why no family represents it, one line each."""
         return _lines_of(self.refusal)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, without padding; a tied head counts once, and so does what is copied."""
+        """Parameters of the model, without padding; a tied head and the copies of a weight are not counted again."""
         instances = (weight for weight, _ in self.family.instances(self.dims) if weight.copy_of is None)
         return sum(prod(self.family.shape(weight, self.dims)) for weight in instances)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that can be read. Where it is of no model that is known, `model` is None and `error` says why."""
+    """Readable checkpoint. Where its model is unknown, `model` is None and `error` gives the reason."""
 
     checkpoint: Checkpoint
     model: Model | None
@@ -81,7 +81,7 @@ class Opened:
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why no family represents it, a line each."""
+        """Reasons why no family represents it, one line each."""
         return _lines_of(self.error) if self.model is None else self.model.refusals
 
 
@@ -90,7 +90,7 @@ def _lines_of(error: ConfigError | None) -> tuple[str, ...]:
 
 
 def open_any(path: Path, **options: Unpack[ModelOptions]) -> Opened:
-    """Open a checkpoint, of a known model or not.
+    """Open a checkpoint whether or not its model is known.
 
     Raises:
         ConvertError: it cannot be read, or its arguments are contradictory.
@@ -104,15 +104,15 @@ def open_any(path: Path, **options: Unpack[ModelOptions]) -> Opened:
 
 @without_collection()
 def open_checkpoint(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Open a directory in whatever format it has, headers only; of a training run its newest checkpoint.
+    """Open a directory in any known format, reading headers only; of a training run, its newest checkpoint.
 
-    One of its files stands for it, and so does the folder of one rank.
+    A path to one of its files opens the checkpoint too, and so does the folder of one rank.
 
     Args:
-        given: Megatron arguments that a checkpoint without stored ones needs.
+        given: Megatron arguments, for a checkpoint that stores none.
 
     Raises:
-        UnreadableCheckpoint: it is missing, is in no known format, or is damaged.
+        UnreadableCheckpoint: it is missing, in no known format, or damaged.
     """
     checkpoint = _opened(path, given)
     logger.info("opened `%s`: %s, %d tensors", checkpoint.path, checkpoint.format, len(checkpoint.tensors))
@@ -148,11 +148,11 @@ def _opened(path: Path, given: Mapping[str, Any] | None) -> Checkpoint:
 
 
 def identify(path: Path, *, given: Mapping[str, Any] | None = None, **options: Unpack[FamilyOptions]) -> Model:
-    """Open a checkpoint and find out what it is.
+    """Open a checkpoint and identify its model.
 
     Args:
         given: Megatron arguments that the checkpoint does not store.
-        options: what it does not say itself.
+        options: facts that the checkpoint does not state itself.
 
     Raises:
         ConvertError: it cannot be read, no family represents it, or its arguments are contradictory.
@@ -161,7 +161,7 @@ def identify(path: Path, *, given: Mapping[str, Any] | None = None, **options: U
 
 
 def model_of(checkpoint: Checkpoint, **options: Unpack[FamilyOptions]) -> Model:
-    """Find out what an open checkpoint is.
+    """Identify the model of an open checkpoint.
 
     Raises:
         ConvertError: no family represents it, or its arguments are contradictory.
@@ -190,7 +190,7 @@ def model_of(checkpoint: Checkpoint, **options: Unpack[FamilyOptions]) -> Model:
         return replace(_identify_by_config(checkpoint, config, family, ignore_keys), folder=folder)
     if config is None and folder is not None and (folder / CONFIG).is_file():
         config = read_json(folder / CONFIG)
-    if config is not None:  # it is of the original files, and says nothing of these weights
+    if config is not None:  # it describes the original files, not these weights
         config = {key: value for key, value in config.items() if key != "quantization_config"}
     model = _identify_megatron(checkpoint, family, config, options.get("vocab_size"), ignore_keys)
     return replace(model, folder=folder)
@@ -203,7 +203,7 @@ def _read_config(path: Path | None) -> Mapping[str, Any] | None:
 
 
 def in_one_family(a: Model, b: Model) -> tuple[Model, Model]:
-    """Take a Megatron model for the family of the one that it is compared with, where it fits that as well."""
+    """Reassign a Megatron model to the family of the model that it is compared with, if it fits that as well."""
     if a.choice is not None and b.family in a.choice.others:
         return replace(a, family=b.family, choice=None), b
     if b.choice is not None and a.family in b.choice.others:
@@ -214,8 +214,8 @@ def in_one_family(a: Model, b: Model) -> tuple[Model, Model]:
 def _ignoring(
     family: Family, config: Mapping[str, Any] | None, keys: Sequence[str]
 ) -> tuple[Family, tuple[str, ...], list[str]]:
-    """Return the family with further keys of `config.json` that change nothing, those that it has,
-    and what to say of them.
+    """Return the family with further keys of `config.json` ignored, those of the keys that are present,
+    and the notes about them.
     """
     if not keys:
         return family, (), []

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, `mcore_convert.json`: what was written where, from what, with checksums.
+"""The manifest of a checkpoint, `mcore_convert.json`: which tensors were written where, from what, with checksums.
 
-It lies in the checkpoint's own directory, beside `.metadata` or `config.json`, and covers what is in that directory. It
-is a function of the source, the options and the version: it has no time and no path of a machine. One line each for a
-file and a tensor; the last line has the checksum of all lines before. `docs/manifest.md` describes its fields.
+It lies in the checkpoint's own directory, beside `.metadata` or `config.json`, and covers that directory. It
+is a function of the source, the options and the version: it has no time and no path of a machine. One line per
+file and per tensor; the last line has the checksum of all lines before. `docs/manifest.md` describes its fields.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mcore_convert.storage.views import TensorMeta, View, is_inside, open_error
 from mcore_convert.version import VERSION
 
 MANIFEST = "mcore_convert.json"
-FORMAT = 1  # of the manifest itself
+FORMAT = 1  # version of the manifest's own format
 BEGINNING = re.compile(rb'{"mcore_convert": "[^"\\\n]*",\n"manifest": (\d{1,9}),\n')
 CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"}\n')
-HEAD = 2**12  # bytes that have the beginning
-KEPT, KEPT_STRING = 250, 50  # bytes of memory that an entry takes, and each of its strings beside its text
+HEAD = 2**12  # bytes that contain the beginning
+KEPT, KEPT_STRING = 250, 50  # bytes of memory for an entry, and for each of its strings beyond the text itself
 CHANGED_HINT = f"if the change is meant, remove `{MANIFEST}`; else copy or convert the checkpoint again"
 Taken = TypeVar("Taken")
 UNCOVERED = (CARD, MANIFEST)  # a model card is there to be edited
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file: its size, and the checksum of what is in no tensor; None where none was taken."""
+    """A file: its size, and the checksum of the bytes outside of tensors; None if none was computed."""
 
     size: int
     rest: str | None
@@ -57,7 +57,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says. `headers` are the tensors that a reader of the format finds, by its names."""
+    """Content of a manifest. `headers` are the tensors that a reader of the format sees, by its own names."""
 
     path: Path
     version: str
@@ -70,12 +70,12 @@ class Manifest:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether checksums were taken when it was written."""
+        """Whether checksums were computed when it was written."""
         return all(file.rest is not None for file in self.files.values())
 
     @cached_property
     def runs(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """Where in each file tensors lie, from the first byte to behind the last, in order."""
+        """Byte runs of each file that hold tensors, from the first byte to behind the last, in order."""
         runs: dict[str, set[tuple[int, int]]] = {}
         for part in self.parts:
             if part.start < part.end:
@@ -84,7 +84,7 @@ class Manifest:
 
     @property
     def folder(self) -> Path:
-        """The directory that it covers."""
+        """Directory that the manifest covers."""
         return self.path.parent
 
 
@@ -118,7 +118,7 @@ def manifest_lines(
 
 
 def write_manifest(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a manifest, and return when it is on the disk.
+    """Write a manifest, and return once it is on the disk.
 
     Raises:
         OSError: the file exists, or not all of it can be written.
@@ -127,29 +127,29 @@ def write_manifest(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def _last_line(checksum: str) -> bytes:
-    """Return what ends a manifest: the checksum of all bytes before."""
+    """Return the last line of a manifest: the checksum of all bytes before it."""
     return f'"checksum": "{checksum}"}}\n'.encode()
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Read a manifest; None where there is none, or one of another program or of a later version.
+    """Read a manifest; None if there is none, or it belongs to another program or a later version.
 
     Raises:
-        UnreadableCheckpoint: it is damaged, or no regular file.
+        UnreadableCheckpoint: it is damaged, or not a regular file.
     """
     return _read(path, _parsed)
 
 
 def checksum_of(path: Path) -> str | None:
-    """Return the checksum of a manifest, which its lines are proven to have; nothing else is read in them.
+    """Return the checksum of a manifest, proven against its lines; these are not parsed.
 
-    Errors, and None, as of `read_manifest`.
+    Errors, and None, are those of `read_manifest`.
     """
     return _read(path, _checksum)
 
 
 def _read(path: Path, taken: Callable[[Path, BufferedReader], Taken]) -> Taken | None:
-    """Return what is taken of a manifest."""
+    """Open a manifest and return what `taken` makes of it; None and errors are those of `read_manifest`."""
     try:
         with open_file(path) as file:
             if size_of(handle_of(file)) > Limit.MANIFEST.nbytes:
@@ -179,7 +179,7 @@ def _checksum(path: Path, file: BufferedReader) -> str:
 
 
 def _refuse_damaged(path: Path, text: bytes) -> None:
-    """Refuse what does not begin as a manifest does, unless it is one of another program or of a later version."""
+    """Refuse a file that does not begin like a manifest, unless it belongs to another program or a later version."""
     try:
         content = parsed(text, any_string=True)
     except (ValueError, RecursionError) as error:
@@ -198,11 +198,11 @@ def _damaged(path: Path) -> UnreadableCheckpoint:
 def _entries(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, str, Any]]:
     """Yield the entries of a manifest: section (none for facts), name and value.
 
-    They are read line by line, as they were written: what all are together, and what Python makes of them before it is
-    kept, is never in memory at once.
+    They are read line by line, as they were written: neither all entries together nor the objects that Python builds
+    while it parses them are in memory at once.
 
     Raises:
-        UnreadableCheckpoint: what is kept of them would take more memory than any manifest that is in use.
+        UnreadableCheckpoint: the entries would take more memory than any manifest in use does.
     """
     section, kept = "", 0
     for number, line in enumerate(lines):
@@ -223,7 +223,7 @@ def _entries(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, str, Any
 
 
 def _parsed(path: Path, file: BufferedReader) -> Manifest:
-    """Return what a manifest says.
+    """Return the parsed manifest.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError, RecursionError: it is damaged.
@@ -232,7 +232,7 @@ def _parsed(path: Path, file: BufferedReader) -> Manifest:
     facts: dict[str, Any] = {}
     files: dict[str, File] = {}
     headers: dict[str, TensorMeta] = {}
-    own: dict[str, TensorMeta] = {}  # where a reader finds the tensors by their own names
+    own: dict[str, TensorMeta] = {}  # the tensors as a reader sees them, for formats that use their own names
     parts: list[Part] = []
     lines = Unsealed(file, CHECKSUM)
     for section, name, value in _entries(path, lines):
@@ -254,7 +254,7 @@ def _parsed(path: Path, file: BufferedReader) -> Manifest:
 
 
 def _parts(name: str, entries: Iterable[Mapping[str, Any]], files: Mapping[str, File], block: int) -> Iterator[Part]:
-    """Yield the parts of a tensor, each of which lies in its file and has a checksum for each block, or none."""
+    """Yield the parts of a tensor; each lies within its file and has one checksum per block, or none."""
     for entry in entries:
         start, end = map(int, entry["bytes"])
         if not 0 <= start <= end <= files[entry["file"]].size:
@@ -266,12 +266,12 @@ def _parts(name: str, entries: Iterable[Mapping[str, Any]], files: Mapping[str, 
 
 
 def check_manifest(checkpoint: Checkpoint) -> None:
-    """Prove that an open checkpoint is what its manifest says, where it has one, from sizes and headers.
+    """Prove from sizes and headers that an open checkpoint matches its manifest, if it has one.
 
-    Files that hold no tensor may be edited, and are not looked at here.
+    Files that hold no tensor may be edited, and are not checked here.
 
     Raises:
-        UnreadableCheckpoint: it is not, or the manifest is damaged.
+        UnreadableCheckpoint: it does not match, or the manifest is damaged.
     """
     path = checkpoint.path / MANIFEST
     manifest = read_manifest(path) if checkpoint.path.is_dir() else None
@@ -279,7 +279,7 @@ def check_manifest(checkpoint: Checkpoint) -> None:
         return
     problems = [*sizes_that_differ(manifest, {part.file for part in manifest.parts})]
     if problems:
-        checkpoint.check_whole()  # what is missing or short the format itself says best
+        checkpoint.check_whole()  # the format itself has the best message for missing or short files
     headers = checkpoint.headers
     for name in {**manifest.headers, **headers}:
         if name not in headers:
@@ -300,7 +300,7 @@ def check_manifest(checkpoint: Checkpoint) -> None:
 
 
 def sizes_that_differ(manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
-    """Yield the files that are not there, or have another size than the manifest says, a line each."""
+    """Yield the files that are missing, or whose size differs from the manifest, one line each."""
     for name in sorted(names):
         try:
             size = (manifest.folder / name).stat().st_size
@@ -312,7 +312,7 @@ def sizes_that_differ(manifest: Manifest, names: Iterable[str]) -> Iterator[str]
 
 
 def _elsewhere(manifest: Manifest, views: Mapping[str, View]) -> Iterator[str]:
-    """Yield the tensors that lie in another place of a file than they were written to."""
+    """Yield the tensors that lie elsewhere in a file than where they were written."""
     paths = {name: manifest.folder / name for name in manifest.files}
     for part in manifest.parts:
         view = views.get(part.tensor)

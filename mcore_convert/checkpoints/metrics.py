@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of a run: a JSON object a line, with its `iteration`; an evaluation's has its name, too."""
+"""`metrics.jsonl` of a run: one JSON object per line, with its `iteration`; an evaluation's also has its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mcore_convert.storage.sources import Limit, open_file
 
 METRICS = "metrics.jsonl"
-MOST = 2**53  # iterations: more are no number that a float holds
+MOST = 2**53  # iterations: a float does not hold every larger number
 
 LONG = 100  # digits
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def read_rows(file: Path) -> Iterator[tuple[bytes, Row]]:
-    """Yield the rows of a file, each with its line; what is torn, foreign or longer than a line is left out."""
+    """Yield the rows of a file, each with its line; a line that is torn, foreign or too long is skipped."""
     with open_file(file, grows=True) as lines:
         begun, longest = False, Limit.LINE.nbytes
         while line := lines.readline(longest):
@@ -35,7 +35,7 @@ def read_rows(file: Path) -> Iterator[tuple[bytes, Row]]:
 
 
 def _number(digits: str) -> float:
-    """Return an integer, or infinity where it is so long that it may be beyond what a float holds."""
+    """Return an integer, or infinity if it has so many digits that it may be beyond the range of a float."""
     if len(digits) < LONG:
         return int(digits)
     return -math.inf if digits.startswith("-") else math.inf

@@ -1,4 +1,4 @@
-"""The origin of an output, for its manifest: a name that holds wherever it lies, and what tells it from others."""
+"""The origin of an output, for its manifest: a name that is independent of the machine, and a fingerprint."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from mcore_convert.storage.digests import checksum_of_runs
 from mcore_convert.storage.remote import RemotePath
 from mcore_convert.storage.sources import close_fd, open_fd, size_of
 
-ENDS = 64 * 2**10  # bytes at either end of a file that tell it from another of its size
+ENDS = 64 * 2**10  # bytes at either end of a file that distinguish it from others of its size
 
 
 def source_facts(checkpoint: Checkpoint, files: Iterable[Path]) -> dict[str, Any]:
-    """Return the name and the format of a source, and of each file that is copied from its size and a checksum of its
-    ends.
+    """Return the name and the format of a source, and the size of each copied file with a checksum of its ends.
 
-    Where the source has a manifest itself, its checksum says all of it.
+    Where the source has a manifest itself, its checksum stands for all files.
     """
     root = checkpoint.path
     facts: dict[str, Any] = {"name": name_of(root), "format": checkpoint.format}
@@ -33,10 +32,8 @@ def source_facts(checkpoint: Checkpoint, files: Iterable[Path]) -> dict[str, Any
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a checkpoint without the path to it: of an iteration with its run,
-    of the Hub's with its commit.
-    """
-    if isinstance(path, RemotePath) and path.parent is path:  # a repository of the Hub, whose path has the commit
+    """Return the name of a checkpoint without its path: an iteration with its run, the Hub's model with its commit."""
+    if isinstance(path, RemotePath) and path.parent is path:  # a repository of the Hub, whose path includes the commit
         return "/".join(path.parts[1:])
     full = path.absolute()
     name, above = full.name, full.parent.name

@@ -1,4 +1,4 @@
-"""A directory of a training run: which checkpoints it has, and what it says of the training.
+"""The directory of a training run: its checkpoints, and its records of the training.
 
 RUN/checkpoints/iter_*     with config.yaml, metrics.jsonl and loss.png in RUN, as the training entry here leaves it
 SAVE/iter_*                as Megatron-LM's `--save` does; both with a tracker file beside the iterations
@@ -22,12 +22,12 @@ from mcore_convert.formats.megatron.run_directory import TRACKER, iteration_of, 
 CHECKPOINTS = "checkpoints"
 CONFIG, PICTURE = "config.yaml", "loss.png"
 OURS = "train_entry"  # the key under which the training entry keeps its own in a checkpoint's common state
-WRITTEN_TRIES, WRITTEN_SECONDS = 20, 0.05  # until a tracker file that is being written has its word
+WRITTEN_TRIES, WRITTEN_SECONDS = 20, 0.05  # retries while a tracker file is being written
 
 
 @dataclass(frozen=True)
 class Run:
-    """The directory of a run, and the one within it that has the iterations; for Megatron-LM they are the same."""
+    """The directory of a run, and the one within it that holds the iterations; for Megatron-LM they are the same."""
 
     path: Path
     checkpoints: Path
@@ -38,19 +38,19 @@ class Run:
 
     @property
     def picture(self) -> Path | None:
-        """The curve of the loss, where it was drawn."""
+        """Plot of the loss curve, if there is one."""
         file = self.path / PICTURE
         return file if file.is_file() else None
 
     def latest(self) -> int | None:
-        """Return the iteration that the tracker file names; None where there is none, or it names a release.
+        """Return the iteration that the tracker file names; None if there is no tracker, or it names a release.
 
         Raises:
-            UnreadableCheckpoint: it says something else.
+            UnreadableCheckpoint: its content is neither.
         """
         tracker = self.checkpoints / TRACKER
         name = ""
-        for _ in range(WRITTEN_TRIES):  # Megatron-LM empties it before it writes
+        for _ in range(WRITTEN_TRIES):  # Megatron-LM empties the file before it writes
             try:
                 name = parse_tracker(tracker)
             except FileNotFoundError:
@@ -63,16 +63,16 @@ class Run:
         return iteration_of(Path(name))
 
     def iterations(self) -> dict[int, Path]:
-        """Return the checkpoints that are complete, by their iteration: none after the one that the tracker names."""
+        """Return the complete checkpoints by iteration: none after the one that the tracker names."""
         latest = self.latest()
         paths = {number: path for path in iterations(self.checkpoints) if (number := iteration_of(path)) is not None}
         return {number: paths[number] for number in sorted(paths) if latest is None or number <= latest}
 
     def loss_at(self, iteration: int) -> Mapping[str, float]:
         """Return the last loss of a step (`train`) and of each evaluation up to an iteration;
-        empty where none is known.
+        empty if none is known.
 
-        A step that was skipped changed nothing, and its loss is none of the training's.
+        A skipped step changed nothing, so its loss does not count.
         """
         losses: dict[str, float] = {}
         file = self.path / METRICS
@@ -84,7 +84,7 @@ class Run:
 
 
 def find_run(path: Path) -> Run | None:
-    """Return the run that a directory is, with the iterations in it or in `checkpoints`; None where it is none."""
+    """Return the run in a directory, with the iterations in it or in `checkpoints`; None if it holds none."""
     for checkpoints in (path, path / CHECKPOINTS):
         if (checkpoints / TRACKER).is_file() or any(iteration_of(each) is not None for each in iterations(checkpoints)):
             return Run(path, checkpoints) if checkpoints != path else _run_of(path)
@@ -92,7 +92,7 @@ def find_run(path: Path) -> Run | None:
 
 
 def run_around(checkpoint: Path) -> Run | None:
-    """Return the run that a directory of one iteration belongs to; None where it stands alone."""
+    """Return the run that the directory of an iteration belongs to; None if it belongs to none."""
     checkpoint = checkpoint if checkpoint.name else checkpoint.resolve()
     return _run_of(checkpoint.parent) if iteration_of(checkpoint) is not None else None
 
@@ -107,10 +107,10 @@ def _run_of(checkpoints: Path) -> Run:
 
 @dataclass(frozen=True)
 class History:
-    """What a checkpoint says of the training that led to it; None or empty where it does not say.
+    """The training that led to a checkpoint, as recorded in it; None or empty where nothing is recorded.
 
-    `data` are the names of what was trained on with their weights in the blend. `tokenizer` and `base_model` are as the
-    run was told them: a path, or a name on the Hub.
+    `data` are the names of the datasets with their weights in the blend. `tokenizer` and `base_model` are as given
+    to the run: a path, or a name on the Hub.
     """
 
     iteration: int | None = None
@@ -123,8 +123,8 @@ class History:
 
 
 def history_of(common: Common) -> History:
-    """Return what the common state of a checkpoint says: Megatron-LM's arguments,
-    and the training entry's configuration.
+    """Return the history that the common state of a checkpoint records: in Megatron-LM's arguments,
+    and in the training entry's configuration.
     """
     args = common.args or {}
     config = _config_of(common)
@@ -155,7 +155,7 @@ def _config_of(common: Common) -> Mapping[str, Any]:
 
 
 def _data(config: Mapping[str, Any], args: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yield the last part of each path, without what says where on a machine it lay, and its weight."""
+    """Yield the last component of each path, without the machine's directories, and its weight."""
     paths = config.get("train_paths") or config.get("paths")
     if paths:
         weights = config.get("weights") or [None] * len(paths)

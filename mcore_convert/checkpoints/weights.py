@@ -1,4 +1,4 @@
-"""The weights of a model found in a checkpoint: their slots, and what must hold in the data before they are taken.
+"""The weights of a model in a checkpoint: their slots, and the checks that their data must pass before use.
 
 Reads headers only.
 """
@@ -29,9 +29,9 @@ ALONE_HINT = "the optimizer's state is not that of these weights: --no-optimizer
 
 @dataclass(frozen=True)
 class Sources:
-    """The weights of a checkpoint found: their slots without padding, and what must be checked in the data.
+    """Located weights of a checkpoint: their slots without padding, and the checks of their data.
 
-    `names` are the tensors of the checkpoint that each is made of.
+    `names` are the tensors of the checkpoint that each weight is made of.
     """
 
     slots: Mapping[Item, list[Slot]]
@@ -40,7 +40,7 @@ class Sources:
 
     @cached_property
     def dtype_of(self) -> dict[Item, str]:
-        """The dtype of every weight; that of the one before where the source has none, as for a must-be-zero row."""
+        """Dtype of every weight; for one that the source lacks, as a must-be-zero row, that of the weight before it."""
         dtypes: dict[Item, str] = {}
         last = "float32"
         for key, slots in self.slots.items():
@@ -49,7 +49,7 @@ class Sources:
         return dtypes
 
     def in_masters(self, source: Checkpoint) -> Sources:
-        """Leave out what a master copy stands for, which is proven to round to the weight that is left out."""
+        """Return the sources without weights that have a master copy, and with checks that it rounds to its weight."""
         left = {item for item in self.slots if item.state == PARAM and item._replace(state=MASTER) in self.slots}
         known = {(check.view, check.other) for check in self.checks if check.rounded}
         checks = [check for check in master_checks(self.slots, source) if (check.view, check.other) not in known]
@@ -65,15 +65,15 @@ def find_weights(
     *,
     allow_drift: bool = False,
 ) -> Sources:
-    """Find every weight of the model in a checkpoint, and a weight for everything in the checkpoint.
+    """Locate every weight of the model in a checkpoint, and a weight for every tensor of the checkpoint.
 
     Args:
-        states: the states to find for each weight; an optimizer keeps none for a buffer.
-        allow_drift: take the first rank's copy of what several ranks hold, without a check that the others agree.
+        states: the states to locate for each weight; an optimizer keeps none for a buffer.
+        allow_drift: use the first rank's copy where several ranks hold one, without a check that the others agree.
 
     Raises:
-        MappingError: weights that are missing, have another shape, mixed dtypes or incomplete parts; tensors that
-            have no place in the family. All problems of the first kind that occurs are in one message.
+        MappingError: weights that are missing, have another shape, mixed dtypes or incomplete parts; tensors without
+            a place in the family. All problems of the first kind that occurs are in one message.
     """
     findings = Findings()
     slots: dict[Item, list[Slot]] = {}
@@ -114,10 +114,10 @@ def find_weights(
 
 
 def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift: bool = False) -> Sources:
-    """Find the master copy of every weight in its place, proven to round to it; what is not trained has none.
+    """Locate the master copy of every weight in its place, proven to round to it; an untrained weight has none.
 
     Raises:
-        MappingError: as `find_weights`; or there are no master copies.
+        MappingError: as `find_weights`; or the checkpoint has no master copies.
     """
     if MASTER not in source.states:
         raise MappingError(
@@ -136,18 +136,16 @@ def find_masters(family: Family, dims: Dims, source: Checkpoint, *, allow_drift:
 
 
 def master_checks(slots: Mapping[Item, list[Slot]], source: Checkpoint) -> Iterator[Check]:
-    """Yield the checks that every master copy rounds to its weight:
-    the proof that state matched by its order is right.
-    """
+    """Yield the checks that every master copy rounds to its weight: the proof that state matched by order is right."""
     for item, masters in slots.items():
         if item.state == MASTER:
             param = item._replace(state=PARAM)
             failure = f"the master copy of `{param}` does not round to the weight"
             for slot in masters:
-                if slot.view.low_dtype == REMAINDER:  # joined with any weight it rounds to that weight
+                if slot.view.low_dtype == REMAINDER:  # a remainder always rounds to the weight that it is joined with
                     continue
                 for check in equal_checks(slot, slots[param], failure, hint=ALONE_HINT):
-                    if check.view == check.other:  # the weight is held as its master copy
+                    if check.view == check.other:  # weight and master copy are the same bytes
                         continue
                     rounded = check.other is not None and check.view.dtype != check.other.dtype
                     yield replace(check, rounded=rounded, near=source.tolerance(item) if rounded else None)
@@ -161,13 +159,13 @@ def items_of(family: Family, dims: Dims, states: Sequence[str]) -> Iterator[Item
 
 
 def equal_checks(replica: Slot, slots: list[Slot], failure: str, *, hint: str | None = None) -> Iterator[Check]:
-    """Yield the checks that a slot holds what others hold of the same box."""
+    """Yield the checks that a slot equals the slots of the same box."""
     for part in cut(slots, replica.box):
         yield Check(replica.part(part.box), part.view, failure, hint=hint)
 
 
 def _copy_checks(item: Item, dims: Dims, source: Checkpoint, slots: list[Slot], findings: Findings) -> Iterator[Check]:
-    """Yield the checks of a copy of a weight, which may be absent; where it is not, it must be equal."""
+    """Yield the checks of a copy of a weight: it may be absent, otherwise it must equal the weight."""
     there = Findings()
     places = source.locate(item, dims, there)
     if there.missing or not there.used:
@@ -181,9 +179,7 @@ def _copy_checks(item: Item, dims: Dims, source: Checkpoint, slots: list[Slot], 
 def _tied_checks(
     family: Family, dims: Dims, source: Checkpoint, slots: Mapping[Item, list[Slot]], findings: Findings
 ) -> Iterator[Check]:
-    """Yield the checks of the head of a tied model, which may be stored all the same;
-    then it must equal the embedding.
-    """
+    """Yield the checks of the head of a tied model: it may be stored nevertheless, and must equal the embedding."""
     if not dims.tied:
         return
     rows = {weight.mcore: weight for weight in family.weights}
@@ -203,7 +199,7 @@ def _tied_checks(
 def _refuse(family: Family, source: Checkpoint, findings: Findings, broken: list[str]) -> None:
     where, name = f"`{source.path}`", f"`{family.name}`"
     unused = [key for key in source.tensors if key not in findings.used and not _ignored(family, key)]
-    # A stacked key holds a weight of all layers, each of which has looked for it.
+    # All layers look up the same stacked key, so a problem with it is found once for each layer.
     missing, misshapen = list(dict.fromkeys(findings.missing)), list(dict.fromkeys(findings.misshapen))
     if missing:
         both = [f"{key} (has no place)" for key in fold(unused)]
@@ -237,5 +233,5 @@ def _ignored(family: Family, key: str) -> bool:
 
 
 def without_padding(weight: Weight, dims: Dims, slots: list[Slot]) -> list[Slot]:
-    """Return the parts of slots that are no padding of the vocabulary."""
+    """Return slots cut down to the part that is not padding of the vocabulary."""
     return cut(slots, Box.whole(dims.shape(weight.shape))) if weight.vocab else slots

@@ -47,7 +47,7 @@ app.add_typer(data.app, name="data", rich_help_panel=TRAIN)
 
 
 def show_version(wanted: bool) -> None:
-    """Print the version, and end."""
+    """Print the version, and exit."""
     if wanted:
         show(f"{NAME} {VERSION}")
         raise typer.Exit
@@ -64,20 +64,18 @@ def group(
 
 @functools.cache
 def _commands() -> Any:
-    """Return every command with its parameters, made once in a process:
-    typer would make them anew for each command line.
-    """
+    """Return every command with its parameters, built once per process; typer would rebuild them per command line."""
     return typer.main.get_command(app)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end with its exit code.
 
-    0: done, or equal; 1: refused, or different; 2: wrong usage, or not to be compared; 3: a bug; 128 + n: stopped by
+    0: done, or equal; 1: refused, or different; 2: wrong usage, or not comparable; 3: a bug; 128 + n: stopped by
     signal n. `docs/command-line.md` has the table.
 
     Args:
-        argv: the words after the command's name; those of this process unless given.
+        argv: the arguments after the command's name; those of this process unless given.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     failures = Failures(words)
@@ -92,7 +90,7 @@ def _run(words: Sequence[str], failures: Failures, scope: AbstractContextManager
             with interruptible(), scope:
                 code = _commands()(words, prog_name=NAME, standalone_mode=False)
         finally:
-            sys.stdout.flush()  # here, and not when Python ends, where a failure could not be told
+            sys.stdout.flush()  # here, not when Python exits, where a failure could not be reported
     except SystemExit as end:
         sys.exit(failures.trouble if isinstance(end.__context__, OSError) else end.code)  # the output has no reader
     except ConvertError as error:
@@ -103,13 +101,13 @@ def _run(words: Sequence[str], failures: Failures, scope: AbstractContextManager
     except UsageError as error:
         sys.exit(failures.misused(error))
     except Interrupted as stop:
-        traceback.clear_frames(stop.__traceback__)  # a signal may come where a scope ends, before it has cleaned up
+        traceback.clear_frames(stop.__traceback__)  # a signal may interrupt the exit of a scope, before its cleanup
         sys.exit(failures.interrupted(stop.number, stop.remains))
-    except OSError as error:  # those of checkpoints are ConvertErrors
+    except OSError as error:  # errors of checkpoints are ConvertErrors
         if error.filename is not None:
             sys.exit(failures.of_system(error))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # without a name, it is our own output
-        if error.errno != errno.EPIPE:  # a reader that has gone (`| head`) needs no message
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no file name: the error is of our own output
+        if error.errno != errno.EPIPE:  # a closed pipe (`| head`) needs no message
             say(f"error: cannot write the output: {error.strerror}")
         sys.exit(failures.trouble)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The values of options: the words that there are to choose from, and how others are read."""
+"""The values of options: the choices, and the parsing of other values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KI
 
 
 class Implementation(StrEnum):
-    """The layer specs whose names the format `torch` can have."""
+    """Layer specs whose names the format `torch` can have."""
 
     local = "local"
     transformer_engine = "transformer_engine"
 
 
 class Dtype(StrEnum):
-    """The dtypes of weights."""
+    """Dtypes of weights."""
 
     float32 = "float32"
     float16 = "float16"
@@ -29,7 +29,7 @@ class Dtype(StrEnum):
 
 
 class Quantisation(StrEnum):
-    """The forms that weights are quantised to."""
+    """Forms that weights are quantised to."""
 
     fp8_block = "fp8-block"
     int4 = "int4"
@@ -44,7 +44,7 @@ def size(text: str) -> int:
 
 
 def arguments(texts: list[str] | None) -> dict[str, Any]:
-    """Megatron arguments from `NAME=VALUE`; a value is read as JSON where it is JSON."""
+    """Return Megatron arguments from `NAME=VALUE`; a value is parsed as JSON if it is JSON."""
     values: dict[str, Any] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
@@ -59,7 +59,7 @@ def arguments(texts: list[str] | None) -> dict[str, Any]:
 
 
 def page_name(path: Path | None) -> Path | None:
-    """Check the name of a page: a slip must not replace a file of another kind."""
+    """Check the name of a page: a mistyped name must not replace a file of another kind."""
     if path is not None and path.suffix.lower() not in (".html", ".htm"):
         raise typer.BadParameter(f"`{path}` is no name of a page; call it `{path.name}.html`")
     return path

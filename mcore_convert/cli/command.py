@@ -1,4 +1,4 @@
-"""Commands whose `--help` is in groups: options by what they are about, commands by what they are for."""
+"""Commands whose `--help` is in groups: options by topic, commands by purpose."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from mcore_convert.cli.options import OUTPUT, PANELS
 
-WIDTH = 120  # of `--help`, where the terminal has as much
-ENOUGH = 1000  # characters: no first sentence is longer, and none is cut
+WIDTH = 120  # of `--help`, if the terminal is wide enough
+ENOUGH = 1000  # characters: more than any first sentence has, so that none is cut
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
 
 
 class Command(TyperCommand):
-    """A command whose options are shown panel by panel."""
+    """Command whose options are shown panel by panel."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then a section for each panel in the order of `PANELS`."""
@@ -33,7 +33,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A command with subcommands, shown group by group, each with its first sentence in full."""
+    """Command with subcommands, shown group by group, each with its first sentence in full."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each group of commands in the order of their registration, then the options."""

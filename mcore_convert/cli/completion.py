@@ -1,4 +1,4 @@
-"""Shell completion beyond options and choices: families, and the words of a run's configuration."""
+"""Shell completion beyond options and choices: families, and the keys and values of a run's configuration."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import importlib.util
 
 
 def families(incomplete: str) -> list[str]:
-    """Return the installed families that begin so."""
+    """Return the installed families that begin with these letters."""
     from mcore_convert.checkpoints.families import families
 
     return [name for name in families() if name.startswith(incomplete)]
 
 
 def formats(incomplete: str) -> list[str]:
-    """Return the formats that can be written and begin so."""
+    """Return the formats that can be written and begin with these letters."""
     from mcore_convert.formats.registry import targets
 
     return [name for name in targets() if name.startswith(incomplete)]
 
 
 def megatron_formats(incomplete: str) -> list[str]:
-    """Return the formats on Megatron's side that can be written and begin so."""
+    """Return the formats on Megatron's side that can be written and begin with these letters."""
     from mcore_convert.formats.base import Side
     from mcore_convert.formats.registry import targets
 
@@ -28,7 +28,7 @@ def megatron_formats(incomplete: str) -> list[str]:
 
 
 def ready_runs(incomplete: str) -> list[str]:
-    """Return the ready runs that begin so; the shell adds files."""
+    """Return the ready runs that begin with these letters; the shell adds files."""
     if not _can_train():
         return []
     from train_entry.config.files import ready_runs
@@ -37,7 +37,7 @@ def ready_runs(incomplete: str) -> list[str]:
 
 
 def overrides(incomplete: str) -> list[str]:
-    """Return the choices of groups (`parallel=tp2`) and the keys (`training.steps=`) that begin so."""
+    """Return the choices of groups (`parallel=tp2`) and the keys (`training.steps=`) that begin with these letters."""
     if not _can_train():
         return []
     from train_entry.config.files import choices

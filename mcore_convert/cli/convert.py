@@ -48,7 +48,7 @@ def command(
 
 
 def report(done: Conversion) -> None:
-    """Show what was done, or would be, in a few lines."""
+    """Show the result or the plan of a conversion in a few lines."""
     from mcore_convert.formats.base import Side
 
     facts = done.as_dict()

@@ -1,4 +1,4 @@
-"""`mcore-convert data`: what models are trained on."""
+"""`mcore-convert data`: training data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(
 
 
 class Kind(StrEnum):
-    """The kinds of files that are read."""
+    """Kinds of input files."""
 
     jsonl = "jsonl"
     text = "text"
@@ -37,7 +37,7 @@ class Kind(StrEnum):
 
 
 class Document(StrEnum):
-    """What is a document of plain text without separators."""
+    """Units of plain text that count as a document if there are no separators."""
 
     line = "line"
     file = "file"
@@ -116,7 +116,7 @@ def prepare_command(
 
 
 def _keys(given: list[str] | None) -> tuple[str, ...]:
-    """`--json-keys text,title` as well as `--json-keys text --json-keys title`, each once."""
+    """Return the keys of `--json-keys text,title` as well as `--json-keys text --json-keys title`, each once."""
     keys = [key.strip() for text in given or ["text"] for key in text.split(",")]
     if not all(keys):
         raise typer.BadParameter("a key has no name", param_hint="--json-keys")
@@ -124,7 +124,7 @@ def _keys(given: list[str] | None) -> tuple[str, ...]:
 
 
 def _unescaped(text: str) -> str:
-    r"""Return the text with line ends and tabs where `\n`, `\r` and `\t` are written."""
+    r"""Return the text with line ends and tabs in place of `\n`, `\r` and `\t`."""
     return text.replace(r"\n", "\n").replace(r"\r", "\r").replace(r"\t", "\t")
 
 
@@ -146,7 +146,7 @@ def _report(done: Prepared) -> None:
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """A bar of bytes read, with documents and tokens, on stderr; nothing where stderr is no terminal."""
+    """Scope of a bar of bytes read, with documents and tokens, on stderr; None if stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

@@ -54,7 +54,7 @@ def command(
 
 
 def report(result: Comparison, top: int) -> None:
-    """Show the result in a few lines, then a line for each weight."""
+    """Show the result in a few lines, then a line per weight."""
     for note in result.notes:
         say(f"note: {note}")
     changed = f"{result.num_changed} of {len(result.changes)} changed, {in_bytes(result.nbytes)} read"
@@ -90,7 +90,7 @@ def _about(side: Compared) -> str:
 
 
 def changes_by_weight(result: Comparison) -> list[tuple[str, ...]]:
-    """Return a line for each weight, its layers folded, in the order of the forward pass."""
+    """Return a line per weight, its layers folded, in the order of the forward pass."""
     from mcore_convert.comparison.change import total_relative
 
     bad = any(sum(change.num_bad) for change in result.changes)
@@ -113,7 +113,7 @@ def changes_by_weight(result: Comparison) -> list[tuple[str, ...]]:
 
 
 def most_changed(result: Comparison, count: int) -> list[tuple[str, ...]]:
-    """Return a line for each of the tensors that changed most."""
+    """Return a line per tensor for those that changed most."""
     from mcore_convert.comparison.change import in_words
 
     head = ("most changed", "changed", "relative", "cosine", "largest", "at", "from", "to")

@@ -94,7 +94,7 @@ def command(
 
 
 def report(done: Export) -> None:
-    """Show what was done, or would be, in a few lines."""
+    """Show the result or the plan of an export in a few lines."""
     facts, dims = done.as_dict(), done.plan.dims
     tied = "tied" if dims.tied else "untied"
     show(f"{facts['family']}  {dims.num_layers} layers  {in_parameters(facts['num_parameters'])} parameters  {tied}")
@@ -124,7 +124,7 @@ def report(done: Export) -> None:
 
 
 def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, **wishes: Any) -> None:
-    """Export all, and tell of each when it is done. Exit code 1 where one was refused."""
+    """Export all iterations, and report each when it is done. Exit code 1 if one was refused."""
     from mcore_convert.publishing.sweep import export_all
 
     counts = dict.fromkeys(("exported", "there", "refused"), 0)
@@ -151,7 +151,7 @@ def _sweep(source: Path, destination: Path | None, *, json: bool, quiet: bool, *
 
 
 def line_of(swept: Swept) -> str:
-    """Return one iteration: `iter_0000100 exported run/hf/iter_0000100 911 kB`."""
+    """Return the line for one iteration: `iter_0000100 exported run/hf/iter_0000100 911 kB`."""
     words = [f"iter_{swept.iteration:07d}", swept.state.ljust(len("exported"))]
     if swept.path is not None:
         words.append(str(swept.path))

@@ -1,4 +1,4 @@
-"""The end of a command that cannot go on: lines on stderr, with `--json` an object on stdout, and an exit code."""
+"""Reports of a command that cannot continue: lines on stderr, with `--json` an object on stdout, and an exit code."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mcore_convert.errors import ConvertError
 from mcore_convert.version import VERSION
 
 DONE, REFUSED, USAGE, BUG = 0, 1, 2, 3
-TROUBLE = 2  # of `verify` and `diff`, where 1 says that they are different
+TROUBLE = 2  # of `verify` and `diff`, where 1 means that they are different
 COMPARING = ("verify", "diff")
 ISSUE = "a bug of mcore-convert, unless code of your own was running: attach the file to an issue"
 
-# typer has changed where the base of its usage errors comes from; it has always handed out this one.
+# typer has moved the base class of its usage errors; this access works in every version.
 UsageError: Any = typer.BadParameter.__base__
 
 logger = logging.getLogger(__name__)
 
 
 class Failures:
-    """What can go wrong with one command line, in the form that it asks for."""
+    """Reporter of the failures of one command line, in the output form that it requests."""
 
     def __init__(self, words: Sequence[str]) -> None:
         options = words[: words.index("--")] if "--" in words else words
@@ -42,7 +42,7 @@ class Failures:
         self.trouble = TROUBLE if command in COMPARING else REFUSED
 
     def refused(self, error: ConvertError) -> int:
-        """Say what is refused, why and what to do; returns the exit code."""
+        """Report a refusal, its reason and its remedy; return the exit code."""
         self._as_json(type(error).__name__, error.message, error.items, error.hint)
         say(f"error: {error.message}")
         for line in str(error).splitlines()[len(error.message.splitlines()) :]:
@@ -50,7 +50,7 @@ class Failures:
         return self.trouble
 
     def misused(self, error: Any) -> int:
-        """Say how the command line is wrong, as typer says it; returns the exit code."""
+        """Report a usage error in typer's words; return the exit code."""
         named = error.ctx.command_path if error.ctx is not None else "mcore-convert"
         self._as_json("UsageError", error.format_message(), (), f"`{named} --help` shows the usage")
         sys.stdout.flush()
@@ -58,14 +58,14 @@ class Failures:
         return USAGE
 
     def of_system(self, error: OSError) -> int:
-        """Say what the system refuses; returns the exit code."""
+        """Report an error of the operating system; return the exit code."""
         message = f"`{error.filename}`: {error.strerror}"
         self._as_json(type(error).__name__, message, (), None)
         say(f"error: {message}")
         return self.trouble
 
     def unexpected(self, error: Exception) -> int:
-        """Write a report with the traceback to a file, and name it in a line; returns the exit code."""
+        """Write a report with the traceback to a file, and name the file in a line; return the exit code."""
         logger.debug("the traceback of what was not expected", exc_info=error)
         message = f"unexpected {traceback.format_exception_only(error)[-1].strip()}"
         place = self._report(error)
@@ -79,13 +79,13 @@ class Failures:
         return BUG
 
     def interrupted(self, number: int, remains: str) -> int:
-        """Say what an interrupted command has left; returns the exit code."""
+        """Report the files that an interrupted command has left; return the exit code."""
         self._as_json("Interrupted", f"interrupted; {remains}", (), None)
         say(f"interrupted; {remains}")
         return 128 + number
 
     def _as_json(self, kind: str, message: str, items: Sequence[str], hint: str | None) -> None:
-        if self._json:  # in one line, since a command may have written others
+        if self._json:  # in one line, since the command may have written others
             show(json.dumps({"error": {"kind": kind, "message": message, "items": list(items), "hint": hint}}))
 
     def _report(self, error: Exception) -> Path | None:

@@ -43,18 +43,18 @@ def command(
 
 
 def row(weight: Weight) -> tuple[str, str, str, str]:
-    """Return a row as it reads: how it is cut, its Megatron name, its shape, its Hugging Face names."""
+    """Return the cells of a row: its shard, its Megatron name, its shape, its Hugging Face names."""
     return (cut_of(weight), weight.mcore or "-", " ".join(weight.shape), ", ".join(weight.hf))
 
 
 def cut_of(weight: Weight) -> str:
-    """Return the word that the row begins with in the family's file."""
+    """Return the function that constructs the row in the family's file."""
     if weight.mcore is None:
         return "must_be_zero" if weight.copy_of is None else "copy"
     return "vocab" if weight.vocab else CUTS.get(weight.shard, "segmented")
 
 
 def as_dict(family: Family) -> dict[str, object]:
-    """Plain values, for JSON."""
+    """Return plain values for JSON."""
     weights = [dict(zip(("cut", "megatron", "shape", "hf"), row(weight), strict=True)) for weight in family.weights]
     return {"architectures": list(family.architectures), "weights": weights}

@@ -76,9 +76,7 @@ def command(
 
 
 def grid(ranks: tuple[RankPart, ...], *, least: int = 2) -> list[str]:
-    """Return a picture of a layout: a column for each pipeline stage,
-    a row for each tensor- and expert-parallel rank.
-    """
+    """Return a table of a layout: a column per pipeline stage, a row per tensor- and expert-parallel rank."""
     if len(ranks) < least:
         return []
     columns = sorted({part.rank.pp for part in ranks})
@@ -93,7 +91,7 @@ def grid(ranks: tuple[RankPart, ...], *, least: int = 2) -> list[str]:
 
 
 def _row_name(part: RankPart, tp: int) -> str:
-    """Return the rank of a row: `tp 0 ep 1`, and its part of each expert where that is not cut as the rest."""
+    """Return the rank of a row: `tp 0 ep 1`, with its part of each expert where experts are cut differently."""
     words = f"tp {part.rank.tp}"
     if part.expert_part is None:
         return words
@@ -103,7 +101,7 @@ def _row_name(part: RankPart, tp: int) -> str:
 
 
 def _shares(tp: int, expert_part: tuple[int, int] | None) -> list[str]:
-    """Return which share of a weight each rank has, where any is cut: that of an expert's may be another."""
+    """Return the share of a weight on each rank, if any weight is cut; experts may have another share."""
     etp = tp if expert_part is None else expert_part[1]
     cut = f"1/{tp} of every weight that tensor parallelism cuts"
     if tp == etp:
@@ -115,7 +113,7 @@ def _shares(tp: int, expert_part: tuple[int, int] | None) -> list[str]:
 
 
 def cell(part: RankPart) -> str:
-    """Return what one rank holds: `embedding, layers 0-1 | 4-5, 62 kB`."""
+    """Return the content of one rank: `embedding, layers 0-1 | 4-5, 62 kB`."""
     spans = " | ".join(span(layers) for layers in part.layers if layers)
     words = [f"layers {spans}" if spans else "no layers"]
     if "embedding" in part.ends:
@@ -128,7 +126,7 @@ def cell(part: RankPart) -> str:
 
 
 def span(indices: range) -> str:
-    """`0-3`, or `2` where it is one."""
+    """Return a range as `0-3`, or `2` for a single index."""
     return f"{indices[0]}-{indices[-1]}" if len(indices) > 1 else str(indices[0])
 
 
@@ -174,7 +172,7 @@ def report(result: Inspection) -> None:
 
 
 def quantised_words(quantised: Quantised | None) -> str | None:
-    """Return what is quantised, how, and what decoding makes of it; None where nothing is."""
+    """Return the quantised weights, their form, and the dtype after decoding; None if nothing is quantised."""
     if quantised is None:
         return None
     sizes = f"{in_bytes(quantised.nbytes)} become {in_bytes(quantised.decoded)} of {quantised.dtype}"
@@ -182,7 +180,7 @@ def quantised_words(quantised: Quantised | None) -> str | None:
 
 
 def report_weights(result: Inspection) -> None:
-    """Show a line for each weight, as it is stored."""
+    """Show a line per weight, as stored."""
     rows = [("weight", "shape", "dtype", "count", "bytes")]
     for weight in result.weights:
         shape = "x".join(map(str, weight.shape))
@@ -192,7 +190,7 @@ def report_weights(result: Inspection) -> None:
 
 
 def report_statistics(result: Inspection) -> None:
-    """Show a line for the values of each weight, then what stands out."""
+    """Show a line of statistics per weight, then the outliers."""
     from mcore_convert.inspection.statistics import total_rms
 
     bad = any(weight.num_nan or weight.num_inf for weight in result.statistics)

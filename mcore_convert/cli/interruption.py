@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop, as an exception that cleans up on its way."""
+"""Signals that ask a command to stop, as an exception that runs the cleanup on its way."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A signal that asks the command to stop. Not a KeyboardInterrupt: typer ends on that without a word.
+    """Signal that asks the command to stop. Not a KeyboardInterrupt: typer exits on that without a message.
 
-    `remains` says what the command has left: what a command knows of itself, or what the disk tells at that moment.
+    `remains` names what the command has left: as set by the command, or else as the disk shows at that moment.
     """
 
     def __init__(self, number: int, since: tuple[int, int] = (0, 0)) -> None:
@@ -44,13 +44,13 @@ def _what_is_left(path: Path) -> str:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C, a polite kill and a closed terminal all clean up. A signal that the caller ignores (nohup) stays so."""
+    """Scope in which Ctrl-C, SIGTERM and a closed terminal clean up. Signals that the caller ignores stay ignored."""
     since = destination.counts()
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
-        if not stopped:  # one is enough: the next would stop the cleaning up
+        if not stopped:  # one is enough: a second one would interrupt the cleanup
             stopped = True
             raise Interrupted(number, since)
 
@@ -60,7 +60,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keyboard_interrupts() -> Iterator[None]:
-    """A scope in which these signals are what Ctrl-C is to other people's libraries, which clean up on nothing else."""
+    """Scope in which these signals raise KeyboardInterrupt, the only one on which other libraries clean up."""
     came: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -76,7 +76,7 @@ def keyboard_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """A scope in which a handler gets these signals, but for those that the caller ignores."""
+    """Scope in which a handler gets these signals, except those that the caller ignores."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, earlier in before.items():
         if earlier is not signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""The library's log on stderr, as `-v` and `--log-level` ask for it."""
+"""The library's log on stderr, as requested by `-v` and `--log-level`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(message)s"
 
 
 class Level(StrEnum):
-    """The levels of the log."""
+    """Levels of the log."""
 
     debug = "debug"
     info = "info"
@@ -21,7 +21,7 @@ class Level(StrEnum):
 
 
 class _Stderr(logging.Handler):
-    """Writes as the command's messages are written, so that a progress bar makes room."""
+    """Handler that writes like the command's messages, so that a progress bar makes room."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(self.format(record))
@@ -35,14 +35,14 @@ def verbose(count: int) -> int:
 
 
 def at_level(level: Level | None) -> Level | None:
-    """Log from a level on."""
+    """Log from this level on."""
     if level is not None:
         _log(logging.getLevelNamesMapping()[level.upper()])
     return level
 
 
 def _log(level: int) -> None:
-    """Log to stderr; of two levels asked for, the one that says more counts."""
+    """Log to stderr; of two requested levels, the more verbose one counts."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
         there = [handler for handler in logger.handlers if isinstance(handler, _Stderr)]
@@ -55,7 +55,7 @@ def _log(level: int) -> None:
 
 
 def silence() -> None:
-    """Undo it, so that one command of a process does not log for the next."""
+    """Undo the settings, so that one command of a process does not log for the next."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
         for handler in [handler for handler in logger.handlers if isinstance(handler, _Stderr)]:

@@ -1,4 +1,4 @@
-"""Options that several commands share, each defined once, and how their values are read."""
+"""Options that several commands share, each defined once, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from mcore_convert.cli import completion, logs
 from mcore_convert.cli.choices import Dtype, Implementation, Quantisation, page_name, size
 
-# What `--help` groups options under, in this order; those without a panel come first.
+# Panels of `--help`, in this order; options without a panel come first.
 SOURCE, LAYOUT, TARGET, RUN, HUB, OUTPUT = PANELS = (
     "Source options",
     "Layout options",

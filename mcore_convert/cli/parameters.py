@@ -14,9 +14,9 @@ from mcore_convert.options import names_of
 
 
 class Parameter(NamedTuple):
-    """An option of the public functions as a command takes it.
+    """Option of the public functions, as a parameter of a command.
 
-    `name` is that of the command's parameter, and `value_of` makes the option's value of the parameter's.
+    `name` is the name of the command's parameter, and `value_of` converts its value to the option's.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Parameter(NamedTuple):
     value_of: Callable[[Any], Any] = lambda value: value
 
 
-# Every option of `mcore_convert.options` but `progress` and `bars`, which are no words of a command line.
+# Every option of `mcore_convert.options` except `progress` and `bars`, which have no place on a command line.
 # They are shown in this order.
 PARAMETERS: dict[str, Parameter] = {
     "family": Parameter("family", options.Family),
@@ -68,7 +68,7 @@ PARAMETERS: dict[str, Parameter] = {
     "commit_message": Parameter("commit_message", options.CommitMessage),
     "dry_run": Parameter("dry_run", options.DryRun, False),
 }
-# Every command has these, behind its own; their callbacks do what they ask for.
+# Every command has these after its own; their callbacks take effect.
 LOGGING = (Parameter("verbose", options.Verbose, 0), Parameter("log_level", options.LogLevel))
 
 
@@ -77,11 +77,11 @@ def taking(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of some definitions of `mcore_convert.options` in place of its `**options`.
 
-    The options that log are added to each command, which is not called with them.
+    The options for logging are added to each command, but not passed to it.
 
     Args:
         without: options that the command does not have.
-        instead: parameters that this command describes in its own words, by the option's name.
+        instead: parameters that this command defines itself, by the option's name.
     """
     names = {name for definition in definitions for name in names_of(definition)} - {*without}
     chosen = {name: instead.get(name, each) for name, each in PARAMETERS.items() if name in names}

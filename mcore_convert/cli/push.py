@@ -62,7 +62,7 @@ def command(
 
 
 def as_lines(done: Upload) -> Iterator[str]:
-    """Yield what was sent, or would be, in a few lines."""
+    """Yield the files that were sent, or would be, in a few lines."""
     made = "a new repository" if done.created else f"branch {done.branch}"
     yield f"to  {done.url}  {made}"
     rows = [("send" if done.dry_run else "sent", name, in_bytes(size)) for name, size in done.sent.items()]

@@ -1,4 +1,4 @@
-"""A command that several processes share under torchrun: the first of them speaks for all."""
+"""A command that several processes share under torchrun: only the first of them reports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SHARED = ("convert", "reshard", "export")  # the commands that divide their work
 
 @contextlib.contextmanager
 def sharing(words: Sequence[str]) -> Iterator[AbstractContextManager[object]]:
-    """A scope in which only the first process is heard; gives the scope in which they work together.
+    """Scope in which only the first process writes output; yields the scope in which all work together.
 
-    A command that does not divide its work is run by the first process alone.
+    A command that cannot be divided is run by the first process alone.
     """
-    if "RANK" not in os.environ:  # what follows need not be imported
+    if "RANK" not in os.environ:  # saves the imports below
         yield contextlib.nullcontext()
         return
     from mcore_convert.conversion.ranks import ALONE, Ranks, is_shared, joined

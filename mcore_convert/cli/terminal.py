@@ -1,4 +1,4 @@
-"""Words, tables and progress for a terminal."""
+"""Messages, tables and progress for a terminal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["in_bytes", "in_parameters", "printable", "progress", "say", "show", 
 
 DRAW_EVERY = 0.2  # seconds
 
-_bar: Bar | None = None  # the one that is on the terminal
+_bar: Bar | None = None  # the one on the terminal
 
 
 def say(line: str) -> None:
     """Write a message for the user to stderr."""
     with _bar.aside() if _bar is not None else contextlib.nullcontext():
-        sys.stdout.flush()  # or a pipe that takes both would show the messages first
+        sys.stdout.flush()  # otherwise a pipe that takes both would show the messages first
         sys.stderr.write(f"{printable(line)}\n")
 
 
@@ -38,7 +38,7 @@ def show(line: str = "") -> None:
 
 
 def show_items(lines: Sequence[str]) -> None:
-    """Show the first lines of a list, and how many more there are."""
+    """Show the first lines of a list, and the number of further ones."""
     for line in lines[:MAX_ITEMS]:
         show(f"  {line}")
     if len(lines) > MAX_ITEMS:
@@ -46,9 +46,7 @@ def show_items(lines: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes for what a terminal would obey or cannot show:
-    names come from files of strangers.
-    """
+    """Return the text with escapes for characters that a terminal obeys or cannot show, as names are not trusted."""
     if text.isprintable():
         return text
     return "".join(
@@ -57,7 +55,7 @@ def printable(text: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Rows as aligned lines; the columns in `right` are aligned to the right."""
+    """Return rows as aligned lines; the columns in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -69,14 +67,14 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
 
 
 class Bar:
-    """A line on stderr that names what is being done, with the time and, where they are counted, bytes and rate.
+    """Line on stderr with the current phase, its time and, where they are counted, bytes and rate.
 
-    It is a `progress` with phases, see `storage.phases`. A thread draws it, so that time is seen to pass where no
+    It is a `progress` with phases, see `storage.phases`. A thread draws it, so that the time advances even while no
     byte is moved.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of what is drawn, and of stderr
+        self._lock = threading.Lock()  # guards the state of the bar, and stderr
         self._name: str | None = None
         self._done, self._total, self._first = 0, 0, 0
         self._since = time.monotonic()
@@ -85,13 +83,13 @@ class Bar:
         self._thread = started(self._draw_on)
 
     def __call__(self, done: int, total: int) -> None:
-        """So many bytes of all are done."""
+        """Set the number of bytes done, and their total."""
         if not self._total:
             self._first = done
         self._done, self._total = done, total
 
     def phase(self, name: str | None) -> None:
-        """Show what is done from now on; with None, nothing."""
+        """Show a new phase; with None, nothing."""
         with self._lock:
             self._erase()
             self._name, self._since = name, time.monotonic()
@@ -99,13 +97,13 @@ class Bar:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """A scope in which others may write lines to the terminal."""
+        """Scope in which others may write lines to the terminal."""
         with self._lock:
             self._erase()
             yield
 
     def close(self) -> None:
-        """End, and leave nothing on the terminal."""
+        """Stop, and erase the bar."""
         with Deferral():
             self._end.set()
             self._thread.join()
@@ -113,7 +111,7 @@ class Bar:
             self._erase()
 
     def line(self) -> str:
-        """Return what is shown now."""
+        """Return the current line."""
         seconds = time.monotonic() - self._since
         if not self._total:
             return f"{self._name}  {seconds:.0f} s"
@@ -138,7 +136,7 @@ class Bar:
             with self._lock:
                 if self._name is not None:
                     width = shutil.get_terminal_size().columns - 1
-                    with contextlib.suppress(OSError):  # a terminal that has gone
+                    with contextlib.suppress(OSError):  # the terminal is gone
                         sys.stderr.write(f"\r{printable(self.line())[:width]}\x1b[K")
                         sys.stderr.flush()
                         self._is_drawn = True
@@ -152,7 +150,7 @@ class Bar:
 
 @contextlib.contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Bar | None]:
-    """A bar with the names of phases on stderr; nothing where stderr is no terminal."""
+    """Scope of a bar with the names of phases on stderr; None if stderr is not a terminal."""
     global _bar
     if quiet or not sys.stderr.isatty():
         yield None

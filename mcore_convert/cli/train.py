@@ -99,7 +99,7 @@ def command(
 
 
 def show_choices(*, json: bool) -> None:
-    """Show the ready runs, and the choices of each group, a line each or as JSON."""
+    """Show the ready runs, and the choices of each group, one per line or as JSON."""
     from train_entry.config.files import CONFIGS, ENDING, choices, ready_runs, title
     from train_entry.config.nearest import groups
 
@@ -118,10 +118,10 @@ def show_choices(*, json: bool) -> None:
 
 
 def planned(config: Config, ranks: int | None) -> Estimate:
-    """Return what the run would need, after every check that can be made without starting it.
+    """Return the requirements of a run, after every check that is possible without starting it.
 
     Args:
-        ranks: of the run; the fewest that its layout needs unless given.
+        ranks: number of ranks; the fewest that the layout needs unless given.
 
     Raises:
         ConvertError: the run would be refused.
@@ -132,7 +132,7 @@ def planned(config: Config, ranks: int | None) -> Estimate:
     from train_entry.config.layouts import ranks_of
 
     world_size = ranks or ranks_of(config.parallel)
-    run = checked(config, world_size, None)  # the device is that of another machine, as likely as not
+    run = checked(config, world_size, None)  # the run will probably be on the device of another machine
     return estimate(config, normalise(run.args), world_size)
 
 

@@ -1,4 +1,4 @@
-"""Tables of values: a line for each weight, its layers folded into a range and a row of small bars."""
+"""Tables of values: a line per weight, its layers folded into a range and a row of small bars."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mcore_convert.text.scale import logarithmic
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "12345678"
 ZERO, ASCII_ZERO = "·", "0"
-MOST_BARS = 40  # of deeper models each bar is the highest of some neighbours
+MOST_BARS = 40  # in deeper models each bar is the highest of some neighbours
 
 
 def with_headings(
     groups: Sequence[list[Described]], line: Callable[[list[Described]], tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
-    """Return a line for each weight, behind its name; those of layers are indented below one that names their
+    """Return a line per weight, with its name first; those of layers are indented below a heading that names the
     layers.
     """
     rows: list[tuple[str, ...]] = []
@@ -32,7 +32,7 @@ def with_headings(
 
 
 def _split(members: Sequence[OfWeight]) -> tuple[str, str]:
-    """Return which layers a weight is in, as `decoder.layers.{0...31}`, and its name there."""
+    """Return the layers of a weight, as `decoder.layers.{0...31}`, and its name within them."""
     first = members[0]
     name = first.weight.replace("{expert}", _span([m.expert for m in members]))
     name = name if first.state == PARAM else f"{name} ({first.state})"
@@ -49,12 +49,12 @@ def _span(values: Iterable[int | None]) -> str:
 
 
 def by_layer(members: Iterable[Described], value: Callable[[list[Described]], float]) -> list[float]:
-    """Return a value for each layer, of all experts in it; an empty list where there are no layers."""
+    """Return a value per layer, over all experts in it; an empty list if there are no layers."""
     return [value(of) for of in in_layers(members).values()]
 
 
 def bars(values: Sequence[float]) -> str:
-    """Values as a row of small bars, on a logarithmic scale that says nothing of values that are nearly equal."""
+    """Return values as a row of small bars, on a logarithmic scale that is flat for nearly equal values."""
     if len(values) < 2:
         return ""
     width = -(-len(values) // MOST_BARS)

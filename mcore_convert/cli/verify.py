@@ -77,7 +77,7 @@ def command(
 
 
 def as_dict(result: Verification) -> dict[str, object]:
-    """Plain values, for JSON."""
+    """Return plain values for JSON."""
     return {
         "equal": result.equal,
         "within_loss": result.within_loss,
@@ -132,7 +132,7 @@ def _judged(difference: Difference) -> str:
 
 
 def integrity_as_dict(result: Integrity) -> dict[str, object]:
-    """Plain values, for JSON."""
+    """Return plain values for JSON."""
     facts = {name: value for name, value in vars(result).items() if name not in ("path", "damages")}
     return {
         "intact": result.intact,

@@ -1,4 +1,4 @@
-"""The comparison of tensors, block by block, that `verify` and `diff` report: how far two versions are apart."""
+"""The comparison of tensors, block by block, that `verify` and `diff` report: the distance of two versions."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from mcore_convert.storage.values import as_float
 from mcore_convert.storage.views import Slot
 from mcore_convert.text.quantities import in_digits, in_percent
 
-EXACT_STEP = 2**17  # elements that are compared in fp64 at once: ten arrays of them are in memory
+EXACT_STEP = 2**17  # elements that are compared in fp64 at once: ten arrays of this size are in memory
 
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one tensor from `a` to `b`, without vocabulary padding.
+    """Change of one tensor from `a` to `b`, without vocabulary padding.
 
     `num_changed` elements have other bits, or, where the dtypes differ, another value. The norms are those of a, of b
     and of b - a, over the elements that are finite in both; `num_bad` elements of either are not. `largest` is the
@@ -64,28 +64,28 @@ class Change:
 
     @property
     def share(self) -> float:
-        """The share of elements that changed."""
+        """Share of elements that changed."""
         return self.num_changed / self.numel if self.numel else 0.0
 
     @property
     def relative(self) -> float:
-        """The norm of the difference over that of a: infinite where a is zero and b is not."""
+        """Norm of the difference over that of a: infinite where a is zero and b is not."""
         return relative(self.norm, self.norms[0])
 
     @property
     def cosine(self) -> float | None:
-        """The cosine of the angle between a and b; None where one of them is zero."""
+        """Cosine of the angle between a and b; None where one of them is zero."""
         a, b = self.norms
-        # the law of cosines in the form that loses nothing where a and b are nearly equal
+        # the law of cosines, in the form without cancellation where a and b are nearly equal
         return 1 - (self.norm**2 - (a - b) ** 2) / (2 * a * b) if a and b else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, which has no infinity: there it is null."""
+        """Return plain values for JSON, which has no infinity: there it is null."""
         return {**asdict(self), "share": self.share, "relative": finite(self.relative), "cosine": self.cosine}
 
 
 def in_words(change: Change) -> dict[str, str]:
-    """Return the numbers of a change for people, in the order of a table's columns; empty where there is none."""
+    """Format the numbers of a change, in the order of a table's columns; empty where nothing changed."""
     before, after = ("", "") if change.values is None else map(in_digits, change.values)
     return {
         "share": in_percent(change.share),
@@ -118,7 +118,7 @@ def total_relative(changes: Iterable[Change]) -> float:
 
 @dataclass
 class Gap(Summary):
-    """The distance of some elements of two tensors: `squares` and `largest` are of b - a where both are finite.
+    """Distance of some elements of two tensors: `squares` and `largest` are of b - a where both are finite.
 
     `largest_apart` is the largest magnitude of b - a over unequal elements of which one is not finite: infinite, or
     NaN where one of them is.
@@ -133,7 +133,7 @@ class Gap(Summary):
     values: tuple[float, float] | None = None
 
     def add(self, other: Self) -> None:
-        """Add the distance of elements that come later."""
+        """Add the distance of elements further on."""
         if other.largest > self.largest:
             self.values = other.values
         super().add(other)
@@ -142,19 +142,19 @@ class Gap(Summary):
         self.num_changed += other.num_changed
         self.num_bad_a += other.num_bad_a
         self.num_bad_b += other.num_bad_b
-        self.largest_apart = float(np.maximum(self.largest_apart, other.largest_apart))  # NaN stays
+        self.largest_apart = float(np.maximum(self.largest_apart, other.largest_apart))  # NaN propagates
 
 
 Slots = Sequence[Slot]
 
 
 def gaps_between(pairs: Iterable[tuple[Slots, Slots]], files: Files, meter: Meter, *, norms: bool = True) -> list[Gap]:
-    """Read pairs of tensors once, block by block, and return how far those of each are apart.
+    """Read pairs of tensors once, block by block, and return the distance of each pair.
 
-    A tensor without slots is zero throughout.
+    A tensor without slots counts as zero throughout.
 
     Args:
-        norms: with the norms of what is equal on both sides; without them equal blocks cost a comparison of bits.
+        norms: compute the norms of equal blocks, too; without them equal blocks cost only a comparison of bits.
 
     Raises:
         UnreadableCheckpoint: a file is shorter than its header says.
@@ -164,7 +164,7 @@ def gaps_between(pairs: Iterable[tuple[Slots, Slots]], files: Files, meter: Mete
 
 
 def _gap(step: Step, *, norms: bool) -> Gap:
-    """Return how far the two sides of a block are apart."""
+    """Return the distance of the two sides of a block."""
     if len(step.bits) == 1:
         (only,) = step.bits
         return _gap_exactly(only, Bits(np.zeros(only.numel), only.numel, "float64"), step)
@@ -203,7 +203,7 @@ def _gap(step: Step, *, norms: bool) -> Gap:
 
 
 def _gaps(a: Lane, b: Lane, scratch: Scratch) -> Lane:
-    """b - a, in place of b where that is a copy."""
+    """Return b - a, written over b if that is a copy."""
     out = b.values if b.is_copy else scratch.array("gaps", np.float32, len(b.values))
     with np.errstate(over="ignore", invalid="ignore"):
         return b._replace(values=np.subtract(b.values, a.values, out=out), is_copy=True)
@@ -214,7 +214,7 @@ def _value(bits: Bits, index: int) -> float:
 
 
 def _gap_exactly(a: Bits, b: Bits, step: Step) -> Gap:
-    """Return the same in fp64, of any dtypes, with what is not finite on either side counted and left out."""
+    """Return the distance in fp64, for any dtypes; elements not finite on either side are counted and left out."""
     gap = Gap()
     for start in range(0, a.numel, EXACT_STEP):
         part = slice(start, min(start + EXACT_STEP, a.numel))

@@ -15,12 +15,12 @@ from mcore_convert.storage.elements import Files
 from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
 
-MAY_DIFFER = ("tied", "qkv_bias", "linear_bias")  # sizes that decide which weights there are, and not their shapes
+MAY_DIFFER = ("tied", "qkv_bias", "linear_bias")  # sizes that decide which weights exist, not their shapes
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the two checkpoints. `family` is None where no family knows it."""
+    """One of the two checkpoints. `family` is None where its family is unknown."""
 
     path: str
     format: str
@@ -30,9 +30,9 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of a checkpoint: `changes` weight by weight, in the order of the forward pass.
+    """Comparison of two checkpoints: `changes` weight by weight, in the order of the forward pass.
 
-    `only_in_a` and `only_in_b` name the tensors that one side lacks; `nbytes` were read.
+    `only_in_a` and `only_in_b` name the tensors that the other side lacks; `nbytes` were read.
     """
 
     a: Compared
@@ -46,34 +46,32 @@ class Comparison:
 
     @property
     def num_changed(self) -> int:
-        """Tensors with a changed element."""
+        """Number of tensors with a changed element."""
         return sum(change.num_changed > 0 for change in self.changes)
 
     @property
     def equal(self) -> bool:
-        """Whether nothing changed: every element is the same, on both sides are the same tensors and configurations."""
+        """Whether nothing changed: both sides have the same tensors, elements and configuration."""
         return not (self.num_changed or self.only_in_a or self.only_in_b or self.config_differences)
 
     @property
     def relative(self) -> float:
-        """The norm of all differences over that of all of a."""
+        """Norm of all differences over that of all of a."""
         return total_relative(self.changes)
 
     @property
     def share(self) -> float:
-        """The share of all elements that changed."""
+        """Share of all elements that changed."""
         numel = sum(change.numel for change in self.changes)
         return sum(change.num_changed for change in self.changes) / numel if numel else 0.0
 
     def most_changed(self, count: int) -> list[Change]:
-        """Return the tensors that changed most: those that lost numbers, then by their relative norm,
-        then by their share.
-        """
+        """Return the most changed tensors: first those with new NaN or infinities, then by relative norm and share."""
         changed = [change for change in self.changes if change.num_changed]
         return sorted(changed, key=lambda c: (c.num_bad[0] >= c.num_bad[1], -c.relative, -c.share))[:count]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {
             "equal": self.equal,
             "a": asdict(self.a),
@@ -92,7 +90,7 @@ class Comparison:
 
 
 def compare_contents(a: Contents, b: Contents, *, progress: Progress | None = None) -> Comparison:
-    """Read both once and say how far they are apart.
+    """Read both checkpoints once and return their distance.
 
     Raises:
         VerificationError: they are different models.
@@ -150,6 +148,6 @@ def _side(contents: Contents) -> Compared:
 
 
 def _names_of_one_side(tensors: Sequence[Tensor], files: Files) -> tuple[str, ...]:
-    """Return the names of tensors that the other side lacks, without those that must be zero and are."""
+    """Return the names of tensors that the other side lacks, except those that must be zero and are."""
     gaps = gaps_between((((), () if t.required else t.slots) for t in tensors), files, Meter(0, None), norms=False)
     return tuple(t.name for t, gap in zip(tensors, gaps, strict=True) if t.required or gap.num_changed)

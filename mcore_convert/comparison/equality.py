@@ -1,4 +1,4 @@
-"""Comparing two checkpoints, in any two formats: as global tensors bit for bit, and as the functions they compute."""
+"""Equality of two checkpoints in any two formats: as global tensors bit for bit, and as the functions they compute."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from mcore_convert.storage.phases import phase
 from mcore_convert.storage.progress import Meter, Progress
 from mcore_convert.storage.views import Slot, cut
 
-# Fields of a configuration that say nothing about the function: how it is stored, and what training does.
+# Fields of a configuration without effect on the function: how it is stored, and what training does.
 NO_FUNCTION = ("torch_dtype", "architectures", "model_type")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A weight that is not bit-equal on both sides.
+    """Weight that is not bit-equal on both sides.
 
     `num_elements` differ, by at most `largest` (NaN where one of them is); `dtypes` are those of both sides. `is_loss`:
-    one side is quantised, and every element of it may be what that of the other was rounded to.
+    one side is quantised, and each of its elements may be the rounded element of the other.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a comparison."""
+    """Result of a comparison."""
 
     family: str
     num_weights: int
@@ -64,12 +64,12 @@ class Verification:
 
     @property
     def within_loss(self) -> bool:
-        """Whether all that differs is what the quantisation of one side loses."""
+        """Whether every difference is within the loss of one side's quantisation."""
         return all(difference.is_loss for difference in self.differences) and self._agrees
 
     @property
     def with_loss(self) -> bool:
-        """Whether a weight that differs is quantised on one side, and right as far as that can be told."""
+        """Whether a weight differs by a loss: one side is quantised, and each element may be the other's, rounded."""
         return any(difference.is_loss for difference in self.differences)
 
     @property
@@ -79,15 +79,15 @@ class Verification:
 
 
 def compare(a: Model, b: Model, *, tolerance: float | None = None, progress: Progress | None = None) -> Verification:
-    """Compare the weights and configurations of two checkpoints; those of Megatron with their optimizer state.
+    """Compare the weights and configurations of two checkpoints; of two Megatron ones, the optimizer state as well.
 
-    Vocabulary padding is left out, and a tied head is the embedding.
+    Vocabulary padding is left out, and a tied head counts as the embedding.
 
     Args:
         tolerance: also compare the logits, which may differ by this share of the largest one.
 
     Raises:
-        ConvertError: one of them is not whole, or contradicts itself.
+        ConvertError: one of them is incomplete, or contradicts itself.
         VerificationError: they are models of different families or sizes.
     """
     if a.family.name != b.family.name:
@@ -104,7 +104,7 @@ def compare(a: Model, b: Model, *, tolerance: float | None = None, progress: Pro
             prove(check for each in sources for check in each.checks if check.rounded)
         mine, theirs = (each.slots for each in sources)
     apart = sorted({item.state for item in mine.keys() ^ theirs.keys()})
-    if apart:  # of optimizers that are chained by kinds of weights
+    if apart:  # optimizers chained by kinds of weights
         notes = [*notes, f"only one has {', '.join(apart)} of some weights"]
         mine = {item: slots for item, slots in mine.items() if item in theirs}
     nbytes = [sum(slot.view.nbytes for slots in side.values() for slot in slots) for side in (mine, theirs)]
@@ -126,7 +126,7 @@ def compare(a: Model, b: Model, *, tolerance: float | None = None, progress: Pro
 
 
 def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[str]]:
-    """Return the rows and states in which two checkpoints can be compared, and what is left out."""
+    """Return the rows and states in which two checkpoints can be compared, and notes of the states left out."""
     first, second = a.checkpoint, b.checkpoint
     if Side.HUGGING_FACE in (first.side, second.side):
         if a.refusals:
@@ -140,14 +140,14 @@ def _common_ground(a: Model, b: Model) -> tuple[Family, tuple[str, ...], list[st
 
 
 def sizes_of(model: Model) -> Mapping[str, Any]:
-    """Return the sizes in which two checkpoints of a model agree, however each is padded."""
-    named = (each.name for each in fields(model.dims))  # and not what it has computed from them
+    """Return the sizes in which two checkpoints of a model agree, whatever their padding."""
+    named = (each.name for each in fields(model.dims))  # not the values computed from them
     return {name: getattr(model.dims, name) for name in named if name != "padded_vocab_size"}
 
 
 def config_differences(a: Model, b: Model) -> list[str]:
-    """Return what the configurations of two checkpoints mean differently, a line each."""
-    if a.refusals or b.refusals:  # no family can put both into the words of a `config.json`
+    """Return the differences in meaning of two configurations, one line each."""
+    if a.refusals or b.refusals:  # no family can express both as a `config.json`
         first, second = ({name: model.args.get(name) for name in (*NEUTRAL, *NEUTRAL_OF_EXPERTS)} for model in (a, b))
     else:
         first, second = (model.family.config.to_hf(model.args) for model in (a, b))
@@ -160,7 +160,7 @@ def config_differences(a: Model, b: Model) -> list[str]:
 
 
 def _proven_sources(model: Model, family: Family, states: tuple[str, ...]) -> Sources:
-    """Return the weights of one side, proven not to contradict themselves: replicas, a tied head, master copies."""
+    """Return the weights of one side, proven consistent: replicas, a tied head, master copies."""
     model.checkpoint.check_whole()
     sources = find_weights(family, model.dims, model.checkpoint, states)
     check_sums(model.checkpoint)
@@ -169,7 +169,7 @@ def _proven_sources(model: Model, family: Family, states: tuple[str, ...]) -> So
 
 
 def _difference(item: Item, mine: list[Slot], theirs: list[Slot], gap: Gap, files: Files) -> Difference | None:
-    """Return how a weight differs; None where it is equal. One that must be zero may be absent on a side, or both."""
+    """Return the difference of a weight; None if equal. One that must be zero may be absent on a side, or both."""
     dtypes = [slots[0].view.dtype for slots in (mine or theirs, theirs or mine) if slots]
     if not gap.num_changed and len(set(dtypes)) < 2:
         return None
@@ -178,7 +178,7 @@ def _difference(item: Item, mine: list[Slot], theirs: list[Slot], gap: Gap, file
 
 
 def _is_loss(coded: list[Slot], exact: list[Slot], files: Files) -> bool:
-    """Return whether each element of a weight that is quantised on one side may be what the other's was rounded to."""
+    """Return whether each element of a weight that is quantised on one side may be the rounded element of the other."""
     if not any(slot.view.coded for slot in coded) or not exact or any(slot.view.coded for slot in exact):
         return False
     for slot in coded:

@@ -1,4 +1,4 @@
-"""A checkpoint against its own manifest: every file read again, and what is not as it was written named."""
+"""A checkpoint against its own manifest: every file is read again, and differences are reported by name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mcore_convert.storage.threads import in_threads
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes `start` to `end` of a file that are not those that were written.
+    """Bytes `start` to `end` of a file that differ from those that were written.
 
-    `tensor` is what lies there, with the number of the block in its part of the file and how many that has. It is None
-    where the checksum is that of all that is in no tensor: a header, or a whole small file.
+    `tensor` is the tensor stored there, with the number of the block in its part of the file and the number of blocks.
+    It is None for the checksum of all bytes outside of tensors: a header, or a whole small file.
     """
 
     file: str
@@ -45,10 +45,10 @@ class Damage:
 
 @dataclass(frozen=True)
 class Integrity:
-    """What a check of a directory against its manifest found. Sizes in bytes.
+    """Result of a check of a directory against its manifest. Sizes in bytes.
 
-    `absent` are files that are not there or have another size, a line each; `unlisted` are files that the manifest does
-    not have, which are no fault. Where `has_checksums` is false, sizes alone could be compared.
+    `absent` are files that are missing or have another size, one line each; `unlisted` are files that the manifest
+    does not list, which is no fault. Where `has_checksums` is false, only sizes could be compared.
     """
 
     path: Path
@@ -63,18 +63,18 @@ class Integrity:
 
     @property
     def intact(self) -> bool:
-        """Whether every file that was written is there, with the bytes that were written."""
+        """Whether every file that was written is present, with the bytes that were written."""
         return not self.absent and not self.damages
 
 
 def check_integrity(path: Path, progress: Progress | None = None) -> Integrity:
-    """Compare a directory with its manifest, every byte.
+    """Compare every byte of a directory with its manifest.
 
     Args:
-        path: the directory, a file in it, or the directory of a run, whose newest checkpoint is taken.
+        path: the directory, a file in it, or the directory of a run, for its newest checkpoint.
 
     Raises:
-        UnreadableCheckpoint: it has no manifest, or that is damaged.
+        UnreadableCheckpoint: it has no manifest, or the manifest is damaged.
         OSError: a file cannot be read.
     """
     manifest = manifest_of(path)
@@ -104,7 +104,7 @@ def check_integrity(path: Path, progress: Progress | None = None) -> Integrity:
 
 
 def manifest_of(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint, which need not be readable itself.
+    """Return the manifest of a checkpoint, which itself need not be readable.
 
     Raises:
         UnreadableCheckpoint: there is none, or it is damaged.
@@ -122,9 +122,7 @@ def manifest_of(path: Path) -> Manifest:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    """Yield where a manifest may lie: in a checkpoint, in the one that a tracker file names,
-    in the only one there is.
-    """
+    """Yield the directories that may hold the manifest: the checkpoint, the one that a tracker names, the only one."""
     yield path
     for run in (path, path / CHECKPOINTS):
         tracker = run / TRACKER
@@ -133,7 +131,7 @@ def _folders(path: Path) -> Iterator[Path]:
         yield from iterations(run)[-1:]
 
 
-# What one thread does at a time: some blocks of a part of a file, or None for all that is in no tensor.
+# One thread's unit of work: some blocks of a part of a file, or None for all bytes outside of tensors.
 _Job = tuple[str, Part | None, range]
 _BLOCKS = 8
 
@@ -142,7 +140,7 @@ def _jobs(manifest: Manifest, names: Iterable[str]) -> Iterator[_Job]:
     regions: dict[str, dict[int, Part]] = {name: {} for name in names}
     for part in manifest.parts:
         if part.file in regions and part.sums:
-            regions[part.file].setdefault(part.start, part)  # several tensors of one place have one checksum
+            regions[part.file].setdefault(part.start, part)  # several tensors at one place have one checksum
     for name, parts in regions.items():
         yield name, None, range(0)
         for part in parts.values():

@@ -28,7 +28,7 @@ BATCH, LENGTH = 2, 64
 
 @dataclass(frozen=True)
 class LogitsReport:
-    """The largest difference of two models' logits on the same tokens, and what was allowed."""
+    """Largest difference of two models' logits on the same tokens, and the allowed one."""
 
     difference: float
     tolerance: float
@@ -46,7 +46,7 @@ def compare_logits(
     """Compute the largest difference of the logits of two checkpoints, in fp32 on the CPU, on seeded random tokens.
 
     Args:
-        sources: the weights of each.
+        sources: the weights of each model.
         tolerance: allowed difference, as a share of the largest logit, or absolute where no logit exceeds 1.
 
     Both models are held in memory, one after the other.
@@ -72,7 +72,7 @@ def run(model: Model, sources: Sources, tokens: Tensor, progress: Progress | Non
 
 def _run_hf(model: Model, tokens: Tensor, progress: Progress | None) -> Tensor:
     path = model.checkpoint.path
-    if model.checkpoint.quantised is not None:  # programs decode to dtypes, and at sizes, of their own
+    if model.checkpoint.quantised is not None:  # other programs decode to their own dtypes, and at their own sizes
         hint = "decode it with `convert --to hf`, and compare the logits of that"
         raise VerificationError(f"`{path}` is quantised, and its logits depend on the program that runs it", hint=hint)
     import torch

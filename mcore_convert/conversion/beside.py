@@ -1,4 +1,4 @@
-"""Copies whose sources lie in the same rows of a file, such as the parts of a matrix that several ranks hold.
+"""Copies whose sources share the rows of a file, such as the parts of a matrix that several ranks hold.
 
 Each of them alone has many short runs, and takes as many system calls; together they are read once, row by row.
 """
@@ -21,7 +21,7 @@ from mcore_convert.storage.views import Coded, Slot, View
 
 
 def together(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """Return the copies in groups that `copy_together` takes."""
+    """Return the copies in groups for `copy_together`."""
     groups: dict[object, list[Copy]] = {}
     encoded: dict[Coded, list[Copy]] = {}
     for number, copy in enumerate(copies):
@@ -53,7 +53,7 @@ def _in_short_runs(view: View) -> bool:
 
 
 def copy_together(files: Files, group: Sequence[Copy], feed: Feed | None = None) -> Iterator[int]:
-    """Run the copies of a group; yields the bytes read after each block. `feed` as for `copy_view`.
+    """Run the copies of a group; yield the number of bytes read after each block. `feed` as for `copy_view`.
 
     Raises:
         OverflowError: as `cast`.

@@ -1,4 +1,4 @@
-"""Filling the files of a plan from several threads, each file noted in the journal when it is whole and on the disk."""
+"""Filling of a plan's files from several threads; the journal notes each file once it is complete and on the disk."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.threads import Line, in_threads
 
 BEYOND_HINT = "--dtype bfloat16 has the range of float32"
-WRITE_BACK = 2**28  # bytes of a file after which the disk begins to take them, while the next are copied
+WRITE_BACK = 2**28  # bytes of a file after which write-back to the disk begins, while the next are copied
 
 
 class Record(Protocol):
-    """Where a file goes that is complete, and what is copied in which order: `Journal`, or `SentFiles`."""
+    """Order of the copies, and destination of complete files: `Journal`, or `SentFiles`."""
 
     stays: bool
 
@@ -31,11 +31,11 @@ class Record(Protocol):
         """Yield the copies of each weight into the files `mine`."""
 
     def add(self, path: Path, regions: Sequence[Sequence[Any]]) -> None:
-        """Take a file that is complete."""
+        """Record a complete file."""
 
 
 class Disk(Line):
-    """What brings files to the disk while others copy: what waits until the end waits for the disk alone."""
+    """Write-back of files while others are copied, so that the end waits for the disk alone."""
 
     def __init__(self, files: Files, journal: Record, recording: Recording) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Disk(Line):
         self._written: Counter[Path] = Counter()
 
     def wrote(self, path: Path, nbytes: int) -> None:
-        """So many more bytes of a file were written."""
+        """Note that `nbytes` more bytes of a file were written."""
         written = self._written[path] + nbytes
         if written >= WRITE_BACK:
             written = 0

@@ -1,7 +1,7 @@
-"""Running a plan: reserve the files, fill them from several threads, rename at the end.
+"""Execution of a plan: reserve the files, fill them from several threads, rename at the end.
 
-Runs of bytes pass through memory in steps that stay in the cache, where their checksums are taken; without checksums
-the kernel copies them. What is transposed or cut across rows goes through memory a block at a time.
+Runs of bytes pass through memory in steps that stay in the cache, where their checksums are computed; without checksums
+the kernel copies them. Transposed views, and views cut across rows, go through memory a block at a time.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from mcore_convert.storage.sending import sending, staged, staging
 from mcore_convert.storage.sources import Stamp
 from mcore_convert.storage.views import bytes_of, open_error
 
-# Two threads and their blocks need next to nothing: what is anonymous is the interpreter and the plan itself.
+# Two threads and their blocks need next to nothing: anonymous memory is the interpreter and the plan itself.
 BASE_MEMORY = 64 * 2**20
-REMOTE_MEMORY = 768 * 2**20  # what was fetched, what is on its way, and what is sent
+REMOTE_MEMORY = 768 * 2**20  # fetched ranges, pending requests, and parts to send
 
 CLEARED = "an earlier run had completed files here, which were cleared: --resume would have gone on with them"
 OTHER_WORK = "what an earlier run had completed here was of another source, other options or another version: cleared"
 
 
 def expected_memory(plan: Plan) -> int:
-    """Upper estimate of anonymous memory in bytes: the interpreter, about 1 kB for each copy, and what is fetched."""
+    """Return an upper estimate of anonymous memory in bytes: the interpreter, 1 kB or so per copy, and fetched data."""
     remote = any(isinstance(path, RemotePath) for path in (plan.source.path, plan.reservation.path))
     return BASE_MEMORY + remote * REMOTE_MEMORY + 1024 * sum(len(move.copies) for move in plan.moves)
 
@@ -57,24 +57,24 @@ def execute(
     resume: bool = False,
     workers: int | None = None,
 ) -> tuple[str, ...]:
-    """Write what a plan says, with its manifest, and return what a user should know of the values.
+    """Execute a plan, write its manifest, and return notes to the user about the values.
 
-    The destination appears at the end, whole, or not at all. Processes that have `joined` write it together: each
+    The destination appears at the end, complete, or not at all. Processes that have `joined` write it together: each
     fills files of its own, and the first one does the rest.
 
     Args:
         overwrite: replace a destination that exists; it stays until the new one is complete.
         progress: called with the bytes copied so far and their total, by one thread at a time.
-        conclude: called with the partial directory when all tensors are in it; returns further small files, by the
-            paths that they will have. What it raises leaves nothing behind.
+        conclude: called with the partial directory when all tensors are in it; returns further small files, by their
+            final paths. An exception from it leaves nothing behind.
         strict: refuse NaN and infinities.
-        checksums: put them into the manifest. Without them values are not looked at, and the kernel copies.
-        resume: go on with what an earlier run of the same plan left; leave what this one completes if it ends early.
+        checksums: put them into the manifest. Without them values are not examined, and the kernel copies.
+        resume: continue from the files of an earlier run of the same plan; keep those of this run if it ends early.
         workers: threads that copy; WORKERS unless given.
 
     Raises:
-        ConvertError: with `strict`, numbers that are none; a number that a cast would make infinite.
-        UnwritableTarget: the destination exists, is being written by another process, or there is no room.
+        ConvertError: with `strict`, NaN or infinities; a number that a cast would make infinite.
+        UnwritableTarget: the destination exists, is being written by another process, or lacks room.
         UnreadableCheckpoint: a check on the source's data failed, or its files changed.
     """
     final, ranks = plan.reservation.path, current()
@@ -126,7 +126,7 @@ def execute(
 
 
 class _Run:
-    """The copying of one plan by this process."""
+    """Copying of one plan by this process."""
 
     def __init__(
         self,
@@ -142,10 +142,10 @@ class _Run:
         self._checksums, self._workers = checksums, workers
 
     def lead(self, sent: SentFiles | None) -> tuple[Recording, list[str]]:
-        """Reserve the files, fill those of this process, and wait for the others; returns what all have recorded.
+        """Reserve the files, fill those of this process, and wait for the others; return the joint record and notes.
 
         Args:
-            sent: where complete files go, if not to the journal.
+            sent: destination of complete files, in place of the journal.
         """
         root, sizes = self._plan.reservation.path, self._plan.reservation.sizes
         kept = self._journal.kept()
@@ -163,14 +163,14 @@ class _Run:
         return recording, [f"{len(kept)} of {len(sizes)} files were complete already"]
 
     def help(self) -> None:
-        """Fill the files of this process when they are there, and wait for the end."""
+        """Fill the files of this process once they are reserved, and wait for the end."""
         root = self._plan.reservation.path
         self._copy({root / name for name in self._ranks.receive("kept")})
         self._ranks.meet("copied")
         self._ranks.receive("end")
 
     def _copy(self, kept: Set[Path], sent: SentFiles | None = None) -> Recording:
-        """Fill the files of this process, but for those that are complete."""
+        """Fill the files of this process that are not yet complete."""
         plan, ranks = self._plan, self._ranks
         sizes = {path: size for path, size in plan.reservation.sizes.items() if path not in kept}
         mine = ranks.part(sizes)
@@ -185,10 +185,10 @@ class _Run:
 
 
 def _not_finite(recording: Recording, *, strict: bool) -> list[str]:
-    """Return a note of the tensors that hold NaN or infinities, all in one.
+    """Return one note of all tensors that hold NaN or infinities.
 
     Raises:
-        ConvertError: with `strict`, in the place of the note.
+        ConvertError: with `strict`, in place of the note.
     """
     lines = recording.not_finite()
     if not lines:
@@ -215,7 +215,7 @@ def _as_errors(final: Path, sources: Set[Path]) -> Iterator[None]:
 
 
 def check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
-    """Prove that the files of a source are still those that were opened.
+    """Prove that the files of a source have not changed since they were opened.
 
     Raises:
         UnreadableCheckpoint: one of them has changed.
@@ -231,7 +231,7 @@ def check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
 
 
 def _refuse_overlap(final: Path, source: Path, files: Set[Path]) -> None:
-    """Neither may lie in the other: a source stays as it is."""
+    """Refuse a destination within the source, or a source within the destination: a source stays as it is."""
     target = final.parent.resolve() / final.name
     folder = source.resolve()
     real = {folder, *(file.resolve() for file in files)}
@@ -242,7 +242,7 @@ def _refuse_overlap(final: Path, source: Path, files: Set[Path]) -> None:
 
 
 def _reserve(plan: Plan, partial: Path, kept: Set[Path]) -> None:
-    """Make every file that is not kept at its final size, with the bytes that are known before any tensor."""
+    """Create every file that is not kept at its final size, with the bytes that are known before any tensor."""
     reservation = plan.reservation
     literals: dict[Path, list[tuple[int, bytes]]] = {path: [] for path in reservation.sizes}
     for path, at, content in reservation.literals:
@@ -255,7 +255,7 @@ def _reserve(plan: Plan, partial: Path, kept: Set[Path]) -> None:
 
 
 def _finish(plan: Plan, partial: Path, further: Mapping[Path, bytes], recording: Recording) -> list[Path]:
-    """Write the small files, and the manifest of all; returns them in the order in which they make a checkpoint."""
+    """Write the small files and the manifest of all; return them in the order in which they complete a checkpoint."""
     reservation = plan.reservation
     texts = {**reservation.texts, **further}
     written = []
@@ -282,7 +282,7 @@ def _room(plan: Plan) -> int:
 
 
 def _check_sharing(final: Path, *, resume: bool, ranks: Ranks) -> None:
-    """Refuse what needs a file system: a journal, and a directory that several processes write."""
+    """Refuse a journal, and several processes, without a file system."""
     if isinstance(final, RemotePath) and (resume or ranks.size > 1):
         what = "is written by one process" if ranks.size > 1 else "cannot be gone on with"
         raise UnwritableTarget(

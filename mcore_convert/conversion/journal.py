@@ -1,7 +1,7 @@
 """The journal of a conversion: the files of its partial directory that are complete and on the disk.
 
-A run that ended early goes on from it. Processes that share a conversion keep one journal each, and the first of them
-reads all for the manifest.
+A later run continues from it if this one ends early. Processes that share a conversion keep one journal each, and the
+first of them reads all of them for the manifest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mcore_convert.version import VERSION
 
 
 class Kept(NamedTuple):
-    """A complete file: its size and time when it was on the disk, and what is known of its regions."""
+    """Complete file: its size and time once on the disk, and the facts of its regions."""
 
     size: int
     written: int
@@ -33,13 +33,13 @@ class Kept(NamedTuple):
 
 
 class Journal:
-    """The journal of one process in a partial directory, for one plan.
+    """Journal of one process in a partial directory, for one plan.
 
     Args:
-        partial: the directory, which need not be there yet.
-        identity: `fingerprint` of the plan: what was written for another is not taken.
-        stays: the directory is left if this run ends early.
-        rank: of the process.
+        partial: the directory, which need not exist yet.
+        identity: `fingerprint` of the plan; files written for another plan are not reused.
+        stays: whether the directory is left in place if this run ends early.
+        rank: rank of the process.
     """
 
     def __init__(self, partial: Path, identity: str, *, stays: bool, rank: int = 0) -> None:
@@ -53,7 +53,7 @@ class Journal:
             yield move.item, [copy for copy in move.copies if copy.target.path in mine]
 
     def add(self, path: Path, regions: Sequence[Sequence[Any]]) -> None:
-        """Note that a file is complete, when it is on the disk."""
+        """Note that a file is complete, once it is on the disk."""
         sync(path)
         state = path.stat()
         entry = {
@@ -63,16 +63,16 @@ class Journal:
             "written": state.st_mtime_ns,
             "regions": regions,
         }
-        line = b"\n" + json.dumps(entry).encode()  # whatever a killed run has left of its last one
+        line = b"\n" + json.dumps(entry).encode()  # a killed run may have left a partial last line
         with self._lock:
             append(self._file, line)
 
     def kept(self) -> dict[Path, Kept]:
-        """Return the files that this and other processes have completed for the plan, as they still are."""
+        """Return the files that this and other processes have completed for the plan, if unchanged since."""
         kept: dict[Path, Kept] = {}
         for journal in journals(self._partial):
             for entry in _entries(journal):
-                with contextlib.suppress(KeyError, TypeError):  # what is no entry of ours
+                with contextlib.suppress(KeyError, TypeError):  # not an entry of this format
                     if entry["plan"] == self._identity:
                         path = self._partial / entry["file"]
                         kept[path] = Kept(entry["size"], entry["written"], tuple(map(tuple, entry["regions"])))
@@ -80,9 +80,9 @@ class Journal:
 
 
 def clear_except(partial: Path, kept: Mapping[Path, Kept]) -> bool:
-    """Remove what is in a partial directory beside its marker, its journals and the files that are kept.
+    """Remove everything in a partial directory except its marker, its journals and the kept files.
 
-    Where none is kept the journals go as well; returns whether there were some.
+    Where no file is kept the journals are removed as well; return whether there were some.
     """
     stale = [] if kept else journals(partial)
     for journal in stale:
@@ -91,7 +91,7 @@ def clear_except(partial: Path, kept: Mapping[Path, Kept]) -> bool:
         if path in kept or (path.parent == partial and is_bookkeeping(path.name)):
             continue
         if path.is_dir() and not path.is_symlink():
-            with contextlib.suppress(OSError):  # one that has kept files
+            with contextlib.suppress(OSError):  # a directory with kept files
                 path.rmdir()
         else:
             remove_tree(path)
@@ -99,9 +99,7 @@ def clear_except(partial: Path, kept: Mapping[Path, Kept]) -> bool:
 
 
 def fingerprint(plan: Plan, *, checksums: bool) -> str:
-    """Return what tells two plans apart: the version, the options, the source as it is,
-    and the layout of the target.
-    """
+    """Return the fingerprint of a plan: version, options, state of the source, and layout of the target."""
     root = plan.reservation.path
     digest = xxhash.xxh3_128()
     stamps = {path: plan.stamps[path][:2] for path in sorted(plan.source_files) if path in plan.stamps}

@@ -1,4 +1,4 @@
-"""From two checkpoints to a list of copies, with the proof that it is complete. Reads headers only.
+"""Planning of a conversion: from two checkpoints to a list of copies, proven complete. Reads headers only.
 
 A weight's slots in the source and in the target are boxes of the same global tensor, so every copy is an intersection
 of two boxes: there is one path for every pair of formats and layouts.
@@ -26,14 +26,14 @@ from mcore_convert.storage.views import Slot, View, bytes_of
 
 
 class Copy(NamedTuple):
-    """Two views of equal shape: the bytes of one go to the other."""
+    """Two views of equal shape: the bytes of `source` are copied to `target`."""
 
     source: View
     target: View
 
 
 class Move(NamedTuple):
-    """All copies of one weight. `slots` are where the target has it, `replicas` where it has boxes of these again."""
+    """All copies of one weight. `slots` are its slots in the target, `replicas` further slots of the same boxes."""
 
     item: Item
     copies: tuple[Copy, ...]
@@ -43,11 +43,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion will do: the files it reserves, and every copy. Nothing has been written.
+    """Plan of a conversion: the reserved files and every copy. Nothing has been written.
 
-    `sources` are the weights as they lie in the source, with what must hold in their data. `num_parameters` leaves out
-    padding, and counts a tied head once. `stamps` tell whether a source file has changed.
-    `options` are what the user has asked for, as the manifest keeps it.
+    `sources` are the weights as they lie in the source, with the checks of their data. `num_parameters` leaves out
+    padding, and counts a tied head once. `stamps` show whether a source file has changed.
+    `options` are those that the user gave, as the manifest records them.
     """
 
     family: Family
@@ -64,23 +64,23 @@ class Plan:
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """What must hold in the data of the source before anything is written."""
+        """Checks of the source's data that must hold before anything is written."""
         return self.sources.checks
 
     @property
     def source_files(self) -> set[Path]:
-        """The files that tensors are copied from."""
+        """Files that tensors are copied from."""
         views = (view for move in self.moves for copy in move.copies for view in copy.source.stored)
         return {*{id(view.path): view.path for view in views}.values()}  # views of a file share its path
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of tensors that are copied."""
+        """Number of bytes of tensors that are copied."""
         return bytes_of(copy.source for move in self.moves for copy in move.copies)
 
 
 class _Parts(NamedTuple):
-    """The intersections of boxes: the numbers of the source's and of the target's, and the common box.
+    """Intersections of boxes: the index of the source's box, that of the target's, and the common box.
 
     `is_complete`: the target's boxes tile the tensor, and each element of them is filled once.
     """
@@ -97,9 +97,9 @@ def _parts(sources: tuple[Box, ...], places: tuple[Box, ...], shape: Shape) -> _
 
 
 def _copied(slots: Sequence[Slot], places: Sequence[Slot], shape: Shape) -> tuple[list[Copy], bool]:
-    """Return what fills slots of the target from those of the source, and whether that is all of the tensor.
+    """Return the copies that fill slots of the target from those of the source, and whether they fill the whole tensor.
 
-    The boxes of experts and layers are alike, and are compared once.
+    Experts and layers have equal boxes, which are compared only once.
     """
     few = len(slots) <= FEW and len(places) <= FEW
     parts = (_parts if few else _parts.__wrapped__)(
@@ -112,8 +112,8 @@ def moves_between(family: Family, dims: Dims, sources: Sources, target: Checkpoi
     """Return the copies that fill every slot of the target, each element once.
 
     Raises:
-        MappingError: an element of a weight would be filled by nothing. This is a defect of the converter, not of the
-            input: `find_weights` and the reservation have promised otherwise.
+        MappingError: an element of a weight would not be filled. This is a defect of the converter, not of the
+            input: `find_weights` and the reservation guarantee otherwise.
     """
     findings = Findings()
     moves = []

@@ -31,7 +31,7 @@ def plan_conversion(model: Model, target: Target) -> Plan:
     """Plan a conversion completely; nothing is written.
 
     Raises:
-        ConvertError: the source is not whole, a weight has no place, the configuration cannot be represented, or the
+        ConvertError: the source is incomplete, a weight has no place, the configuration cannot be represented, or the
             layout does not fit.
     """
     written = target_named(target.format)
@@ -48,7 +48,7 @@ def plan_conversion(model: Model, target: Target) -> Plan:
 
 
 def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
-    """To or from Hugging Face: weights only, by the rows of the family."""
+    """Plan a conversion to or from Hugging Face: weights only, by the rows of the family."""
     if model.refusal is not None:
         raise model.refusal
     source = model.checkpoint
@@ -73,9 +73,9 @@ def _plan_with_family(model: Model, target: Target, notes: list[str]) -> Plan:
 
 
 def _plan_between_megatrons(model: Model, target: Target, notes: list[str]) -> Plan:
-    """Weights, and optimizer state with them, by the rows that any GPT model has; no family is involved.
+    """Plan a conversion of weights and optimizer state, by the rows of any GPT model; no family is involved.
 
-    As many rows of the padded vocabulary are kept as both layouts have, so that there and back is the identity.
+    The rows of the padded vocabulary that both layouts have are kept, so that a round trip is the identity.
     """
     source = model.checkpoint
     family = gpt.family(model.args)

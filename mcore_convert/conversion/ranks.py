@@ -1,7 +1,7 @@
-"""Processes that share a conversion, as torchrun starts them: their parts, where they meet, and the first error.
+"""Processes that share a conversion, as torchrun starts them: their parts, their barriers, and the first error.
 
-They share the file system that holds the target, and talk through torch.distributed's store alone: no process group,
-no CUDA. The first of them claims the destination, and gives it its name at the end.
+They share the file system that holds the target, and communicate through torch.distributed's store alone: no process
+group, no CUDA. The first of them claims the destination, and renames it at the end.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mcore_convert.storage.deferral import Deferral
 from mcore_convert.storage.progress import Meter
 from mcore_convert.storage.threads import started
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun and its like set for each process
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set per process by torchrun and similar launchers
 LOOK_EVERY = 0.05  # seconds
 BEAT_EVERY = 1.0
-SILENCE = 120.0  # seconds after which a process that says nothing is taken for dead
+SILENCE = 120.0  # seconds after which a process without a heartbeat is taken for dead
 CONNECT = 120.0
-LAST_WORD = 20.0  # seconds that a process that failed waits for the first one to tell of it
+LAST_WORD = 20.0  # seconds that a failed process waits for the first one to report its error
 
 
 class Store(Protocol):
-    """What is used of `torch.distributed.TCPStore`."""
+    """The methods that are used of `torch.distributed.TCPStore`."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -43,11 +43,11 @@ class Store(Protocol):
 
 
 class OtherRankError(ConvertError):
-    """Another process has failed, and the first one tells of it."""
+    """Failure of another process, which the first process reports."""
 
 
 class Ranks:
-    """This process among those that share a conversion; alone unless a store is given."""
+    """This process among those that share a conversion; the only one unless a store is given."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
         self.rank, self.size, self._store = rank, size, store
@@ -56,12 +56,12 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that claims the destination and speaks for all."""
+        """Whether this process claims the destination and reports for all."""
         return self.rank == 0
 
     def part(self, sizes: Mapping[Path, int]) -> set[Path]:
-        """Return the files of this process: the largest first, each to whoever has the fewest bytes;
-        every rank agrees.
+        """Return the files of this process: the largest first, each to the process with the fewest bytes so far;
+        all ranks compute the same parts.
         """
         loads = [(0, rank) for rank in range(self.size)]  # a heap
         mine = set()
@@ -73,10 +73,10 @@ class Ranks:
         return mine
 
     def meet(self, place: str) -> None:
-        """Wait until every process has come here.
+        """Wait until every process has reached this place.
 
         Raises:
-            ConvertError: one of them has failed, or says nothing any more.
+            ConvertError: one of them has failed, or has stopped responding.
         """
         if self._store is None:
             return
@@ -84,19 +84,19 @@ class Ranks:
         self._wait(lambda store: store.add(f"{place}/count", 0) >= self.size)
 
     def send(self, place: str, value: Any) -> None:
-        """Let the other processes have a value."""
+        """Send a value to the other processes."""
         if self._store is not None:
             self._store.set(place, json.dumps(value))
 
     def receive(self, place: str) -> Any:
-        """Wait for a value of another process; errors as of `meet`."""
+        """Wait for a value from another process; errors are those of `meet`."""
         assert self._store is not None
         self._wait(lambda store: store.check([place]))
         return json.loads(self._store.get(place))
 
     @contextlib.contextmanager
     def counting(self, meter: Meter) -> Iterator[None]:
-        """A scope in which this process copies: bytes are added up over all, and an error anywhere stops it."""
+        """Scope of the copying by this process: bytes are summed over all processes, and an error in any stops it."""
         if self._store is None:
             yield
             return
@@ -111,23 +111,23 @@ class Ranks:
         self._check()
 
     def fail(self, error: BaseException) -> None:
-        """Let the first process tell of an error, which is what all end with."""
+        """Report an error to the first process; all processes end with it."""
         if self._store is None:
             return
         if isinstance(error, ConvertError):
             record = {"kind": "ConvertError", "message": error.message, "items": list(error.items), "hint": error.hint}
         else:
             record = {"kind": type(error).__name__, "message": str(error), "items": [], "hint": None}
-        with contextlib.suppress(Exception):  # a store that has gone: torchrun has ended it
+        with contextlib.suppress(Exception):  # the store is gone if torchrun has ended it
             self._store.compare_set("error", "", json.dumps({"rank": self.rank, **record}))
-            # torchrun ends all when one has ended, and whoever was asked to end has no time
+            # torchrun ends all processes once one has ended, and a process asked to end has no time
             if not self.is_first and isinstance(error, Exception):
                 until = time.monotonic() + LAST_WORD
                 while time.monotonic() < until and not self._store.check(["reported"]):
                     time.sleep(LOOK_EVERY)
 
     def release(self) -> None:
-        """Let the others end: the first process has said what there is to say."""
+        """Let the other processes end, once the first one has reported everything."""
         if self._store is not None:
             with contextlib.suppress(Exception):
                 self._store.set("reported", "")
@@ -135,7 +135,7 @@ class Ranks:
     def _watch(self, meter: Meter, end: threading.Event) -> None:
         store = self._store
         assert store is not None
-        kept = sent = meter.done  # of files that were complete, which every process has counted
+        kept = sent = meter.done  # bytes of files that were already complete, which every process has counted
         while not end.wait(BEAT_EVERY / 4):
             try:
                 done = meter.done
@@ -144,7 +144,7 @@ class Ranks:
                 if self.is_first:
                     meter.show(kept + total)
                 self._check()
-            except Exception:  # reported by `counting`, which looks again
+            except Exception:  # reported by `counting`, which checks again
                 meter.stop.set()
                 return
 
@@ -157,7 +157,7 @@ class Ranks:
             time.sleep(LOOK_EVERY)
 
     def _check(self) -> None:
-        """Tell the others that this process lives, and look whether they do, and whether one has failed."""
+        """Send a heartbeat, and check whether the other processes live and whether one has failed."""
         store, now = self._store, time.monotonic()
         assert store is not None
         try:
@@ -167,7 +167,7 @@ class Ranks:
                 self._told = now
                 store.add(f"beat/{self.rank}", 1)
                 record = self._silent(store, now)
-        except RuntimeError as error:  # torch's own errors of a store are of this kind
+        except RuntimeError as error:  # the class of torch's own errors of a store
             raise ConvertError("the processes of this conversion have lost one another", items=[str(error)]) from error
         if record is None:
             return
@@ -178,7 +178,7 @@ class Ranks:
         )
 
     def _silent(self, store: Store, now: float) -> dict[str, Any] | None:
-        """Return the error of a process that has said nothing for long; only the first one looks for it."""
+        """Return the error of a process without a recent heartbeat; only the first process checks for it."""
         for rank in range(1, self.size) if self.is_first else ():
             beats = store.add(f"beat/{rank}", 0)
             if beats != self._beats.get(rank, (0, 0.0))[0] or rank not in self._beats:
@@ -193,7 +193,7 @@ ALONE = Ranks()
 
 
 def is_shared(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process is one of several that torchrun, or what sets the same variables, has started."""
+    """Return whether this process is one of several started by torchrun, or by a launcher with its variables."""
     return all(name in environment for name in VARIABLES) and int(environment["WORLD_SIZE"]) > 1
 
 
@@ -224,7 +224,7 @@ def connected(environment: Mapping[str, str] = os.environ) -> Ranks:
             f"rank {rank} cannot reach the store of rank 0 at {host}:{port} from {socket.gethostname()}",
             items=[str(error).splitlines()[0]],
         ) from error
-    # the attempts of one torchrun share a store
+    # the restarts of one torchrun share a store
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Ranks(rank, size, PrefixStore(f"mcore-convert/{attempt}", store))
 
@@ -233,13 +233,13 @@ _current: ContextVar[Ranks] = ContextVar("ranks", default=ALONE)
 
 
 def current() -> Ranks:
-    """Return the processes that this conversion is shared with; this one alone unless they have `joined`."""
+    """Return the processes that share this conversion; this one alone unless they have `joined`."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
-    """A scope in which all processes that torchrun has started do one thing together.
+    """Scope in which all processes that torchrun has started do one thing together.
 
     Raises:
         ConvertError: they cannot reach one another.

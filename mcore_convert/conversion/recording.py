@@ -1,4 +1,4 @@
-"""The record of a conversion, made while it writes: checksums, sources, NaN and infinities."""
+"""The record of a conversion, made during the copying: checksums, sources, NaN and infinities."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from mcore_convert.storage.paths import files_in, moved, name_below
 from mcore_convert.storage.sources import handle_of, open_file
 from mcore_convert.storage.views import View
 
-MAX_NAME = chr(0x10FFFF)  # behind any name
+MAX_NAME = chr(0x10FFFF)  # sorts behind any name
 
 
 class Stored(NamedTuple):
-    """A box of a tensor where it is written. `again`: a copy of what is stored elsewhere, too."""
+    """Box of a tensor where it is written. `again`: a replica of a box that is stored elsewhere, too."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(plan: Plan) -> Iterator[Stored]:
-    """Yield every tensor that a plan writes, by its own name where it lies in one piece, else by its weight's."""
+    """Yield every tensor that a plan writes, by its own name if it is stored in one piece, else by its weight's."""
     if plan.target.whole_views:
         for name, view in plan.target.whole_views.items():
             yield Stored(name, view.dtype, view.shape, Box.whole(view.shape), view)
@@ -68,7 +68,7 @@ def _made_of(plan: Plan) -> dict[str, set[str]]:
 
 
 class _Places:
-    """The names of tensors by where they lie."""
+    """Names of tensors by their place in a file."""
 
     def __init__(self, views: Mapping[str, View]) -> None:
         self._names: dict[Path, list[tuple[int, str]]] = defaultdict(list)
@@ -79,8 +79,8 @@ class _Places:
             names.sort()
 
     def names_of(self, view: View) -> set[str]:
-        """Return the tensor that a view is of; of those at one place the last by name.
-        Of a coded one all that is stored.
+        """Return the tensor that a view belongs to; of several at one place, the last by name.
+        For a coded tensor, return all its stored tensors.
         """
         if view.coded is not None:
             return {*view.coded.names}
@@ -89,12 +89,12 @@ class _Places:
 
 
 class Recording:
-    """The regions of the files that a plan writes below `partial`, and the copies that are still to fill them.
+    """Regions of the files that a plan writes below `partial`, and the number of copies that each still waits for.
 
-    Without `checksums` there is no region, nothing is read or counted, and bytes are copied by the kernel.
+    Without `checksums` there are no regions, nothing is read or counted, and the kernel copies bytes.
 
     Args:
-        mine: those of the files that this process fills, by the names that they will have.
+        mine: the files that this process fills, by their final names.
     """
 
     def __init__(self, plan: Plan, partial: Path, mine: Set[Path], *, checksums: bool = True) -> None:
@@ -103,7 +103,7 @@ class Recording:
         self._starts: dict[Path, tuple[list[int], list[Region]]] = {}
         self._here: dict[Path, Path] = {}
         self._lock = threading.Lock()
-        self._left = dict.fromkeys(map(self.here, sorted(mine)), 0)  # copies, by file
+        self._left = dict.fromkeys(map(self.here, sorted(mine)), 0)  # number of pending copies per file
         if checksums:
             self._lay_out()
         for copy in (copy for move in plan.moves for copy in move.copies if copy.target.path in mine):
@@ -117,7 +117,7 @@ class Recording:
 
     @without_collection()
     def _lay_out(self) -> None:
-        """Make the regions of all files."""
+        """Compute the regions of all files."""
         spans: dict[Path, list[tuple[int, int, str]]] = defaultdict(list)
         for stored in stored_tensors(self._plan):
             if stored.view.nbytes:
@@ -125,7 +125,7 @@ class Recording:
         for path in sorted(spans):
             here, regions = self.here(path), self._regions[self.here(path)]
             for start, end, dtype in sorted(spans[path]):
-                if regions and start < regions[-1].end:  # tensors of one place, as tied ones, or that lie in between
+                if regions and start < regions[-1].end:  # tensors at one place, such as tied ones, or interleaved ones
                     regions[-1].end = max(regions[-1].end, end)
                     regions[-1].dtype = dtype if dtype == regions[-1].dtype else None
                 else:
@@ -133,29 +133,29 @@ class Recording:
         self._starts = {path: ([each.start for each in regions], regions) for path, regions in self._regions.items()}
 
     def here(self, path: Path) -> Path:
-        """Return where a file of the destination is while it is written."""
+        """Return the path of a file of the destination while it is being written."""
         known = self._here.get(path)
         if known is None:
             known = self._here[path] = moved(path, self._plan.reservation.path, self._partial)
         return known
 
     def _at(self, path: Path, offset: int) -> Region | None:
-        """Return the region that has a byte of a file."""
+        """Return the region that contains a byte of a file."""
         starts, regions = self._starts.get(path, ((), ()))
         number = bisect.bisect_right(starts, offset) - 1
         return regions[number] if number >= 0 and offset < regions[number].end else None
 
     def feed(self, path: Path, at: int, part: memoryview) -> None:
-        """Take bytes that were written."""
+        """Add bytes that were written to the checksum of their region."""
         region = self._at(path, at)
         if region is not None:
             region.add(at, part)
 
     def in_order(self, copies: Sequence[Copy]) -> list[list[list[Copy]]]:
-        """Return the copies of a weight in groups for `copy_together`, those that fill one region in one list,
-        in its order.
+        """Return the copies of a weight in groups for `copy_together`: the groups that fill one region in one list,
+        in the order of the region.
 
-        One thread that runs them all writes the region from its start to its end.
+        One thread that runs such a list writes the region from its start to its end.
         """
         if len(copies) == 1:
             return [[[*copies]]]
@@ -181,7 +181,7 @@ class Recording:
         return [*alone, *distinct]
 
     def done(self, copies: Iterable[Copy], files: Files) -> list[Path]:
-        """Note that copies, by their places below `partial`, are complete; returns the files that have the last one."""
+        """Note that copies, by their places below `partial`, are done; return the files that this completes."""
         copies = list(copies)
         full = []
         with self._lock:
@@ -196,7 +196,7 @@ class Recording:
             if not region.is_complete:
                 region.finish(files.writing(region.path))
         complete = []
-        with self._lock:  # again: a file is complete when all of its regions are finished
+        with self._lock:  # second lock: a file is complete once all of its regions are finished
             for copy in copies:
                 self._left[copy.target.path] -= 1
                 if not self._left[copy.target.path]:
@@ -207,28 +207,26 @@ class Recording:
 
     @property
     def filled(self) -> Set[Path]:
-        """The files that this process fills, by their places below `partial`."""
+        """Files that this process fills, by their places below `partial`."""
         return self._left.keys()
 
     def untouched(self, files: Files) -> list[Path]:
-        """Return the files of this process that no copy fills, as those of padding alone;
-        their regions are finished.
-        """
+        """Return the files of this process that no copy fills, such as those of padding alone; finish their regions."""
         for path in self._untouched:
             self._finish(path, files)
         return self._untouched
 
     def _finish(self, path: Path, files: Files) -> None:
-        """Finish what no copy has filled of a file, as rows that are padding alone."""
+        """Finish the regions of a file that no copy has filled, such as rows of padding alone."""
         for region in self._regions.get(path, ()):
             region.finish(files.writing(path))
 
     def facts_of(self, path: Path) -> list[list[Any]]:
-        """Return what is known of the regions of a file that is complete, for `adopt`."""
+        """Return the facts of the regions of a complete file, for `adopt`."""
         return [[each.start, each.end, each.nan, each.infinite, each.sums] for each in self._regions.get(path, ())]
 
     def adopt(self, path: Path, facts: Sequence[Sequence[Any]]) -> None:
-        """Take what another process, or one before this, knows of a file that it has completed."""
+        """Adopt the facts of a file that another process, or an earlier run, has completed."""
         regions = self._regions.get(path, [])
         if [(start, end) for start, end, *_ in facts] != [(region.start, region.end) for region in regions]:
             raise ValueError(f"`{path}` was written in other regions than those of this plan")
@@ -236,7 +234,7 @@ class Recording:
             region.adopt(nan, infinite, sums)
 
     def not_finite(self) -> list[str]:
-        """Return the tensors that have NaN or infinities, a line each with their counts."""
+        """Return the tensors that have NaN or infinities, one line each with their counts."""
         counts: dict[str, list[int]] = {}
         if any(region.nan or region.infinite for region in chain.from_iterable(self._regions.values())):
             seen: set[Region] = set()
@@ -255,7 +253,7 @@ class Recording:
 
     @without_collection()
     def write_manifest(self) -> Path:
-        """Write the manifest of all that is in the checkpoint's directory, when the rest is there; returns its path."""
+        """Write the manifest of the checkpoint's directory, once all other files are there; return its path."""
         plan = self._plan
         folder = self.here(plan.target.path)
         paths = sorted({*files_in(folder).values(), *self._noted})
@@ -273,16 +271,16 @@ class Recording:
         for name, quantised in (("decoded", plan.source.quantised), ("quantised", plan.target.quantised)):
             if quantised is not None:
                 facts[name] = {field: value for field, value in asdict(quantised).items() if value is not None}
-        headers = {} if plan.target.whole_views else plan.target.tensors  # which go by the names of tensors
+        headers = {} if plan.target.whole_views else plan.target.tensors  # whole views have the tensors' names
         write_manifest(folder / MANIFEST, manifest_lines(facts, listed, headers, self._tensors(folder)))
         return folder / MANIFEST
 
     def note(self, path: Path) -> None:
-        """Take what the manifest says of a file that is complete, and will not be there when it is written."""
+        """Record the manifest's entry of a complete file that will be gone when the manifest is written."""
         self._noted[path] = self._file(path)
 
     def _file(self, path: Path) -> dict[str, Any]:
-        """Return the size of a file, and the checksum of what is in none of its regions."""
+        """Return the size of a file, and the checksum of the bytes outside of its regions."""
         size = path.stat().st_size
         if not self.checksums:
             return {"size": size}

@@ -1,4 +1,4 @@
-"""The proof of a target before it gets its name: opened anew from its own headers."""
+"""Proof of a target before it gets its name: the directory is reopened from its own headers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FAULTY_HINT = "is the disk or the memory faulty? nothing was left behind"
 
 @without_collection()
 def check_reopened(plan: Plan, partial: Path) -> None:
-    """Prove that the headers in `partial` say what the plan has reserved: each tensor, its dtype, shape and place.
+    """Prove that the headers in `partial` match the reservation of the plan: each tensor, its dtype, shape and place.
 
     Raises:
-        UnwritableTarget: they do not, or cannot be read.
+        UnwritableTarget: they do not match, or cannot be read.
     """
     reserved = plan.target
     try:
@@ -44,7 +44,7 @@ def check_reopened(plan: Plan, partial: Path) -> None:
 
 
 def _differences(plan: Plan, partial: Path, written: Checkpoint) -> Iterator[str]:
-    """Yield the keys and the weights that are not where they should be."""
+    """Yield the keys and the weights that are misplaced."""
     wanted, actual = plan.target.tensors, written.tensors
     yield from (key for key in {**wanted, **actual} if wanted.get(key) != actual.get(key))
     final = plan.reservation.path

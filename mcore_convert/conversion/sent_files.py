@@ -1,4 +1,4 @@
-"""The files of a remote destination while they are filled: a few at a time on this machine, sent when complete."""
+"""Files of a remote destination while they are filled: a few at a time on this machine, sent when complete."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mcore_convert.storage.paths import moved
 from mcore_convert.storage.remote import RemotePath
 from mcore_convert.storage.sending import Sending
 
-ON_DISK = 2  # files of tensors that are on this machine at once: one is filled while one is sent
+ON_DISK = 2  # files of tensors on this machine at once: one is filled while one is sent
 
 
 class SentFiles:
-    """What stands in the place of a journal.
+    """The record of a remote destination, in place of a journal.
 
     Args:
-        partial: where the files are on this machine.
-        note: called with a file that is complete, before it is sent and removed here.
+        partial: directory of the files on this machine.
+        note: called with a complete file, before it is sent and removed here.
     """
 
     stays = False
@@ -33,7 +33,7 @@ class SentFiles:
         self._failed = threading.Event()
 
     def work(self, plan: Plan, mine: Set[Path], stop: threading.Event) -> Iterator[tuple[Item, Sequence[Copy]]]:
-        """Yield the copies of each weight into each file, file by file; the next begins when there is room for it."""
+        """Yield the copies of each weight, file by file; the next file begins when there is room for it."""
         by_file: dict[Path, list[tuple[Item, list[Copy]]]] = {
             path: [] for path in plan.reservation.sizes if path in mine
         }
@@ -50,7 +50,7 @@ class SentFiles:
             yield from work
 
     def add(self, path: Path, regions: Sequence[Sequence[Any]]) -> None:
-        """Send a file that is complete."""
+        """Send a complete file."""
         try:
             self.note(path)
             self.send(path)

@@ -1,4 +1,4 @@
-"""Laying out what a conversion writes: the files of the target, its configuration, and what to tell the user."""
+"""Layout of a target: its files, its configuration, and the notes to the user."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ COMMAND_FILE = "megatron_args.txt"
 
 @dataclass(frozen=True)
 class Target:
-    """What to write: the format, the layout that Megatron will run, and sizes of files.
+    """Description of a target: the format, the layout that Megatron will run, and sizes of files.
 
-    `iteration` names the directory `iter_*`; None writes `release`. `tokenizer` is what the stored arguments name as
-    one, or, on Hugging Face's side, where the one comes from that the caller adds. `release` of Megatron-LM is the one
-    to load it; that which wrote the source where it can be told, else the newest.
-    `allow_drift` takes the first rank's copy where ranks of the source disagree on what all of them hold.
-    `from_master` takes master copies in place of the weights on Hugging Face's side.
+    `iteration` names the directory `iter_*`; None writes `release`. `tokenizer` is the one that the stored arguments
+    name, or, on Hugging Face's side, the origin of the one that the caller adds. `release` is the Megatron-LM release
+    that will load it; unless given, the one that wrote the source if known, else the newest.
+    `allow_drift` uses the first rank's copy where ranks of the source disagree on values that all of them hold.
+    `from_master` writes master copies in place of the weights on Hugging Face's side.
     `dtype` rounds the weights on Hugging Face's side; they stay as stored unless given. `options` are the format's own;
-    None stands for what was not given. `reading` is what a user has said of the source, for the manifest.
+    None means not given. `reading` are the user's options for the source, for the manifest.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Target:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What a user has asked for in plain values: all that is not as it is unless given."""
+        """Options of the user in plain values: all that differ from their defaults."""
         every = {
             "to": self.format,
             **{name: value for name, value in vars(self.layout).items() if value != getattr(Layout(), name)},
@@ -89,7 +89,7 @@ class Target:
 
 
 def reading_of(options: SourceOptions) -> dict[str, Any]:
-    """Return the options given for a source, in plain values without the path of a machine; None for others."""
+    """Return the options for a source, in plain values without paths of the machine; None where not given."""
     hf_config = options.get("hf_config")
     return {
         "family": options.get("family"),
@@ -101,7 +101,7 @@ def reading_of(options: SourceOptions) -> dict[str, Any]:
 
 
 def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str]) -> tuple[Checkpoint, Reservation]:
-    """Lay out a Hugging Face directory: its configuration is synthesised, or the original one corrected."""
+    """Lay out a Hugging Face directory with a synthesised configuration, or the original one corrected."""
     dtype_of = sources.dtype_of
     trained = {dtype for item, dtype in dtype_of.items() if item.weight.trained}  # buffers stay as they are
     cast = target.dtype is not None and trained != {target.dtype}
@@ -139,7 +139,7 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
         notes.append(f"quantised: {quantised}; {quantised.loss} is lost")
     folder = model.folder
     if folder is not None:
-        there = [name for name in carried_files(folder) if from_hf or name != CARD]  # it describes the original
+        there = [name for name in carried_files(folder) if from_hf or name != CARD]  # the card describes the original
         reservation.carried = {target.path / name: folder / name for name in there}
     return checkpoint, reservation
 
@@ -205,12 +205,12 @@ def lay_out_megatron(
         there = [file for file in carried if (folder / file).is_file()]
         reservation.carried |= {hf_folder / file: folder / file for file in there}
         if model.checkpoint.quantised is not None and model.config is not None:
-            reservation.texts[hf_folder / CONFIG] = json_bytes(model.config)  # of the weights that are written
+            reservation.texts[hf_folder / CONFIG] = json_bytes(model.config)  # describes the written weights
     return checkpoint, reservation
 
 
 def _whole_states(dtype_of: Mapping[Item, str]) -> dict[Item, str]:
-    """Return the dtypes with every state of an optimizer in fp32, as Megatron Core stores any precision."""
+    """Return the dtypes with every optimizer state in fp32, as Megatron Core stores any precision."""
     return {item: dtype if item.state == PARAM else "float32" for item, dtype in dtype_of.items()}
 
 
@@ -227,7 +227,7 @@ def _reserve(target: Target, request: Request) -> tuple[Checkpoint, Reservation]
 def _stored_arguments(
     model: Model, dims: Dims, target: Target, dtype_of: Mapping[Item, str], hf_folder: Path, carried: list[str]
 ) -> dict[str, Any]:
-    """Return the run's own arguments where there are some, changed in what the layout changes; else a full new set."""
+    """Return the run's own arguments, changed for the layout; a full new set if the source stores none."""
     layout = target.layout
     source = model.checkpoint
     stored = source.common.args
@@ -252,9 +252,9 @@ def _stored_arguments(
 
 
 def _rounded_to(source: Checkpoint) -> str | None:
-    """Return the dtype in which the run of a source computes with its fp32 weights; None for that of the weights.
+    """Return the dtype in which a run computes with its fp32 weights; None if it computes in the dtype of the weights.
 
-    Those that are held as master copies are rounded in use.
+    Weights that are held as master copies are rounded in use.
     """
     args = source.common.args or {}
     if not source.weights_are_masters:
@@ -263,7 +263,7 @@ def _rounded_to(source: Checkpoint) -> str | None:
 
 
 def _dtypes_of_run(source: Checkpoint, dtype_of: Mapping[Item, str]) -> dict[Item, str]:
-    """Return the dtypes of the tensors, with weights that are held as master copies in that of the run."""
+    """Return the dtypes of the tensors, where weights held as master copies have the dtype of the run."""
     run = _rounded_to(source)
     if run is None:
         return dict(dtype_of)
@@ -280,7 +280,7 @@ def _note(
     notes: list[str],
     random: RandomStates | None,
 ) -> None:
-    """Note what a user should know of a Megatron target."""
+    """Add the notes to the user about a Megatron target."""
     layout, vocab = target.layout, model.dims.vocab_size
     if model.checkpoint.side is Side.HUGGING_FACE and dims.padded_vocab_size != vocab:
         notes.append(f"the vocabulary of {vocab} is padded to {dims.padded_vocab_size} rows for tp = {layout.tp}")
@@ -301,7 +301,7 @@ def _note(
 
 
 def _dtype_flags(dtype_of: Mapping[Item, str]) -> dict[str, Any]:
-    """Megatron's dtype arguments as the weights are, whatever the run's arguments said."""
+    """Return Megatron's dtype arguments for the dtype of the weights, whatever the run's arguments were."""
     dtype = next(iter(dtype_of.values()))
     flags = {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
     return {**flags, "params_dtype": arguments.DTYPES[dtype]} if dtype in arguments.DTYPES else flags

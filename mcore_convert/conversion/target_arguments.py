@@ -1,4 +1,4 @@
-"""The arguments of a Megatron target that follow from what is written there: modules, optimizer and layout."""
+"""Arguments of a Megatron target that follow from its content: modules, optimizer and layout."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def implementation_of(args: Mapping[str, Any]) -> str:
 
 
 def experts_of(args: Mapping[str, Any]) -> str:
-    """Return how such a run keeps its experts."""
+    """Return the form in which such a run keeps its experts."""
     grouped = args.get("moe_grouped_gemm") and implementation_of(args) == modules.TRANSFORMER_ENGINE
     return modules.GROUPED if grouped else modules.SEQUENTIAL
 
 
 def modules_of(source: LayerSpec | None, args: Mapping[str, Any], implementation: str | None) -> dict[str, Any]:
-    """Return the arguments that choose the modules: those whose names the files have.
+    """Return the arguments that choose the modules, so that their parameters have the names in the files.
 
-    Megatron's own spec keeps experts one by one: `--moe-grouped-gemm` without Transformer Engine was another module up
-    to 0.16, `GroupedMLP`, in whose form nothing is written.
+    Megatron's own spec keeps experts one by one: up to 0.16 `--moe-grouped-gemm` without Transformer Engine was another
+    module, `GroupedMLP`, whose form is not written here.
     """
     chosen_by = source.implementation if source else implementation_of(args)
     implementation = implementation or chosen_by
@@ -44,9 +44,9 @@ def modules_of(source: LayerSpec | None, args: Mapping[str, Any], implementation
 
 
 def optimizer_arguments(training: Training) -> dict[str, Any]:
-    """Return the arguments by which Megatron-LM finds the optimizer's state, as the state itself has them.
+    """Return the arguments by which Megatron-LM locates the optimizer's state, taken from the state itself.
 
-    A checkpoint whose arguments say that no optimizer was saved is loaded without one (`load_checkpoint`).
+    A checkpoint whose arguments record that no optimizer was saved is loaded without one (`load_checkpoint`).
     """
     fields: dict[str, Any] = {"use_distributed_optimizer": training.distributed, "no_save_optim": None}
     scheduler = training.scheduler or {}
@@ -62,8 +62,8 @@ def optimizer_arguments(training: Training) -> dict[str, Any]:
 def layout_arguments(layout: Layout, dims: Dims) -> dict[str, Any]:
     """Return the Megatron arguments that a layout decides.
 
-    Layers of a virtual stage say how many there are where all stages have as many; else Megatron-LM is told the number
-    of virtual stages. A pipeline layout says it by itself.
+    The number of layers per virtual stage is given where all stages are equal; else Megatron-LM gets the number of
+    virtual stages. A pipeline layout implies it.
     """
     vpp = layout.num_virtual_stages if layout.num_virtual_stages > 1 else None
     stages = vpp if layout.pipeline_layout is None else None
@@ -86,7 +86,7 @@ def layout_arguments(layout: Layout, dims: Dims) -> dict[str, Any]:
     }
 
 
-# What says how the stages of a `GPTModel` are cut. In a hybrid the borders of stages within the pattern do.
+# Arguments that cut a `GPTModel` into stages. In a hybrid the stage borders within the pattern do so instead.
 NO_STAGES: dict[str, Any] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
@@ -99,14 +99,13 @@ NO_STAGES: dict[str, Any] = {
 
 
 def pattern_arguments(layout: Layout, dims: Dims, release: Release) -> dict[str, Any]:
-    """Return the arguments that say the layers of a hybrid, and the stages that are not of equal size;
-    none for other models.
+    """Return the arguments for the layers of a hybrid and for its stages of unequal size; none for other models.
 
-    Both names of the pattern are stored where any release may load it, each of which reads its own
+    Both names of the pattern are stored where any release may load it; each release reads its own name
     (`load_args_from_checkpoint`).
 
     Raises:
-        LayoutError: the release has no such stages, or no such layers.
+        LayoutError: the release does not support such stages, or such layers.
     """
     if dims.pattern is None:
         return {}
@@ -118,7 +117,7 @@ def pattern_arguments(layout: Layout, dims: Dims, release: Release) -> dict[str,
             f"Mamba layers that are {inner} wide, and not {usual}, need Megatron-LM {spelled(MIXER_HEADS)} or later"
         )
     since = spelled(PATTERN_WITH_STAGES)
-    fixed = {"is_hybrid_model": True, **dict.fromkeys(hybrid.RATIOS, 0.0)}  # beside a pattern 0.17 refuses the latter
+    fixed = {"is_hybrid_model": True, **dict.fromkeys(hybrid.RATIOS, 0.0)}  # 0.17 refuses ratios beside a pattern
     only_ends = layout.pipeline_layout is None and not (layout.account_for_embedding or layout.account_for_loss)
     if layout.num_virtual_stages == 1 and only_ends:
         newer = {} if release < PATTERN_WITH_STAGES else {hybrid.PATTERN: dims.pattern}
@@ -132,7 +131,7 @@ def pattern_arguments(layout: Layout, dims: Dims, release: Release) -> dict[str,
 
 
 def refuse_young(args: Mapping[str, Any], dims: Dims, layout: Layout, release: Release) -> None:
-    """Refuse what the release to write for has not yet."""
+    """Refuse features that the release to write for does not have yet."""
     young = {
         "a pipeline layout": (layout.pipeline_layout is not None, releases.PIPELINE_LAYOUT),
         "attention with sinks": (args.get("softmax_type") == "learnable", releases.SINKS),

@@ -21,13 +21,13 @@ from mcore_convert.spec.layout import Layout
 from mcore_convert.storage.codecs import Quantised
 from mcore_convert.storage.views import TensorMeta
 
-RANK = re.compile(r"mp_rank_[\d_]+( model\d+)?: ")  # tensors of all ranks are counted together
+RANK = re.compile(r"mp_rank_[\d_]+( model\d+)?: ")  # prefix of a rank; tensors of all ranks are counted together
 INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class WeightLine:
-    """One line of the table of weights: `count` tensors whose names differ in an index only."""
+    """Line of the table of weights: `count` tensors whose names differ in an index only."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,11 +38,11 @@ class WeightLine:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a directory holds. `refusals` says why no family represents it, where none does.
+    """Content of a directory. `refusals` are the reasons why no family represents it.
 
-    `ranks` are those of the layout that it was saved at, `planned` those of one that was asked for. `statistics` are
-    there where they were asked for, and `outliers` what stands out in them. `quantised` is there where weights are
-    decoded as they are read; `nbytes` and `dtypes` are those of the files, and `weights` what they stand for.
+    `ranks` are those of the layout that it was saved at, `planned` those of a requested layout. `statistics` are
+    present if requested, with the `outliers` in them. `quantised` is set where weights are
+    decoded on reading; `nbytes` and `dtypes` are then those of the files, and `weights` the decoded ones.
     """
 
     path: str
@@ -72,16 +72,14 @@ class Inspection:
     quantised: Quantised | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        own = {name: getattr(self, name) for name in ("ranks", "planned", "statistics")}  # make theirs themselves
+        """Return plain values for JSON."""
+        own = {name: getattr(self, name) for name in ("ranks", "planned", "statistics")}  # have their own `as_dict`
         plain = asdict(replace(self, ranks=(), planned=(), statistics=()))
         return plain | {name: [each.as_dict() for each in parts] for name, parts in own.items()}
 
 
 def inspection_of(opened: Opened) -> Inspection:
-    """Describe an open checkpoint by its headers. That weights are whole is not proven:
-    `verify` and `convert` do that.
-    """
+    """Describe an open checkpoint by its headers. Completeness is not proven here: `verify` and `convert` do that."""
     checkpoint, model, refusals = opened.checkpoint, opened.model, opened.refusals
     tensors, stored = checkpoint.tensors, checkpoint.headers.values()
     dims = model.dims if model else None
@@ -118,7 +116,7 @@ def _notes(model: Model) -> tuple[str, ...]:
 
 
 def _ranks(model: Model) -> tuple[RankPart, ...]:
-    """Return what each rank of the run held; nothing where its arguments do not tell."""
+    """Return the part of each rank of the run; empty where the arguments do not determine it."""
     layout = saved_layout(model)
     if layout is None:
         return ()
@@ -129,7 +127,7 @@ def _ranks(model: Model) -> tuple[RankPart, ...]:
 
 
 def saved_layout(model: Model) -> Layout | None:
-    """Return the layout at which a checkpoint was saved; None where it has none, or does not tell."""
+    """Return the layout at which a checkpoint was saved; None if it has none, or does not record it."""
     checkpoint = model.checkpoint
     if checkpoint.side is Side.HUGGING_FACE:
         return None
@@ -142,11 +140,11 @@ def saved_layout(model: Model) -> Layout | None:
 
 
 def planned_ranks(opened: Opened, layout: Layout) -> tuple[RankPart, ...]:
-    """Return what each rank would hold at another layout, its vocabulary padded as Megatron-LM pads it there.
+    """Return the part of each rank at another layout, with the vocabulary padded as Megatron-LM pads it there.
 
     Raises:
-        LayoutError: the model does not fit it.
-        ConfigError: the model is not known.
+        LayoutError: the model does not fit the layout.
+        ConfigError: the model is unknown.
     """
     model = opened.model
     if model is None:
@@ -167,7 +165,7 @@ def dtype_of(model: Model) -> str:
 
 
 def _layout_sizes(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the sizes of the layout that stored arguments tell; None where they tell none."""
+    """Return the sizes of the layout in stored arguments; None if they have none."""
     tp, etp = args.get("tensor_model_parallel_size"), args.get("expert_tensor_parallel_size")
     sizes = {
         "tp": tp,

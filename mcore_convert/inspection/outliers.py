@@ -1,4 +1,4 @@
-"""Weights that stand out, named in words: what is no number, what is zero, and what differs from the other layers'."""
+"""Outliers among weights, described in words: NaN and infinities, zeros, and norms unlike those of other layers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mcore_convert.inspection.statistics import WeightStatistics
 from mcore_convert.spec.names import PARAM
 from mcore_convert.text.grouping import folded
 
-# A norm stands out when its logarithm lies this many robust standard deviations from what the neighbouring layers
-# suggest, and by this factor at least. The deviation is taken as no less than 5 %: layers that are nearly equal are no
-# measure. Norms that grow or fall with depth are usual, so the neighbours are continued as a line.
+# A norm is an outlier when its logarithm lies this many robust standard deviations from the value expected from the
+# neighbouring layers, and differs by this factor at least. The deviation is at least 5 %, as the spread of nearly equal
+# layers is no measure. Norms often grow or fall with depth, so the neighbours are extrapolated along a line.
 ROBUST_Z = 3.5
 LEAST_FACTOR = 1.25
 LEAST_DEVIATION = 0.05
@@ -27,7 +27,7 @@ MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 PEAK = 50.0  # largest magnitude over the rms; of a million normal values it is about 5
 PEAK_ELEMENTS = 1000  # of fewer elements no single one is an outlier
-ZEROS = 0.1  # share of zeros that is worth a word
+ZEROS = 0.1  # share of zeros that is worth a note
 SHOWN_RANGES = 4
 
 
@@ -36,7 +36,7 @@ Words = Callable[[WeightStatistics], str]
 
 @dataclass(frozen=True)
 class Outlier:
-    """Something that a user should look at. `names` are the tensors that it speaks of; `layers` theirs."""
+    """Something that a user should look at. `names` are the tensors concerned, `layers` their layers."""
 
     kind: str
     weight: str
@@ -47,7 +47,7 @@ class Outlier:
 
 
 def find_outliers(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
-    """Yield what stands out, the worst first: not a number, zeros, norms, single elements."""
+    """Yield the outliers, the worst first: NaN and infinities, zeros, norms, single elements."""
     parameters = [weight for weight in weights if weight.state == PARAM]
     yield from _folded("nan", [w for w in weights if w.num_nan], _nan)
     yield from _folded("inf", [w for w in weights if w.num_inf], _inf)
@@ -66,7 +66,7 @@ def _one(kind: str, members: Sequence[WeightStatistics], text: str) -> Outlier:
 
 
 def _folded(kind: str, statistics: Sequence[WeightStatistics], words: Words) -> Iterator[Outlier]:
-    """Yield one outlier for each weight, its layers folded; what differs among them is described of the first."""
+    """Yield one outlier per weight, its layers folded; where their texts differ, that of the first is given."""
     for members in folded(statistics):
         names = fold(member.name for member in members)
         texts = list(dict.fromkeys(map(words, members)))
@@ -99,7 +99,7 @@ def _dead(weight: WeightStatistics) -> str:
 
 
 def _norms(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
-    """Weights whose norm is not what the same weight in the neighbouring layers suggests."""
+    """Yield weights whose norm is not the one expected from the same weight in the neighbouring layers."""
     for siblings in folded(weight for weight in weights if weight.layer is not None and weight.norm > 0):
         expected = _expected(siblings)
         if expected is None:
@@ -115,9 +115,9 @@ def _norms(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
 
 
 def _expected(siblings: Sequence[WeightStatistics]) -> NDArray[np.float64] | None:
-    """Return the logarithm of each norm as the neighbouring layers continue; None where they are too few to tell.
+    """Return the logarithm of each norm as expected from the neighbouring layers; None if there are too few layers.
 
-    A layer of experts counts by their median, and for its own experts too.
+    A layer of experts counts by the median of its experts, which is also used for these experts themselves.
     """
     by_layer: dict[int, list[float]] = {}
     for weight in siblings:
@@ -132,9 +132,7 @@ def _expected(siblings: Sequence[WeightStatistics]) -> NDArray[np.float64] | Non
 
 
 def _continued(away: NDArray[Any], values: NDArray[np.float64], *, with_own: bool) -> float:
-    """Return the value at distance 0 on a line through the nearest others,
-    of which some may be wrong (Theil and Sen).
-    """
+    """Return the value at distance 0 on a line through the nearest others, robust to outliers (Theil and Sen)."""
     others = np.flatnonzero((away != 0) | with_own)
     nearest = others[np.argsort(np.abs(away[others]), kind="stable")[:AROUND]]
     x, y = away[nearest], values[nearest]
@@ -144,7 +142,7 @@ def _continued(away: NDArray[Any], values: NDArray[np.float64], *, with_own: boo
 
 
 def _peaks(weights: Sequence[WeightStatistics]) -> Iterator[Outlier]:
-    """Weights with an element far beyond all of its others."""
+    """Yield weights with an element far larger than all of its others."""
     for weight in weights:
         if weight.peak > PEAK and weight.numel >= PEAK_ELEMENTS and weight.largest_at is not None:
             what = f"{weight.largest:.3g} at {list(weight.largest_at)}"

@@ -17,10 +17,10 @@ EMBEDDING, OUTPUT = "embedding", "output"
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank: the layers of each of its stages, what else it holds, and the bytes of its weights.
+    """Part of one rank: the layers of each of its stages, what else it holds, and the bytes of its weights.
 
-    `layers` are global indices, a range for each virtual stage. `experts` are global indices, where there are any;
-    `expert_part` says which part of each the rank has, and of how many.
+    `layers` are global indices, a range per virtual stage. `experts` are global indices, if there are any;
+    `expert_part` is the index of the rank's part of each expert, and the number of parts.
     """
 
     rank: Rank
@@ -32,7 +32,7 @@ class RankPart:
     expert_part: tuple[int, int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "rank": self.rank._asdict()}
 
 
@@ -40,7 +40,7 @@ def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[R
     """Return the parts of all ranks, as Megatron Core builds them.
 
     Args:
-        dtype: of the weights.
+        dtype: dtype of the weights.
 
     Raises:
         LayoutError: the model does not fit the layout.
@@ -50,7 +50,7 @@ def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[R
     holding = Holding(layout, layout.stages(dims.num_layers))
     weights = [weight for weight in family.weights if weight.mcore is not None and weight.exists(dims)]
     sizes = {id(weight): _local_numel(weight, dims, layout) for weight in weights}
-    numel: dict[int, int] = {}  # ranks of one pipeline stage hold equally much
+    numel: dict[int, int] = {}  # equal on all ranks of a pipeline stage
     parts = []
     for rank in layout.ranks():
         mine = {stage: layers for stage, layers in holding.stages.items() if stage.pp == rank.pp}
@@ -67,7 +67,7 @@ def rank_parts(family: Family, dims: Dims, layout: Layout, dtype: str) -> list[R
 
 
 def _local_numel(weight: Weight, dims: Dims, layout: Layout) -> int:
-    """Elements of a row that a rank holds where it holds the row."""
+    """Return the number of elements of a row on a rank that holds it."""
     whole = Box.whole(dims.padded_shape(weight.shape, vocab=weight.vocab)).numel
     cut = layout.expert_tp if is_of_expert(weight) else layout.tp
     return whole if weight.shard.dim is None else whole // cut

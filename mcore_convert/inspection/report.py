@@ -1,4 +1,4 @@
-"""The public functions that look at values: `inspect` and `diff`."""
+"""The public functions that inspect values: `inspect` and `diff`."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def inspect(
     html: PathLike | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
-    """Look at a checkpoint: what it is, and what is in it. Reads headers only, unless statistics are asked for.
+    """Describe a checkpoint and its content. Reads headers only, unless statistics are asked for.
 
     Args:
-        stats: read every weight once and say what its values are like, and which stand out. Without a word about it,
-            a page has them where they can be had.
-        optimizer: with the statistics of the optimizer's state.
-        planned: a layout, to see what each of its ranks would hold.
+        stats: read every weight once and return the statistics of its values, and the outliers. If not given, a page
+            has them wherever they can be computed.
+        optimizer: include statistics of the optimizer's state.
+        planned: a layout, to show what each of its ranks would hold.
         ignore_keys: as for `convert`.
         html: also write one self-contained page there.
         progress: called with the bytes read so far and their total.
 
     Raises:
-        UnreadableCheckpoint: it is no checkpoint, or it is damaged.
-        ConvertError: its weights are not known, so that they have no statistics.
+        UnreadableCheckpoint: it is not a checkpoint, or it is damaged.
+        ConvertError: its weights are unknown, so that they have no statistics.
         LayoutError: the model does not fit the planned layout.
     """
     if html is not None:
@@ -76,9 +76,7 @@ def inspect(
 
 
 def _to_measure(opened: Opened, optimizer: bool) -> tuple[Contents, list[str]]:
-    """Return what statistics are made of, and what to say of it: a quantised model, for one,
-    is taken as it is stored.
-    """
+    """Return the tensors to measure, with notes about them: a quantised model, for one, is measured as stored."""
     try:
         return contents_of(opened, optimizer=optimizer), []
     except MappingError as error:
@@ -97,18 +95,18 @@ def diff(
     progress: Progress | None = None,
     **options: Unpack[ModelOptions],
 ) -> Comparison:
-    """Say how far two checkpoints are apart, in any two formats and layouts, weight by weight.
+    """Compute the distance of two checkpoints, in any two formats and layouts, weight by weight.
 
     Args:
-        a, b: Hugging Face or Megatron directories, or Hub ids; b is what became of a.
-        optimizer: with the states of the optimizer, where both have them.
+        a, b: Hugging Face or Megatron directories, or Hub ids; b is the later version of a.
+        optimizer: include the states of the optimizer, if both have them.
         html: also write one self-contained page there.
         progress: called with the bytes read so far and their total.
-        options: what the checkpoints do not say, as `mcore_convert.options.ModelOptions` has it.
+        options: facts that the checkpoints do not state, as listed in `mcore_convert.options.ModelOptions`.
 
     Raises:
         ConvertError: one of them cannot be read, or they are different models.
-        TypeError: there is no such option.
+        TypeError: an option does not exist.
     """
     check_names("diff", ModelOptions, options)
     if html is not None:
@@ -127,9 +125,7 @@ def diff(
 
 
 def _to_compare(a: Opened, b: Opened, optimizer: bool) -> tuple[Contents, Contents]:
-    """Return the tensors of both; those of Hugging Face as they are stored where one of them is not as its family
-    says.
-    """
+    """Return the tensors of both; those of Hugging Face as stored if one of them does not match its family."""
     try:
         return contents_of(a, optimizer=optimizer), contents_of(b, optimizer=optimizer)
     except MappingError:

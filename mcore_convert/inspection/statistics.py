@@ -36,12 +36,12 @@ from mcore_convert.storage.values import as_float
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """The values of one tensor, without vocabulary padding.
+    """Statistics of one tensor, without vocabulary padding.
 
     `norm`, `mean` and `largest` are those of its finite elements: `norm` is the root of their sum of squares,
     `largest` the largest magnitude, at `largest_at` of the global tensor. `zeros`, `num_nan` and `num_inf` count
-    elements. `dead_rows` are the rows, indices of the first dimension, that are zero throughout; `first_bad` is where
-    the first NaN or infinity stands.
+    elements. `dead_rows` are the rows, indices of the first dimension, that are zero throughout; `first_bad` is the
+    index of the first NaN or infinity.
     """
 
     name: str
@@ -80,7 +80,7 @@ class WeightStatistics:
 
     @property
     def peak(self) -> float:
-        """The largest magnitude over the rms."""
+        """Largest magnitude over the rms."""
         return self.largest / self.rms if self.rms else 0.0
 
     @property
@@ -88,7 +88,7 @@ class WeightStatistics:
         return sum(map(len, self.dead_rows))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; ranges of rows as first and last."""
+        """Return plain values for JSON; ranges of rows as first and last."""
         return {
             **asdict(self),
             "dead_rows": [[rows[0], rows[-1]] for rows in self.dead_rows],
@@ -98,7 +98,7 @@ class WeightStatistics:
 
 
 def total_rms(weights: Sequence[WeightStatistics]) -> float:
-    """Return the rms of several tensors taken as one, of what is finite in them."""
+    """Return the rms of the finite elements of several tensors taken as one."""
     count = sum(weight.num_finite for weight in weights)
     return math.hypot(*(weight.norm for weight in weights)) / math.sqrt(count) if count else 0.0
 
@@ -114,7 +114,7 @@ class Tally(Summary):
     first_bad: Shape | None = None
 
     def add(self, other: Self) -> None:
-        """Add the statistics of elements that come later."""
+        """Add the statistics of elements further on."""
         super().add(other)
         self.total += other.total
         self.zeros += other.zeros
@@ -124,7 +124,7 @@ class Tally(Summary):
 
 
 def measure(contents: Contents, *, progress: Progress | None = None) -> tuple[WeightStatistics, ...]:
-    """Read every tensor once and say what its values are like.
+    """Read every tensor once and return the statistics of its values.
 
     Raises:
         UnreadableCheckpoint: a file is shorter than its header says.
@@ -160,7 +160,7 @@ def _tally(step: Step) -> Tally:
 
 
 def _tally_exactly(bits: Bits, step: Step) -> Tally:
-    """Return the same in fp64, of any dtype, and with what is no number counted and left out."""
+    """Return the statistics in fp64, for any dtype; NaN and infinities are counted and left out."""
     values = as_float(bits.exact, bits.dtype)
     good = np.isfinite(values)
     tally = Tally(zeros=int(np.count_nonzero(values == 0)), num_nan=int(np.count_nonzero(np.isnan(values))))
@@ -202,7 +202,7 @@ def _statistics(tensor: Tensor, tally: Tally, files: Files) -> WeightStatistics:
 
 
 def _dead_rows(tensor: Tensor, zeros: int, files: Files) -> tuple[range, ...]:
-    """Return the rows of a matrix that are zero throughout; looked for only where there are zeros enough for one."""
+    """Return the rows of a matrix that are zero throughout; searched only if there are zeros enough for a row."""
     shape = tensor.shape
     if len(shape) < 2 or zeros < math.prod(shape[1:]):
         return ()
@@ -226,7 +226,7 @@ def _has_value(array: Bytes, dtype: str) -> NDArray[np.bool_]:
 
 
 def _ranges(rows: Sequence[int] | NDArray[np.intp]) -> list[range]:
-    """Ascending numbers as ranges."""
+    """Return ascending numbers as ranges."""
     ranges: list[range] = []
     for row in map(int, rows):
         if ranges and ranges[-1].stop == row:

@@ -1,4 +1,4 @@
-"""Megatron Core's plain attention with values of another width than keys, as latent attention has them."""
+"""Megatron Core's plain attention with values of a different width than keys, for latent attention."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 class LatentDotProductAttention(DotProductAttention):
-    """The widths are arguments of Transformer Engine's attention alone; here they are those of a head without them.
+    """Dot product attention whose widths are arguments, as only Transformer Engine's attention has them.
 
-    They are given in the second of two times that a layer makes this module. From Megatron Core 0.16.1,
-    `multi_latent_attention.py`, `attention.py` and `dot_product_attention.py`.
+    The defaults are the width of a head. A layer makes this module twice, and passes the widths the second time
+    only. From Megatron Core 0.16.1: `multi_latent_attention.py`, `attention.py` and `dot_product_attention.py`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Megatron Core's own reading of a `torch_dist` checkpoint, to prove that it loads one."""
+"""Megatron Core's own reader of a `torch_dist` checkpoint, as proof that it loads one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NORMS = ((DENSE_NORM, EXPERT_NORM), *((own, fused) for fused, own in FUSED_NORMS
 
 
 def load_torch_dist(stages: Sequence[GPTModel], path: Path) -> dict[str, Any]:
-    """Fill what `build_stages` made from an `iter_*` or `release` directory, with Megatron-LM's default strictness.
+    """Fill the result of `build_stages` from an `iter_*` or `release` directory, with Megatron-LM's default strictness.
 
-    The key dialect asked for is the one that the checkpoint's `content_metadata` names, as Megatron-LM does since 0.13.
+    The requested key dialect is the one that the checkpoint's `content_metadata` names, as in Megatron-LM since 0.13.
     Returns the common part of the checkpoint (`args`, `iteration`, `checkpoint_version`, ...).
     """
     import_megatron()
@@ -35,7 +35,7 @@ def load_torch_dist(stages: Sequence[GPTModel], path: Path) -> dict[str, Any]:
 
 
 def take_expert_norms(wanted: Mapping[str, Mapping[str, Any]], keys: Container[str]) -> None:
-    """Ask for norms under Transformer Engine's names, where the checkpoint has not those of the local layer spec."""
+    """Request norms under Transformer Engine's names where the checkpoint lacks those of the local layer spec."""
     for stage in wanted.values():
         for entry in stage.values():
             if entry.key not in keys:
@@ -44,7 +44,7 @@ def take_expert_norms(wanted: Mapping[str, Mapping[str, Any]], keys: Container[s
 
 
 def named(stages: Sequence[GPTModel]) -> dict[str, GPTModel]:
-    """Return the stages under the names that Megatron-LM's state dict has for them."""
+    """Return the stages by their names in Megatron-LM's state dict."""
     if len(stages) == 1:
         return {"model": stages[0]}
     return {f"model{index}": stage for index, stage in enumerate(stages)}

@@ -18,7 +18,7 @@ from mcore_convert.spec.layers import GATED_DELTA_NET, plain_frequency
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-# Arguments that TransformerConfig knows under the same name. What only makes training faster is not among them.
+# Arguments with the same name in TransformerConfig. Those that only make training faster are not among them.
 SAME = (
     "num_layers",
     "hidden_size",
@@ -57,7 +57,7 @@ SAME_OF_EXPERTS = (
     "moe_shared_expert_gate",
 )
 
-# The same, of latent attention, which has a class of its own for them (`MLATransformerConfig`).
+# The same, of latent attention, which has a class of its own (`MLATransformerConfig`).
 SAME_OF_LATENT_ATTENTION = (
     "kv_lora_rank",
     "qk_head_dim",
@@ -94,7 +94,7 @@ RENAMED = {
     "num_experts": "num_moe_experts",
 }
 
-# Arguments that cut the layers into pipeline stages; without pipeline parallelism they say nothing about the model.
+# Arguments that cut the layers into pipeline stages; without pipeline parallelism they have no effect on the model.
 STAGES = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
@@ -103,7 +103,7 @@ STAGES = {
     "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
 }
 
-# Arguments that change the mathematics in a way that is not built here, and the values that do not.
+# Arguments that change the mathematics in a way that is not supported here, with the values that do not.
 ONLY: dict[str, tuple[Any, ...]] = {
     "mtp_use_repeated_layer": (False,),
     "mtp_hybrid_override_pattern": (),
@@ -118,21 +118,20 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "moe_apply_probs_on_input": (False,),
 }
 
-# The same, where attention is not latent, and neither are positions scaled by YaRN.
+# The same, where attention is not latent and YaRN does not scale positions.
 ONLY_ELSEWHERE: dict[str, tuple[Any, ...]] = {"rotary_scaling_factor": (1.0,), "rope_type": ("rope",)}
 
 
 def config_of(
     args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, settings: Mapping[str, Any] | None = None
 ) -> TransformerConfig:
-    """Return the configuration that Megatron-LM's `core_transformer_config_from_args` makes,
-    without fusions and dropout.
+    """Return the configuration from Megatron-LM's `core_transformer_config_from_args`, without fusions and dropout.
 
     The parallel sizes are those of the current process groups, not those that the checkpoint was written with.
-    `settings` are fields that shall have other values.
+    `settings` are fields to override.
 
     Raises:
-        ConfigError: an argument is missing, or asks for what is not built here.
+        ConfigError: an argument is missing, or requests a feature that is not supported here.
     """
     import_megatron()
     from megatron.core import parallel_state
@@ -150,23 +149,23 @@ def config_of(
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in chosen]
     if missing:
         raise ConfigError("the Megatron arguments do not describe a model", items=missing)
-    if args.get("apply_layernorm_1p"):  # Megatron-LM's switch; it may stand beside the field's own default
+    if args.get("apply_layernorm_1p"):  # Megatron-LM's switch; the field's own default may be stored beside it
         chosen["layernorm_zero_centered_gamma"] = True
     if args.get("group_query_attention"):  # without it num_query_groups is 1, which would mean multi-query attention
         chosen["num_query_groups"] = args["num_query_groups"]
     if chosen.get("num_moe_experts"):
         chosen.setdefault("moe_ffn_hidden_size", args.get("ffn_hidden_size"))
         chosen["moe_layer_freq"] = plain_frequency(args.get("moe_layer_freq", 1))
-        chosen["moe_token_dispatcher_type"] = "allgather"  # the other one wants CUDA streams
-        chosen["moe_router_load_balancing_type"] = "none"  # the balancing losses are of no concern to a forward pass
+        chosen["moe_token_dispatcher_type"] = "allgather"  # the other dispatcher needs CUDA streams
+        chosen["moe_router_load_balancing_type"] = "none"  # balancing losses do not matter in a forward pass
     if args.get("linear_attention_freq") is not None:
         chosen["linear_attention_freq"] = plain_frequency(args["linear_attention_freq"], "linear_attention_freq")
     if args.get("attention_output_gate"):
         chosen["attention_output_gate"] = True
     if is_latent:
-        chosen["q_lora_rank"] = args.get("q_lora_rank")  # None says that there is none
+        chosen["q_lora_rank"] = args.get("q_lora_rank")  # None disables the low rank
     if hybrid.is_hybrid(args):
-        chosen["use_mamba_mem_eff_path"] = False  # a kernel of its own
+        chosen["use_mamba_mem_eff_path"] = False  # that path has its own kernel
     if args.get("mtp_num_layers"):
         chosen["mtp_num_layers"] = args["mtp_num_layers"]
     activation, gated = activation_of(args)
@@ -192,14 +191,14 @@ def config_of(
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
         **{**chosen, **fields_of_run, **(settings or {})}
     )
-    if has_yarn(args):  # attributes that are no fields (`gpt_model.py`)
+    if has_yarn(args):  # attributes that are not fields (`gpt_model.py`)
         for attribute, name in YARN_FIELDS.items():
             setattr(config, attribute, YARN_DEFAULTS[name] if args.get(name) is None else args[name])
     return config
 
 
 def has_yarn(args: Mapping[str, Any]) -> bool:
-    """Return whether YaRN scales positions, where attention is not latent."""
+    """Return whether YaRN scales positions in attention that is not latent."""
     return args.get("position_embedding_type") == "yarn" and not args.get("multi_latent_attention")
 
 

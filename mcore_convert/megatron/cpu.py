@@ -1,7 +1,7 @@
 """Megatron Core without CUDA: the few entry points that raise there, replaced while in scope.
 
 Everything replaced here raises on a machine without CUDA, so nothing that worked before works differently. With CUDA
-the functions do nothing. Found by running megatron-core 0.16.1; each entry names the place that calls it.
+the functions do nothing. Determined by running megatron-core 0.16.1; each entry names the place that calls it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_replaced: list[tuple[Any, str, Any]] = []  # owner, attribute, what stood there
+_replaced: list[tuple[Any, str, Any]] = []  # owner, attribute, original value
 
 
 @functools.cache
 def import_megatron() -> None:
-    """Import Megatron Core once, without its remarks that Apex and Transformer Engine, not needed here, are absent."""
+    """Import Megatron Core once, without its warnings that Apex and Transformer Engine, not needed here, are absent."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # modules that Megatron Core imports from itself
@@ -30,11 +30,11 @@ def import_megatron() -> None:
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[None]:
-    """A scope in which `torch.compile` as a decorator leaves functions as they are, on a machine without CUDA.
+    """Scope in which `torch.compile` as a decorator leaves functions unchanged, on a machine without CUDA.
 
-    Megatron Core decorates some fifty functions with it (`megatron/core/jit.py`), of which a CPU runs few, on little.
-    Compiled, the first would load a compiler that takes as long to import as torch itself, and each would call a C++
-    compiler, for seconds, which may not be there at all.
+    Megatron Core decorates some fifty functions with it (`megatron/core/jit.py`), of which a CPU runs few, on little
+    data. The first compiled one would load a compiler that takes as long to import as torch itself, and each would call
+    a C++ compiler, for seconds, which may not be installed at all.
     """
     import torch
 
@@ -55,7 +55,7 @@ def _uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
-    """A scope in which Megatron Core runs on the CPU; may be nested, and leaves everything as it was."""
+    """Scope in which Megatron Core runs on the CPU; may be nested, and restores everything."""
     mine = enable()
     try:
         yield
@@ -65,14 +65,15 @@ def without_cuda() -> Iterator[None]:
 
 
 def enable() -> bool:
-    """Let Megatron Core run on the CPU until `disable()`; True where this call did it. Does nothing with CUDA."""
+    """Let Megatron Core run on the CPU until `disable()`; return whether this call enabled it. No effect with CUDA."""
     import torch
     import torch.utils._device
 
     import_megatron()
     if _replaced or torch.cuda.is_available():
         return False
-    # torch remembers which functions `with torch.device(..)` is for, as they are when it is first entered, as YaRN does
+    # torch caches the functions that `with torch.device(..)` intercepts, as they are when it is first entered, as in
+    # YaRN
     torch.utils._device._device_constructors()
     for owner, attribute, replacement in _replacements():
         _replaced.append((owner, attribute, getattr(owner, attribute, None)))
@@ -113,10 +114,10 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (fused_softmax, "get_default_causal_mask", causal_mask),
         # transformer/dot_product_attention.py forks it in every forward; resolved by name in initialize_rng_tracker()
         (random, "CudaRNGStatesTracker", _cpu_rng_tracker()),
-        # tensor_parallel/random.py:106: recomputed activations draw what they drew before
+        # tensor_parallel/random.py:106: recomputed activations draw the same numbers again
         (random, "_get_cuda_rng_state", lambda *_args, **_kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_args, **_kwargs: torch.set_rng_state(state)),
-        # ssm/gated_delta_net.py:95, :356 and :371: kernels for CUDA, with torch's own beside them for one of the two
+        # ssm/gated_delta_net.py:95, :356 and :371: kernels for CUDA, one of which has an alternative in torch beside it
         (gated_delta_net, "HAVE_FLA", True),
         (gated_delta_net, "chunk_gated_delta_rule", gated_delta_net.torch_chunk_gated_delta_rule),
         (gated_delta_net, "l2norm", _unit_length),
@@ -124,14 +125,14 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _unit_length(vectors: Any) -> Any:
-    """Vectors divided by their length, as flash-linear-attention's `l2norm` does."""
+    """Return vectors divided by their length, as flash-linear-attention's `l2norm` does."""
     import torch
 
     return vectors * torch.rsqrt(vectors.float().square().sum(-1, keepdim=True) + 1e-6).to(vectors.dtype)
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes tensors, which takes the CPU for a CUDA device, and memory that is not pinned."""
+    """Return a factory of tensors that uses the CPU in place of a CUDA device, and memory that is not pinned."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`, which tells Megatron's optimizers, and nobody else, the name that the type has with CUDA."""
+    """Return a `Tensor.type` that gives Megatron's optimizers, and no other caller, the type's name with CUDA."""
 
     @functools.wraps(type_of)
     def named(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +161,7 @@ def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _cpu_rng_tracker() -> type:
-    """Megatron's named random streams, over torch's CPU generator instead of the CUDA one."""
+    """Return a class for Megatron's named random streams, over torch's CPU generator instead of the CUDA one."""
     import torch
     from megatron.core.tensor_parallel import random
 
@@ -183,11 +184,11 @@ def _cpu_rng_tracker() -> type:
 
         @contextlib.contextmanager
         def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-            """Draw from the stream `name` within; the outer stream goes on afterwards where it stood."""
+            """Draw from the stream `name` within; the outer stream continues afterwards from its state."""
             if name not in self.states_:
                 raise ValueError(f"random stream `{name}` was not added")
             outer_name, outer = self._current_state_name, torch.get_rng_state()
-            if outer_name != "default-rng":  # the outer stream has a name: forking it again within must go on from here
+            if outer_name != "default-rng":  # the outer stream has a name: a nested fork of it must continue from here
                 self.states_[outer_name] = outer
             torch.set_rng_state(self.states_[name])
             self._current_state_name = name

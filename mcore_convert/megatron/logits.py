@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def logits(model: GPTModel | Sequence[GPTModel], tokens: torch.Tensor) -> torch.Tensor:
-    """float32 logits `[batch, seq, padded vocabulary]` of tokens `[batch, seq]`, equal on all ranks; no gradients.
+    """Return float32 logits `[batch, seq, padded vocabulary]` of tokens `[batch, seq]`, on all ranks; no gradients.
 
-    `model` is what this rank holds: a model, or the list that `build_stages` makes. All ranks of the model call this
+    `model` is the part of this rank: a model, or the list from `build_stages`. All ranks of the model call this
     together with the same tokens.
     """
     from megatron.core import parallel_state
@@ -30,7 +30,7 @@ def logits(model: GPTModel | Sequence[GPTModel], tokens: torch.Tensor) -> torch.
     positions = torch.arange(length, device=tokens.device).expand(batch, length)
     out = torch.empty(0)
     with torch.no_grad(), without_cuda():
-        for virtual, chunk in enumerate(chunks):  # stages go around the ranks once per virtual stage
+        for virtual, chunk in enumerate(chunks):  # stages pass over all ranks once per virtual stage
             stage = virtual * len(ranks) + here
             chunk.eval()
             if stage > 0 and len(ranks) > 1:
@@ -47,7 +47,7 @@ def logits(model: GPTModel | Sequence[GPTModel], tokens: torch.Tensor) -> torch.
 
 @contextlib.contextmanager
 def _without_predicting(chunk: GPTModel) -> Iterator[None]:
-    """A scope in which the layers that predict further tokens are left out: with them a model wants labels."""
+    """Scope without the layers that predict further tokens, with which a model needs labels."""
     if not chunk.config.mtp_num_layers:
         yield
         return
@@ -60,7 +60,7 @@ def _without_predicting(chunk: GPTModel) -> Iterator[None]:
 
 
 def _on_all_stages(out: torch.Tensor, chunk: GPTModel, tokens: torch.Tensor, ranks: list[int]) -> torch.Tensor:
-    """Return the last stage's logits, whole instead of split over tensor-parallel ranks, on every stage."""
+    """Return the last stage's logits on every stage, gathered from the tensor-parallel ranks."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 

@@ -1,7 +1,7 @@
-"""Megatron Core's hybrids, with plain torch in the place of the kernels that Mamba mixers ask for.
+"""Megatron Core's hybrids, with plain torch in place of the kernels of Mamba mixers.
 
-Where `mamba_ssm` and `einops` are not installed, stand-ins for them are there while Megatron Core imports its mixer,
-which then is its own class with other functions within. They compute step by step, in fp32.
+If `mamba_ssm` and `einops` are not installed, stand-ins for them are present while Megatron Core imports its mixer,
+which is then its own class with other functions inside. They compute step by step, in fp32.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def import_hybrids() -> None:
         import megatron.core.models.mamba
         import megatron.core.ssm.mamba_block
         import megatron.core.ssm.mamba_mixer
-    # each mixer logs that it is not trained without a kernel, which nobody does here
+    # each mixer logs a warning that training needs a kernel; no mixer is trained here
     megatron.core.ssm.mamba_mixer.logger.setLevel(logging.ERROR)
-    if importlib.util.find_spec("transformer_engine") is None:  # the norm at the end is Transformer Engine's, always
+    if importlib.util.find_spec("transformer_engine") is None:  # the final norm is always Transformer Engine's
         megatron.core.ssm.mamba_block.TENorm = Norm
 
 
 def hybrid_stack(config: TransformerConfig, attention: ModuleSpec, experts: ModuleSpec | None) -> ModuleSpec:
-    """Megatron Core's stack of unlike layers with its own linear layers; it has specs for Transformer Engine's alone.
+    """Return Megatron Core's stack of unlike layers with its own linear layers, which its specs do not have.
 
     Args:
-        attention: a layer of a `GPTModel` with attention and an MLP, which become a layer each.
+        attention: a layer of a `GPTModel` with attention and an MLP, each of which becomes a layer of its own.
         experts: the same with experts.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -85,9 +85,9 @@ def hybrid_stack(config: TransformerConfig, attention: ModuleSpec, experts: Modu
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """A scope in which modules that are not installed can be imported, with what Megatron Core takes of them."""
+    """Scope in which modules that are not installed can be imported, with the names that Megatron Core uses of them."""
     kernels = "mamba_ssm.ops.triton"
-    in_serving = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")  # what no model here does
+    in_serving = ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")  # not used by the models here
     wanted: dict[str, dict[str, dict[str, Any]]] = {
         "mamba_ssm": {
             "mamba_ssm": {},
@@ -114,11 +114,10 @@ def _stand_ins() -> Iterator[None]:
 
 
 def scan(x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tensor, _chunk: int, **options: Any) -> Tensor:
-    """Return the recurrence of a mixer, one position after the other,
-    with the arguments of `mamba_chunk_scan_combined`.
+    """Return the recurrence of a mixer, position by position, with the arguments of `mamba_chunk_scan_combined`.
 
-    Shapes: x and the result `[batch, length, heads, size]`, dt `[batch, length, heads]`, what is written to and read
-    from the state (B and C) `[batch, length, groups, states]`, and `[heads]` the decay (A), `D` and `dt_bias`.
+    Shapes: x and the result `[batch, length, heads, size]`, dt `[batch, length, heads]`, write (B) and read (C)
+    `[batch, length, groups, states]`, and `[heads]` the decay (A), `D` and `dt_bias`.
     """
     heads = x.shape[2]
     step = functional.softplus(dt.float() + options["dt_bias"])
@@ -134,7 +133,7 @@ def scan(x: Tensor, dt: Tensor, decay: Tensor, write: Tensor, read: Tensor, _chu
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm of each group of channels, after these were gated."""
+    """RMSNorm of each group of channels, applied after gating."""
 
     def __init__(self, hidden_size: int, *, eps: float, group_size: int, device: Any, dtype: Any, **_: Any) -> None:
         super().__init__()
@@ -149,9 +148,7 @@ class GatedNorm(torch.nn.Module):
 
 
 def rearrange(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """Return a tensor with its axes named, split and moved, as `b l (h p) -> l b h p`;
-    `1` is an axis that is left out.
-    """
+    """Return a tensor with its axes named, split and permuted, as `b l (h p) -> l b h p`; `1` is a dropped axis."""
     source, target = ([(group or name).split() for group, name in _AXES.findall(side)] for side in pattern.split("->"))
     for axes, length in zip(source, tensor.shape, strict=True):
         known = math.prod(sizes[axis] for axis in axes if axis in sizes)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choices:
-    """How a model is computed, where that is not for its arguments to say.
+    """Choices of how a model is computed that its arguments do not make.
 
     `settings`: fields of `TransformerConfig`. `block_spec`: makes the layers of a (virtual) stage; those of
     `local_block_spec` unless given. `model_class`: a class derived from `GPTModel`.
@@ -42,14 +42,14 @@ def build_model(
     post_process: bool = True,
     vp_stage: int | None = None,
 ) -> GPTModel:
-    """Build a model, or the part of it that is one (virtual) pipeline stage, in the current model-parallel groups.
+    """Build a model, or one (virtual) pipeline stage of it, in the current model-parallel groups.
 
-    Parameters are left unset, unless `choices` has them initialised: fill them with `load_weights` or
+    Parameters are left unset, unless `choices` initialises them: fill them with `load_weights` or
     `load_torch_dist`. Layers come from Megatron's local spec, which needs no Transformer Engine. Logits stay split over
     the tensor-parallel ranks, as in training.
 
     Raises:
-        ConfigError: an argument is missing, or asks for what is not built here.
+        ConfigError: an argument is missing, or requests a feature that is not supported here.
     """
     import_megatron()
     from megatron.core.models.gpt import GPTModel
@@ -80,14 +80,12 @@ def build_model(
             vp_stage=vp_stage,
             **({"mtp_block_spec": predicting_spec(config, layers, vp_stage)} if config.mtp_num_layers else {}),
         )
-    # norms and position embeddings do not follow params_dtype; rotary frequencies are no buffer and stay float32
+    # norms and position embeddings do not follow params_dtype; rotary frequencies are not a buffer and stay float32
     return model.to(dtype).eval()
 
 
 def _build_hybrid(args: Mapping[str, Any], config: TransformerConfig, positions: str, **stage: bool) -> Any:
-    """Return a `MambaModel` in the place of a `GPTModel`: 0.16.1 has no virtual stages of it,
-    and no pattern with borders.
-    """
+    """Return a `MambaModel` in place of a `GPTModel`; 0.16.1 has neither virtual stages of it nor stage borders."""
     from mcore_convert.megatron.mixers import hybrid_stack, import_hybrids
 
     import_hybrids()
@@ -114,9 +112,7 @@ def _build_hybrid(args: Mapping[str, Any], config: TransformerConfig, positions:
 def build_stages(
     args: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, choices: Choices | None = None
 ) -> list[GPTModel]:
-    """Build the parts of the model that this rank holds in the current groups: one,
-    or one per virtual pipeline stage.
-    """
+    """Build the part of the model on this rank in the current groups: one stage, or one per virtual pipeline stage."""
     import_megatron()
     from megatron.core import parallel_state
 
@@ -135,7 +131,7 @@ def build_stages(
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layer spec, with torch's norms wherever Apex or Transformer Engine would bring theirs."""
+    """Return Megatron's local layer spec, with torch's norms in place of those of Apex or Transformer Engine."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -150,27 +146,25 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
 
 
 def _bind_what_is_not_installed(config: TransformerConfig) -> None:
-    """Bind names of Transformer Engine that Megatron Core asks for without having looked whether it is installed."""
+    """Bind names of Transformer Engine that Megatron Core uses without a check whether it is installed."""
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if config.num_moe_experts and not hasattr(moe_utils, "te_general_gemm"):
-        # the router asks whether it is None, but without Transformer Engine the name is never bound (0.16.1)
+        # the router tests whether it is None, but without Transformer Engine the name is never bound (0.16.1)
         moe_utils.te_general_gemm = None
     if not isinstance(multi_latent_attention.TELinear, type):
-        # it takes Transformer Engine for installed where the module that asks for it can be imported (0.16.1)
+        # it takes Transformer Engine as installed if the module that wraps it can be imported (0.16.1)
         multi_latent_attention.HAVE_TE = False
 
 
 def predicting_spec(config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None) -> Any:
-    """Return the layers of this stage that predict further tokens, each as the last of the decoder;
-    None where it has none.
-    """
+    """Return the stage's layers that predict further tokens, each like the decoder's last; None if it has none."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     from mcore_convert.megatron.norm import Norm
 
-    if not layers.layer_specs:  # a stage of its own: what the last layer of the decoder would be
+    if not layers.layer_specs:  # a separate stage: use the spec of the decoder's last layer
         layers = replace(layers, layer_specs=[_local_layer(config, parts_of_config(config)[-1])])
     block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in block.layer_specs if block is not None else ():
@@ -215,7 +209,7 @@ def _local_layer(config: TransformerConfig, parts: frozenset[str]) -> ModuleSpec
 
 
 def gated_delta_net() -> ModuleSpec:
-    """Megatron Core's linear attention with its own linear layers; it has a spec for Transformer Engine's alone."""
+    """Return Megatron Core's linear attention with its own linear layers; its spec is for Transformer Engine only."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import ModuleSpec
@@ -230,7 +224,7 @@ def gated_delta_net() -> ModuleSpec:
 
 def _position_embedding_of(args: Mapping[str, Any]) -> str:
     name: str = args.get("position_embedding_type") or "learned_absolute"
-    if args.get("use_rotary_position_embeddings"):  # the switch that older versions had, beside the old default
+    if args.get("use_rotary_position_embeddings"):  # the switch of older versions, stored beside the old default
         name = "rope"
     if name == "learned_absolute" and args.get("add_position_embedding") is False:
         name = "none"

@@ -9,12 +9,12 @@ from torch.nn import functional
 
 
 class Norm(torch.nn.Module):
-    """The norm that a `TransformerConfig` names, over the last dimension.
+    """Norm that a `TransformerConfig` names, over the last dimension.
 
     Megatron's own fallback without Apex and Transformer Engine refuses `layernorm_zero_centered_gamma`, where the
     stored weight is the true one minus 1, and sequence parallelism, where each rank norms its own tokens: Megatron's
-    `finalize_model_grads` then sums the gradients of what is marked `sequence_parallel`. The parameters are called as
-    there: `weight`, and `bias` for LayerNorm.
+    `finalize_model_grads` then sums the gradients of parameters marked `sequence_parallel`. The parameters have the
+    same names as there: `weight`, and `bias` for LayerNorm.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

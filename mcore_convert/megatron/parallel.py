@@ -1,4 +1,4 @@
-"""The process groups Megatron Core wants before it builds a model: of one process, or of the ranks that are there."""
+"""The process groups that Megatron Core needs to build a model: of one process, or of the initialised ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from mcore_convert.errors import LayoutError
 from mcore_convert.megatron.cpu import import_megatron, without_cuda
 
-SEED = 1  # of Megatron's random streams: they must exist, and nothing is drawn from them without dropout
+SEED = 1  # of Megatron's random streams: they must exist, but without dropout nothing is drawn from them
 
 
 @contextlib.contextmanager
 def single_process() -> Iterator[None]:
-    """This process as the only rank: a gloo group that needs no network, and model-parallel groups of one.
+    """Scope with this process as the only rank: a gloo group without a network, and model-parallel groups of one.
 
-    Everything is torn down again. What is initialised already is used and left as it is.
+    Everything is torn down at the end. Groups that are initialised already are used and left as they are.
 
     Raises:
         LayoutError: torch.distributed is initialised with several ranks.
@@ -54,12 +54,12 @@ def model_parallel(
     seed: int = SEED,
     timeout_minutes: int = 10,
 ) -> Iterator[None]:
-    """Megatron's groups over the initialised ranks, a CPU scope where there is no CUDA, and seeded random streams.
+    """Scope of Megatron's groups over the initialised ranks, on the CPU without CUDA, with seeded random streams.
 
     Args:
-        etp: tensor-parallel size of experts; `tp`, or 1 where `ep` is more than 1, unless given.
-        seed: of the random streams, one for all ranks.
-        timeout_minutes: until a collective that waits for a lost rank gives up.
+        etp: tensor-parallel size of experts; unless given `tp`, or 1 where `ep` is more than 1.
+        seed: seed of the random streams, the same on all ranks.
+        timeout_minutes: time after which a collective stops waiting for a lost rank.
 
     Raises:
         LayoutError: the number of ranks is not a multiple of `tp * pp * cp`, or of `ep * pp`.
@@ -77,7 +77,7 @@ def model_parallel(
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
-            # 1 is not None to Megatron Core: it would select the interleaved schedule
+            # Megatron Core takes 1 as set, and would select the interleaved schedule
             virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
@@ -85,7 +85,7 @@ def model_parallel(
             distributed_timeout_minutes=timeout_minutes,
         )
         try:
-            # an earlier tracker may be of the other kind: with CUDA, or made outside of a CPU scope
+            # an earlier tracker may be of another kind: one for CUDA, or made outside of a CPU scope
             initialize_rng_tracker(force_reset=True)
             model_parallel_cuda_manual_seed(seed)
             yield
@@ -95,9 +95,9 @@ def model_parallel(
 
 
 def _forget_groups() -> None:
-    """Let go of the groups that Megatron Core 0.16.1 keeps after `destroy_model_parallel`.
+    """Release the groups that Megatron Core 0.16.1 keeps after `destroy_model_parallel`.
 
-    A group that is freed in a forked child instead crashes it: gloo's threads do not survive a fork.
+    A group that is freed in a forked child crashes it: gloo's threads do not survive a fork.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -106,7 +106,7 @@ def _forget_groups() -> None:
     for name, value in vars(parallel_state).items():
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
-    RotaryEmbedding.forward.cache_clear()  # its key is the module: it would keep the last 32 with their groups
+    RotaryEmbedding.forward.cache_clear()  # keyed by module: would keep the last 32 with their groups
 
 
 @contextlib.contextmanager

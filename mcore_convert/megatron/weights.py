@@ -1,4 +1,4 @@
-"""Fills a Megatron Core model with global tensors, under the names that they have in a checkpoint."""
+"""Filling of a Megatron Core model with global tensors, given by their names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-# How the modules of the local layer spec are called where a checkpoint has Transformer Engine's names.
+# Names of modules in the local layer spec, by Transformer Engine's names in a checkpoint.
 MODULES = {
     **{f".{fused}": f".{own}" for fused, own in FUSED_NORMS.items()},
     ".mlp.experts.experts.": ".mlp.experts.local_experts.",
@@ -25,11 +25,11 @@ def load_weights(model: GPTModel, weights: Iterable[tuple[str, torch.Tensor]]) -
     """Copy global tensors into a model of one process, in its dtype, one at a time.
 
     A name is the key of the `torch_dist` format with layer and expert spelled, as in
-    `decoder.layers.3.mlp.linear_fc1.layer_norm_weight`. A tied model has no `output_layer.weight`; one that is given
-    all the same must equal the embedding.
+    `decoder.layers.3.mlp.linear_fc1.layer_norm_weight`. A tied model has no `output_layer.weight`; if one is given
+    nevertheless, it must equal the embedding.
 
     Raises:
-        MappingError: tensors are missing, unknown, given twice or of another shape, all of them named.
+        MappingError: tensors are missing, unknown, given twice or of another shape; lists all of them.
     """
     places = parameters_of(model)
     expected = set(places)
@@ -64,7 +64,7 @@ def load_weights(model: GPTModel, weights: Iterable[tuple[str, torch.Tensor]]) -
 
 
 def parameters_of(model: GPTModel) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint must fill: parameters and stored buffers, under the names of their modules."""
+    """Return the tensors that a checkpoint must fill: parameters and stored buffers, by the names of their modules."""
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 

@@ -21,7 +21,7 @@ def files_at(api: HfApi, repo: str, revision: str) -> dict[str, Any]:
 
 
 def is_same(path: Path, there: Any) -> bool:
-    """Return whether a file is what the Hub has: by the SHA-256 of a large one, by the git object id of a small one."""
+    """Return whether a file equals the Hub's: by the SHA-256 of a large file, by the git object id of a small one."""
     size = path.stat().st_size
     if size != there.size:
         return False
@@ -39,13 +39,13 @@ def check_arrived(
     kept: Mapping[str, int],
     removed: Iterable[str],
 ) -> None:
-    """Prove that a commit has what was sent, as whoever loads the model finds it.
+    """Prove that a commit has the files that were sent, by reading it as anyone who loads the model does.
 
     Args:
-        kept: files that were there already.
+        kept: files that were on the Hub already.
 
     Raises:
-        HubError: it has not.
+        HubError: it lacks some.
     """
     there = files_at(api, repo, commit)
     sent = {each.path_in_repo: each for each in additions}
@@ -63,9 +63,7 @@ def check_arrived(
 
 
 def _has_arrived(addition: CommitOperationAdd, there: Any) -> bool:
-    """Return whether the Hub has what was sent; the client took the checksum of a large file,
-    which is not read again.
-    """
+    """Return whether the Hub has a sent file; a large one is not read again, but compared by the client's checksum."""
     if there.lfs is not None and there.size == addition.upload_info.size:
         return bool(addition.upload_info.sha256.hex() == there.lfs.sha256)
     return is_same(Path(str(addition.path_or_fileobj)), there)

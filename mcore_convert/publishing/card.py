@@ -1,4 +1,4 @@
-"""The model card of an export: `README.md`, with the metadata that the Hub reads and where the model comes from."""
+"""The model card of an export: `README.md`, with the metadata that the Hub reads and the origin of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcore_convert.version import VERSION
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What the card of the original says that holds for what was made of it, too.
+# Metadata of the original's card that also applies to a model derived from it.
 INHERITED = ("license", "license_name", "license_link", "language")
 TAGS = ("megatron-core", "mcore-convert")
 
@@ -29,11 +29,11 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Card:
-    """What is known of an export before its tensors are written.
+    """Facts of an export that are known before its tensors are written.
 
-    `repo` is the repository on the Hub that it goes to, `revision` its branch there; None where it goes to none, or to
-    the main branch. `dtypes` are those of the source, `dtype` that of what is written, or decoded to where
-    it is `quantised`.
+    `repo` is its repository on the Hub, `revision` its branch there; None where it has none, or is on
+    the main branch. `dtypes` are those of the source, `dtype` that of the written weights; if they are `quantised`,
+    after decoding.
     """
 
     model: Model
@@ -52,9 +52,7 @@ class Card:
 
 
 def render(card: Card, checksum: str) -> bytes:
-    """Render the card as Markdown. It says nothing of the machine or the time,
-    so that equal exports have equal cards.
-    """
+    """Render the card as Markdown, without the machine or the time, so that equal exports have equal cards."""
     from huggingface_hub import ModelCard, ModelCardData
 
     tables = [("Architecture", [*_architecture(card)]), ("Training", [*_training(card)])]
@@ -74,7 +72,7 @@ def render(card: Card, checksum: str) -> bytes:
 
 
 def metadata_of(card: Card) -> dict[str, Any]:
-    """Return the metadata of the card: what the user gave, else what the original's card and the run say."""
+    """Return the metadata of the card: as given by the user, else from the original's card and the run."""
     folder = card.model.folder
     base = base_model(card.history.base_model, card.config)
     fields = {
@@ -89,22 +87,20 @@ def metadata_of(card: Card) -> dict[str, Any]:
 
 
 def inherited(file: Path) -> dict[str, Any]:
-    """Return what a card says that holds for a model made of this one, too;
-    nothing where it has no readable metadata.
-    """
+    """Return the metadata of a card that also applies to a derived model; empty if it has no readable metadata."""
     from huggingface_hub import ModelCard
 
     if not file.is_file():
         return {}
     try:
         data = ModelCard(text_of(file, Limit.CARD), ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # YAML's own errors, and what the client makes of other nonsense: a card is no reason to refuse
+    except Exception:  # errors of YAML and of the client: a broken card is no reason to refuse
         return {}
     return {name: data[name] for name in INHERITED if data.get(name)}
 
 
 def base_model(stated: str | None, config: Mapping[str, Any]) -> str | None:
-    """Return the name on the Hub of the model that training started from, where one is known."""
+    """Return the name on the Hub of the model that training started from, if known."""
     for name in (stated, config.get("_name_or_path")):
         if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
             return name
@@ -121,7 +117,7 @@ def _summary(card: Card) -> str:
 
 
 def _model_words(card: Card) -> str:
-    """Return the arguments of a loading function: the repository, or the directory that the reader stands in."""
+    """Return the arguments of a loading function: the repository, or the reader's current directory."""
     if card.repo is None:
         return '"."'
     return f'"{card.repo}"' + (f', revision="{card.revision}"' if card.revision else "")
@@ -187,7 +183,7 @@ def _training(card: Card) -> Iterator[tuple[str, str]]:
 
 
 def _layout(card: Card) -> str:
-    """Return how the run was spread over ranks: `tp 2, pp 2, on 4 ranks`."""
+    """Return the layout of the run in words: `tp 2, pp 2, on 4 ranks`."""
     checkpoint = card.model.checkpoint
     if checkpoint.common.args is None:
         return ""
@@ -204,7 +200,7 @@ def _layout(card: Card) -> str:
     if not sizes:
         return ""
     if not args.get("num_experts") or sizes.get("etp") == sizes.get("tp"):
-        sizes.pop("etp", None)  # Megatron-LM fills it in where experts are cut as the rest is, or where there are none
+        sizes.pop("etp", None)  # Megatron-LM fills it in where experts are cut like other weights, or absent
     kept = {short: size for short, size in sizes.items() if size > 1 or short in ("tp", "pp", "etp")}
     ranks = args.get("world_size")
     words = ", ".join(f"{short} {size}" for short, size in kept.items())

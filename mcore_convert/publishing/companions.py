@@ -23,7 +23,7 @@ HINT = "pass --tokenizer DIR, or a name on the Hub; --no-tokenizer exports the m
 
 
 def tokenizer_of(model: Model, history: History, asked: str | None) -> Tokenizer:
-    """Return the tokenizer that a user asked for, else that of the original model, else that of the training run.
+    """Return the tokenizer that the user named, else that of the original model, else that of the training run.
 
     Raises:
         ConvertError: there is none, or its files are damaged.
@@ -42,7 +42,7 @@ def tokenizer_of(model: Model, history: History, asked: str | None) -> Tokenizer
 
 
 def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | None]]:
-    """Yield where a tokenizer may be: in words, and what was found there."""
+    """Yield the places of a tokenizer: a message if there is none, and the tokenizer there."""
     if model.folder is not None:
         yield f"none in `{model.folder}`", read_tokenizer(model.folder)
     else:
@@ -72,16 +72,14 @@ def _places(model: Model, history: History) -> Iterator[tuple[str, Tokenizer | N
 
 
 def is_the_vocabulary(tokenizer: Tokenizer, model: Model) -> bool:
-    """Return whether an embedding has the rows that Megatron gives to just this tokenizer,
-    so that the rest is padding.
-    """
+    """Return whether the embedding has Megatron's number of rows for this tokenizer, so that the others are padding."""
     tp = model.args.get("tensor_model_parallel_size") or 1
     divisible_by = model.args.get("make_vocab_size_divisible_by") or 128
     return padded_vocab_size(tokenizer.size, tp, divisible_by) == model.dims.padded_vocab_size
 
 
 def check_fit(tokenizer: Tokenizer, model: Model, notes: list[str]) -> None:
-    """Prove that every token has a row of the embedding; a row without a token is said.
+    """Prove that every token has a row of the embedding, and note rows without a token.
 
     Raises:
         DataError: the tokenizer is larger than the vocabulary.
@@ -100,10 +98,10 @@ def check_fit(tokenizer: Tokenizer, model: Model, notes: list[str]) -> None:
 
 
 def with_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer, *, replace: bool, pad: bool) -> dict[str, Any]:
-    """Return a configuration with the tokens that begin and end a text, and with `pad` the one that fills it up.
+    """Return a configuration with the ids of the tokens that begin and end a text, and with `pad` of the padding token.
 
     Args:
-        replace: also where the configuration names others, which are those of another tokenizer.
+        replace: also replace ids that the configuration has, which belong to another tokenizer.
     """
     result = dict(config)
     for name, number in tokenizer.special.items():
@@ -115,7 +113,7 @@ def with_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer, *, replace: 
 def generation_config(
     model: Model, config: Mapping[str, Any], tokenizer: Tokenizer | None, *, replace: bool
 ) -> dict[str, Any]:
-    """Return how text is generated: as the original model says, or else only what its tokens are."""
+    """Return the generation settings: those of the original model, or else only the ids of special tokens."""
     file = model.folder / GENERATION_CONFIG if model.folder is not None else None
     if file is not None and file.is_file():
         original = read_json(file)

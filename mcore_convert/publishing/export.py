@@ -1,4 +1,4 @@
-"""One export: a checkpoint as a complete Hugging Face directory, proven, with all that a user of the model needs."""
+"""One export: a checkpoint as a complete, proven Hugging Face directory, with all that a user of the model needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from mcore_convert.storage.sources import watched
 
 @dataclass(frozen=True)
 class Prepared:
-    """An export that is planned and proven complete. Nothing has been written."""
+    """Export that is planned and proven complete. Nothing has been written."""
 
     plan: Plan
     tensors: tuple[HfTensor, ...]
@@ -47,12 +47,12 @@ class Prepared:
 
     @property
     def path(self) -> Path:
-        """The directory to make."""
+        """Directory to create."""
         return self.plan.reservation.path
 
     @property
     def files(self) -> dict[str, int]:
-        """The size of every file but the card, which is not known yet."""
+        """Size of every file except the card, whose text is not known yet."""
         reservation = self.plan.reservation
         sizes = {
             **reservation.sizes,
@@ -73,9 +73,9 @@ def prepare(
     """Plan an export completely.
 
     Args:
-        source: a checkpoint, or the directory of a run, whose newest is taken.
-        destination: the directory to make; `default_destination` unless given.
-        repo: the repository on the Hub that it goes to; `revision` is its branch there.
+        source: a checkpoint, or the directory of a run, for its newest checkpoint.
+        destination: the directory to create; `default_destination` unless given.
+        repo: its repository on the Hub; `revision` is the branch there.
 
     Raises:
         ConvertError: the source cannot be exported, or there is no tokenizer that fits it.
@@ -144,7 +144,7 @@ def _prepare(
 
 
 class Written(NamedTuple):
-    """The checksum of the weights as the source stores them, and what a user should know of the values.
+    """Checksum of the weights as the source stores them, and notes to the user about the values.
 
     Only the first of several processes has a checksum.
     """
@@ -167,7 +167,7 @@ def write(
     one proves it.
 
     Raises:
-        ConvertError: as `execute`; or what was written is not what was read.
+        ConvertError: as `execute`; or the written tensors differ from the source.
     """
     plan = prepared.plan
     written = plan.target
@@ -200,7 +200,7 @@ def write(
 
 
 def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path:
-    """Return where an export lies unless a user says where: `RUN/hf/iter_*`, or `SOURCE-hf` beside what is no run.
+    """Return the default directory of an export: `RUN/hf/iter_*`, or `SOURCE-hf` beside a source that is not of a run.
 
     Raises:
         UnwritableTarget: the source is the root of a file system.
@@ -214,7 +214,7 @@ def default_destination(source: Path, checkpoint: Path, run: Run | None) -> Path
 
 
 def _refuse_idle(model: Model, options: ModelFolderOptions) -> None:
-    """Refuse what only a Megatron checkpoint has a use for, or one without a configuration of its own."""
+    """Refuse options that only a Megatron checkpoint, or one without a configuration of its own, can use."""
     of_megatron = {
         "--hf-config": options.get("hf_config") if model.checkpoint.original_config is not None else None,
         "--vocab-size": options.get("vocab_size"),
@@ -229,7 +229,7 @@ def _refuse_idle(model: Model, options: ModelFolderOptions) -> None:
 def _complete(
     plan: Plan, model: Model, tokenizer: Tokenizer | None, run: Run | None, *, replace: bool
 ) -> Mapping[str, Any]:
-    """Add what goes along to the files of a plan; returns the configuration that is written."""
+    """Add the tokenizer and other accompanying files to a plan; return the configuration that is written."""
     reservation = plan.reservation
     path = reservation.path
     config: dict[str, Any] = json.loads(reservation.texts[path / CONFIG])

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint in any format under their Hugging Face names: where their elements are, and reading them.
+"""The tensors of a checkpoint in any format under their Hugging Face names: their location, and reading them.
 
-A `Plan` tells the same as pairs of file views that are copied; here a tensor is put together in memory, whole or a
+A `Plan` holds the same as pairs of file views to copy; here a tensor is assembled in memory, whole or a
 block of rows at a time.
 """
 
@@ -24,10 +24,10 @@ from mcore_convert.storage.views import DTYPE_SIZES, Slot, TensorMeta, View, cut
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor by its Hugging Face name, with the dtype that it is stored in.
+    """Tensor by its Hugging Face name, with the dtype that it is stored in.
 
-    `parts` are the boxes of it that files hold; what none of them covers is zero. Under a key other than None they are
-    boxes of a tensor of these indices alone.
+    `parts` are its boxes that files hold; elements outside of them are zero. Under a key other than None they are
+    boxes of the tensor of these indices alone.
     """
 
     name: str
@@ -39,10 +39,10 @@ class HfTensor:
         return DTYPE_SIZES[self.meta.dtype]
 
     def read(self, files: Files, box: Box | None = None, dtype: str | None = None) -> Bytes:
-        """Return the elements of a box, or all, as unsigned integers of their size, in row-major order.
+        """Return the elements of a box, or of the tensor, as unsigned integers of their size, in row-major order.
 
         Args:
-            dtype: round them to it, once; as they are stored, or decoded to, unless given.
+            dtype: round them to it, once; unless given they stay as stored, or as decoded.
 
         Raises:
             OverflowError: as `cast`.
@@ -65,7 +65,7 @@ class HfTensor:
         return whole
 
     def blocks(self, limit: int) -> Iterator[Box]:
-        """Boxes of about `limit` bytes that follow each other in row-major order."""
+        """Yield boxes of about `limit` bytes that follow each other in row-major order."""
         shape = self.meta.shape
         for slices in blocks_of(shape, self.itemsize, limit):
             offsets = tuple(part.start for part in slices) + (0,) * (len(shape) - len(slices))
@@ -101,11 +101,11 @@ def hf_tensors(family: Family, dims: Dims, sources: Sources) -> Iterator[HfTenso
 
 
 def _of_expert(slot: Slot, expert: int) -> Slot:
-    """Return the slot of an expert's tensor, in one that has those of all experts along its first dimension."""
+    """Return the slot of one expert's tensor, as a slot of the tensor with all experts along its first dimension."""
     return Slot(_stacked(slot.view), Box((expert, *slot.box.offsets), (1, *slot.box.sizes)))
 
 
 def _stacked(view: View) -> View:
-    """Return the view with one more dimension before the others, of size 1."""
+    """Return the view with a leading dimension of size 1."""
     high = view.high and _stacked(view.high)
     return view._replace(shape=(1, *view.shape), strides=(view.nbytes, *view.strides), high=high)

@@ -1,4 +1,4 @@
-"""The public functions that hand a model over: `export` to a complete Hugging Face directory, and `push` to the Hub."""
+"""The public functions that publish a model: `export` to a complete Hugging Face directory, and `push` to the Hub."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from mcore_convert.storage.views import file_errors
 
 @dataclass(frozen=True)
 class Export:
-    """What an export did, or would do (`dry_run`). Sizes in bytes.
+    """Result of an export, or of its plan (`dry_run`). Sizes in bytes.
 
-    `path` is the directory; None where it was made to be sent to the Hub only. `files` are those of the directory by
+    `path` is the directory; None if it was temporary, for the Hub only. `files` are its files by
     name; a planned export lacks the card. `checksum` is that of the weights as the source stores them.
     """
 
@@ -53,11 +53,11 @@ class Export:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know: what was cut, left behind or rounded."""
+        """Notes to the user: what was cut, left behind or rounded."""
         return self.plan.notes
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         plan, tokenizer = self.plan, self.tokenizer
         dtypes = {meta.dtype for meta in plan.target.headers.values()}
         return {
@@ -78,19 +78,19 @@ class Export:
 
 @file_errors()
 def export(source: PathLike, destination: PathLike | None = None, **options: Unpack[ExportOptions]) -> Export:
-    """Make a complete Hugging Face directory of a checkpoint: weights, configuration, tokenizer and model card.
+    """Export a checkpoint to a complete Hugging Face directory: weights, configuration, tokenizer and model card.
 
-    What was written is read again and compared with the source, bit for bit, before the directory appears.
+    The written tensors are read again and compared with the source, bit for bit, before the directory appears.
 
     Args:
-        source: a checkpoint in any format, or the directory of a training run, whose newest is taken.
-        destination: the directory to make. Without one it is `RUN/hf/iter_*` for an iteration of a run, and `SOURCE-hf`
-            else; with `push_to_hub` it is temporary.
-        options: what is exported and where on the Hub it goes, as `mcore_convert.options.ExportOptions` has them.
+        source: a checkpoint in any format, or the directory of a training run, for its newest checkpoint.
+        destination: the directory to create. If not given it is `RUN/hf/iter_*` for an iteration of a run, else
+            `SOURCE-hf`; with `push_to_hub` it is temporary.
+        options: the content and the destination on the Hub, as listed in `mcore_convert.options.ExportOptions`.
 
     Raises:
         ConvertError: the export is refused; nothing is left behind. See `mcore_convert.errors` for the kinds.
-        TypeError: there is no such option.
+        TypeError: an option does not exist.
     """
     check_names("export", ExportOptions, options)
     repo, on_hub = options.get("push_to_hub"), part_of(HubOptions, options)
@@ -118,7 +118,7 @@ def hand_over(
     bars: bool = False,
     **run: Unpack[RunOptions],
 ) -> Export:
-    """Export to a directory, and to a destination on the Hub that was checked where there is one."""
+    """Export to a directory, and to a destination on the Hub, already checked, if one is given."""
     progress, overwrite = run.get("progress"), run.get("overwrite", False)
     if destination is None and target is not None:
         if run.get("resume", False) or current().size > 1:
@@ -132,7 +132,7 @@ def hand_over(
 
 
 def _in(folder: str, source: Path) -> Path:
-    """Return a directory within a temporary one, with the name of the source."""
+    """Return a path within a temporary directory, with the name of the source."""
     return Path(folder, source.absolute().name or "model")
 
 
@@ -186,22 +186,22 @@ def push(
     bars: bool = False,
     **options: Unpack[HubOptions],
 ) -> Upload:
-    """Send a model to the Hub, in one commit. What is there already is not sent again.
+    """Send a model to the Hub, in one commit. Files that the Hub has already are not sent again.
 
     Args:
         source: a Hugging Face directory. Any other checkpoint is exported to a temporary directory first, as `export`
             does with its defaults.
         repo: `OWNER/NAME`, or `NAME` for the holder of the token; created if missing.
         ignore_keys: as for `export`.
-        dry_run: say what would be sent, and send nothing.
-        progress: as for `export`, where one is made.
+        dry_run: report what would be sent, and send nothing.
+        progress: as for `export`, if an export is made.
         bars: let the Hub's client show its own progress on stderr.
-        options: the branch and the commit, as `mcore_convert.options.HubOptions` has them.
+        options: the branch and the commit, as listed in `mcore_convert.options.HubOptions`.
 
     Raises:
-        HubError: the Hub refuses, or cannot be reached; the same call goes on where this one ended.
-        ConvertError: the source is no whole model, or cannot be exported.
-        TypeError: there is no such option.
+        HubError: the Hub refuses, or cannot be reached; the same call continues where this one ended.
+        ConvertError: the source is not a complete model, or cannot be exported.
+        TypeError: an option does not exist.
     """
     check_names("push", HubOptions, options)
     path, target = directory_of(source_at(source)), _destination(repo, options)
@@ -209,7 +209,7 @@ def push(
         if isinstance(path, RemotePath):
             hint = "copy it to a directory on this machine, and push that"
             raise ConvertError(f"`{path}` cannot be sent from one store to another", hint=hint)
-        open_checkpoint(path)  # whole, as far as headers and the index tell
+        open_checkpoint(path)  # proves it complete, from headers and the index
         return upload(path, target, dry_run=dry_run, progress=progress, bars=bars)
     if not path.exists():
         raise absent(path)
@@ -224,6 +224,6 @@ __all__ = ["Export", "export", "push"]
 
 
 def _is_hugging_face(path: Path) -> bool:
-    """Return whether a directory needs no export: it is what one would make."""
+    """Return whether a directory is in a Hugging Face format, and needs no export."""
     kind = format_of(path)
     return kind is not None and kind.side is Side.HUGGING_FACE

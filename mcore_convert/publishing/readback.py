@@ -1,4 +1,4 @@
-"""The proof of written tensors, read again: the source's weights bit for bit, and the checksum of these.
+"""Proof of written tensors, read again: the source's weights bit for bit, and their checksum.
 
 The checksum is the SHA-256 of a text with a line `NAME DTYPE SHAPE SHA256` for each tensor, sorted, where SHA256 is
 that of the tensor's elements in row-major order, under its Hugging Face name and as the source stores it. So it is the
@@ -27,10 +27,10 @@ BLOCK = 2 * 2**20  # bytes that are hashed and compared at once, while they are 
 
 
 def read_back(tensors: Sequence[HfTensor], written: Mapping[str, View], meter: Meter) -> str:
-    """Prove that each tensor was written, in the dtype or the codes it was written in; returns the source's checksum.
+    """Prove that each tensor was written correctly, in the dtype or codes of the target; return the source's checksum.
 
     Raises:
-        UnwritableTarget: a tensor that is not there as it should be.
+        UnwritableTarget: a tensor is missing or differs.
     """
     stop = threading.Event()
 
@@ -59,9 +59,7 @@ def read_back(tensors: Sequence[HfTensor], written: Mapping[str, View], meter: M
 
 
 def _is_written(tensor: HfTensor, block: Bytes, view: View, box: Box, files: Files) -> bool:
-    """Return whether a box of a tensor was written as it should be, cast or quantised;
-    `block` is it as the source has it.
-    """
+    """Return whether a box of a tensor was written correctly, cast or quantised; `block` is the box in the source."""
     part = view.narrow(box)
     if isinstance(view.coded, Blocks):
         return bool(view.coded.may_hold(files, part, tensor.read(files, box, "float32").view(np.float32)).all())

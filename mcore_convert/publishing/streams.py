@@ -1,4 +1,4 @@
-"""Weights for programs, without a file in between: tensors under their Hugging Face names, and a transformers model."""
+"""Weights for programs, without an intermediate file: Hugging Face tensors by name, and transformers models."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ if TYPE_CHECKING:
 def iter_hf_weights(
     path: PathLike, *, dtype: str | torch.dtype | None = None, **options: Unpack[SourceOptions]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors of a checkpoint under their Hugging Face names, one by one,
-    in the order of the forward pass.
+    """Iterate over the tensors of a checkpoint under their Hugging Face names, in the order of the forward pass.
 
-    Each is a new tensor on the CPU; no more memory is held than the one that is being made. A tied head does not come,
-    as it is in no `model.safetensors`. The checkpoint is proven whole before the first is made.
+    Each is a new tensor on the CPU; memory holds no more than the tensor in progress. A tied head is left out,
+    as it is from `model.safetensors`. The checkpoint is proven complete before the first tensor is made.
 
     Args:
         path: a checkpoint in any format, the directory of a training run, or a Hub id.
         dtype: cast to it, rounding to nearest; as stored unless given.
-        options: how the checkpoint is read, as `mcore_convert.options.SourceOptions` has it.
+        options: how the checkpoint is read, as listed in `mcore_convert.options.SourceOptions`.
 
     Raises:
-        ConvertError: it cannot be read, or is no model that transformers has.
-        TypeError: there is no such option.
+        ConvertError: it cannot be read, or transformers has no such model.
+        TypeError: an option does not exist.
     """
     check_names("iter_hf_weights", SourceOptions, options)
     _, plan = _planned(path, dtype, options)
@@ -56,12 +55,11 @@ def iter_hf_weights(
 
 
 def load_hf_model(path: PathLike, *, dtype: str | torch.dtype | None = None, **options: Any) -> Any:
-    """Build a transformers model straight from a checkpoint in any format:
-    what `from_pretrained` makes of its conversion.
+    """Build the transformers model of a checkpoint in any format, as `from_pretrained` does from its conversion.
 
     Args:
         path, dtype: as for `iter_hf_weights`.
-        options: those of `iter_hf_weights`; the others are for `from_pretrained` (`device_map`, `attn_implementation`).
+        options: those of `iter_hf_weights`; the others go to `from_pretrained` (`device_map`, `attn_implementation`).
 
     Raises:
         ConvertError: as `iter_hf_weights`.
@@ -84,7 +82,7 @@ def load_hf_model(path: PathLike, *, dtype: str | torch.dtype | None = None, **o
 
 
 def _planned(path: PathLike, dtype: str | torch.dtype | None, options: SourceOptions) -> tuple[Model, Plan]:
-    """Plan a conversion that is not run: the proof that the model is whole, and its configuration."""
+    """Plan a conversion that is not run, as proof that the model is complete, and for its configuration."""
     nowhere = Path("nowhere")
     with file_errors():
         model = identify(local_path(str(path)), given=options.get("given"), **part_of(FamilyOptions, options))
@@ -94,7 +92,7 @@ def _planned(path: PathLike, dtype: str | torch.dtype | None, options: SourceOpt
 
 
 def _proven(plan: Plan, dtype: str | torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Prove what must hold in the data of a plan's source, and return its tensors."""
+    """Prove the data of a plan's source, and return its tensors."""
     with file_errors():
         prove(plan.checks)
     return _tensors(list(hf_tensors(plan.family, plan.dims, plan.sources)), _name_of(dtype))
@@ -124,4 +122,4 @@ def _tensors(tensors: list[HfTensor], dtype: str | None) -> Iterator[tuple[str, 
                 except OverflowError as error:
                     raise ConvertError(f"`{tensor.name}` has {error}", hint=BEYOND_HINT) from error
             yield tensor.name, torch.from_numpy(whole).view(getattr(torch, wanted))
-            del whole, bits  # before the next one is made
+            del whole, bits  # free the memory before the next tensor

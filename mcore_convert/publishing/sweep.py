@@ -1,7 +1,7 @@
-"""Every iteration of a run, exported once: to a directory each, or to a branch each of a repository on the Hub.
+"""Every iteration of a run, exported once: each to a directory, or to a branch of a repository on the Hub.
 
-What is done is seen from what is there, so a sweep may be stopped at any moment and started again: a directory has its
-name when it is complete and proven, and a branch gets its model in one commit.
+The state of a sweep is what it has produced, so it may be stopped at any moment and started again: a directory gets its
+name once it is complete and proven, and a branch gets its model in one commit.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ State = Literal["exported", "there", "refused"]
 
 @dataclass(frozen=True)
 class Swept:
-    """What became of one iteration: exported now, `there` already, or refused with an error.
+    """Result of one iteration: exported now, `there` already, or refused with an error.
 
-    `path` is its directory, where it has one; `upload` what was sent to the Hub.
+    `path` is its directory, if it has one; `upload` describes the files sent to the Hub.
     """
 
     iteration: int
@@ -44,7 +44,7 @@ class Swept:
     error: ConvertError | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {
             "iteration": self.iteration,
             "state": self.state,
@@ -57,7 +57,7 @@ class Swept:
 
 @dataclass(frozen=True)
 class _Sweep:
-    """What holds for all iterations of a sweep."""
+    """Options that hold for all iterations of a sweep."""
 
     folder: Path | None
     target: Destination | None
@@ -81,22 +81,22 @@ def export_all(
 ) -> Iterator[Swept]:
     """Export every iteration of a run that is not exported yet, in their order, and yield each when it is done.
 
-    An iteration whose checkpoint cannot be exported comes as `refused`, and the others go on.
+    An iteration whose checkpoint cannot be exported is yielded as `refused`, and the sweep goes on.
 
     Args:
         run: the directory of a training run, or the one that has its `iter_*`.
-        destination: where the directories `iter_*` are made; `RUN/hf` unless given. With `push_to_hub` none stays
+        destination: parent of the directories `iter_*`; `RUN/hf` unless given. With `push_to_hub` no directory is kept
             unless one is given.
-        push_to_hub: a repository that gets a branch `iter_*` for each.
+        push_to_hub: a repository that gets a branch `iter_*` for each iteration.
         private: make a new repository private.
-        watch: wait for further iterations, until the last that the run says it will have.
-        interval: seconds between two looks at a running training.
+        watch: wait for further iterations, until the last one that the run plans.
+        interval: seconds between two checks of a running training.
         until: end after this iteration, and do not watch for others.
         progress, bars: as for `export`.
-        options: what is exported, as `mcore_convert.options.ModelFolderOptions` has it.
+        options: the content of the exports, as listed in `mcore_convert.options.ModelFolderOptions`.
 
     Raises:
-        ConvertError: there is no such run, or an error that is not that of one iteration: no tokenizer, no room, no
+        ConvertError: there is no such run, or an error that is not specific to one iteration: no tokenizer, no room, no
             answer from the Hub.
     """
     check_names("export_all", ModelFolderOptions, options)
@@ -124,7 +124,7 @@ def export_all(
         sweep = _Sweep(folder, target, options, bars, progress)
         for iteration, checkpoint in waiting.items():
             swept = _one(sweep, iteration, checkpoint, watch=watch)
-            if swept is None:  # removed by the run, or to be tried again
+            if swept is None:  # removed by the run, or to be retried
                 continue
             done[iteration] = swept.state
             yield swept
@@ -139,13 +139,13 @@ def export_all(
 
 
 def _waiting(run: Run | None, done: dict[int, State], until: int | None) -> dict[int, Path]:
-    """Return the iterations that are there and have not been looked at."""
+    """Return the iterations that exist and have not been handled."""
     there = {} if run is None else run.iterations()
     return {n: path for n, path in there.items() if n not in done and (until is None or n <= until)}
 
 
 def _last_of(run: Run | None) -> int | None:
-    """Return the iteration that a training ends with, as its newest checkpoint says."""
+    """Return the last iteration that a training plans, as recorded in its newest checkpoint."""
     try:
         with file_errors():
             newest = max((run.iterations() if run else {}).items(), default=None)
@@ -165,14 +165,14 @@ def _one(sweep: _Sweep, iteration: int, checkpoint: Path, *, watch: bool) -> Swe
     except HubError:
         if not watch:
             raise
-        return None  # the connection may be back at the next look
+        return None  # the connection may be back at the next check
 
 
 def _export_one(sweep: _Sweep, iteration: int, checkpoint: Path, final: Path | None) -> Swept:
     target = sweep.target
     is_there = final is not None and final.exists()
     if is_there and final is not None:
-        open_checkpoint(final)  # whole, as far as headers and the index tell
+        open_checkpoint(final)  # proves it complete, from headers and the index
     if target is not None and has_model(target.repo, checkpoint.name):
         return Swept(iteration, "there", final)
     if target is None and is_there:

@@ -1,4 +1,4 @@
-"""A tokenizer as files: how many tokens it has, and which are special, read without transformers or tokenizers."""
+"""A tokenizer as files: its number of tokens, and its special tokens, read without transformers or tokenizers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from mcore_convert.storage.sources import Limit, content_of, open_file
 from mcore_convert.storage.views import open_error
 
 SPECIAL = ("bos_token", "eos_token", "pad_token")
-# What the classes of transformers take where no file names a special token.
 VARINT = 64  # bits of a number in a protobuf message
+# Special tokens that the classes of transformers use where no file names them.
 CLASS_DEFAULTS = {
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }
-# The files of which one holds all tokens, in transformers' order of preference.
+# Files with all tokens, of which one is enough, in transformers' order of preference.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model", "*.tiktoken", "vocab.txt")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The files of a tokenizer, by the names that they have in a model's directory, and where they were found.
+    """Files of a tokenizer, by the names that they have in a model's directory, and the place where they were read.
 
-    `size` is one more than the largest token id: as many rows an embedding must have. `special` are the ids of
-    `bos_token_id`, `eos_token_id` and `pad_token_id`, as far as they are known. `texts` are files yet to be written.
+    `size` is one more than the largest token id: the number of rows that an embedding needs. `special` are the ids of
+    `bos_token_id`, `eos_token_id` and `pad_token_id`, as far as known. `texts` are files yet to be written.
     """
 
     place: str
@@ -44,7 +44,7 @@ class Tokenizer:
 
 
 def read_tokenizer(place: Path) -> Tokenizer | None:
-    """Return the tokenizer in a folder, or that of one of its files; None where there is none.
+    """Return the tokenizer in a folder, or that of one of its files; None if there is none.
 
     Raises:
         UnreadableCheckpoint: its files are damaged.
@@ -56,8 +56,7 @@ def read_tokenizer(place: Path) -> Tokenizer | None:
 
 
 def read_gpt2_bpe(vocabulary: Path, merges: Path) -> Tokenizer | None:
-    """Return the tokenizer of two files as Megatron-LM's `--vocab-file` and `--merge-file` name them;
-    None where one lacks.
+    """Return the tokenizer of Megatron-LM's `--vocab-file` and `--merge-file`; None if one of them is missing.
 
     Raises:
         UnreadableCheckpoint: the vocabulary is damaged.
@@ -68,23 +67,23 @@ def read_gpt2_bpe(vocabulary: Path, merges: Path) -> Tokenizer | None:
 
 
 def folder_of(place: Path) -> Path:
-    """Return the folder of a tokenizer that a user names by itself or by one of its files."""
+    """Return the folder of a tokenizer, given the folder or one of its files."""
     is_part = any(fnmatch(place.name, pattern) for pattern in TOKENIZER_FILES)
     return place.parent if is_part and place.is_file() else place
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a file that may be a tokenizer; what is in it is not read."""
+    """Return whether a folder has a file that may be a tokenizer; its content is not read."""
     return any(any(folder.glob(pattern)) for pattern in (*VOCABULARIES, "tokenizer_config.json"))
 
 
 def is_bare_bpe(folder: Path) -> bool:
-    """Return whether a folder has the two files of GPT-2's tokenizer, and none that says of which class it is."""
+    """Return whether a folder has the two files of GPT-2's tokenizer, and none that states its class."""
     return _class_of({name: folder / name for name in carried_files(folder, TOKENIZER_FILES)}) == "GPT2Tokenizer"
 
 
 def _read(place: Path, files: Mapping[str, Path]) -> Tokenizer | None:
-    """Return the tokenizer of these files, each under the name that it has in a model's folder."""
+    """Return the tokenizer of these files, given by their names in a model's folder."""
     try:
         return _tokenizer(place, files)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -101,13 +100,13 @@ def _tokenizer(place: Path, files: Mapping[str, Path]) -> Tokenizer | None:
     kind = _class_of(files)
     if kind is not None:
         config = {"tokenizer_class": kind}
-        # a token that the vocabulary lacks would be added to it
+        # a token that is not in the vocabulary would be added to it
         config |= {key: token if token in ids else None for key, token in CLASS_DEFAULTS[kind].items()}
         texts = {"tokenizer_config.json": json_bytes(config)}
     ids |= _added(files, config)
     named = _named(files, config)
     for token in (*named.values(), *_extra(config)):
-        if token not in ids:  # transformers adds it behind all others
+        if token not in ids:  # transformers appends it
             ids[token] = max(ids.values(), default=-1) + 1
     special = {f"{key}_id": ids[token] for key, token in named.items()}
     has_chat_template = bool(config.get("chat_template")) or any(name in files for name in CHAT_TEMPLATES)
@@ -115,9 +114,9 @@ def _tokenizer(place: Path, files: Mapping[str, Path]) -> Tokenizer | None:
 
 
 def _class_of(files: Mapping[str, Path]) -> str | None:
-    """Return the class of transformers for files that do not say it; None where they do, or where none is known.
+    """Return the class of transformers for files that do not state it; None if they do, or if it is unknown.
 
-    The configuration of a model beside them says it, too.
+    The configuration of a model beside them states it, too.
     """
     beside = {file.parent / CONFIG for file in files.values()}
     if "tokenizer_config.json" in files or "tokenizer.json" in files or any(file.is_file() for file in beside):
@@ -128,9 +127,7 @@ def _class_of(files: Mapping[str, Path]) -> str | None:
 
 
 def _is_sentencepiece(file: Path) -> bool:
-    """Return whether a file is a SentencePiece model: a message whose first field is a piece.
-    tiktoken's files are text.
-    """
+    """Return whether a file is a SentencePiece model, a message whose first field is a piece; tiktoken's are text."""
     with open_file(file) as opened:
         return opened.read(1) == b"\n"
 
@@ -140,9 +137,7 @@ def _json(files: Mapping[str, Path], name: str) -> dict[str, Any]:
 
 
 def _vocabulary(files: Mapping[str, Path]) -> dict[str, int] | None:
-    """Return the ids of all tokens, from the first of the files that holds them,
-    in transformers' order of preference.
-    """
+    """Return the ids of all tokens, from the first file with all tokens, in transformers' order of preference."""
     name = next((name for pattern in VOCABULARIES for name in files if fnmatch(name, pattern)), None)
     if name is None:
         return None
@@ -173,7 +168,7 @@ def _pieces(content: bytes) -> Iterator[tuple[str, int]]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int]]:
-    """Yield the fields of a protobuf message: numbers, or bytes where they have a length."""
+    """Yield the fields of a protobuf message: numbers, or bytes if they have a length."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -202,7 +197,7 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
 
 
 def _ranks(content: bytes) -> Iterator[tuple[str, int]]:
-    """Yield the tokens of a tiktoken file: a line `BASE64 RANK` each."""
+    """Yield the tokens of a tiktoken file, which has a line `BASE64 RANK` per token."""
     for line in content.splitlines():
         token, rank = line.split()
         yield base64.b64decode(token).decode(errors="backslashreplace"), int(rank)
@@ -218,13 +213,13 @@ def _added(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, in
 
 
 def _extra(config: Mapping[str, Any]) -> list[str]:
-    """Special tokens beside the named ones; transformers 4 and 5 have their own words for them."""
+    """Return the special tokens without a role of their own; transformers 4 and 5 store them under different keys."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     return [_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
 
 
 def _named(files: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens by what they are for."""
+    """Return the special tokens by role."""
     kind = str(config.get("tokenizer_class", "")).removesuffix("Fast")
     values = {**CLASS_DEFAULTS.get(kind, {}), **_json(files, "special_tokens_map.json"), **config}
     return {key: _text(values[key]) for key in SPECIAL if values.get(key)}

@@ -1,8 +1,8 @@
-"""Sending a model's directory to the Hub: one commit with what is not there yet, on a branch, with a tag if wanted.
+"""Upload of a model's directory to the Hub: one commit with the missing files, on a branch, with a tag if wanted.
 
-The commit is made by the client's `create_commit`: files go first, by Xet or git LFS, and the commit names them all at
-once, so that nobody ever loads half a model. `upload_folder` may split a folder over several commits. Both find again
-what an interrupted call has sent.
+The commit is made by the client's `create_commit`: files are sent first, by Xet or git LFS, and the commit then names
+all of them at once, so that nobody ever loads half a model. `upload_folder` may split a folder over several commits.
+Both reuse the files that an interrupted call has sent.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 MAIN = "main"
-WAITS = (1.0, 4.0)  # seconds before a commit is tried again; the client itself repeats each transfer five times
-# Weights as transformers looks for them: those of an earlier model would be loaded in place of the new ones.
+WAITS = (1.0, 4.0)  # seconds before a commit is retried; the client itself retries each transfer five times
+# Weight files that transformers recognises: those of an earlier model would be loaded in place of the new ones.
 WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where on the Hub a model goes. `private` counts for a new repository; `message` is that of the commit.
+    """Destination on the Hub. `private` applies to a new repository; `message` is that of the commit.
 
-    `checked`: the repository has its owner's name, and the token may write (see `checked`).
+    `checked`: the repository includes its owner's name, and the token may write (see `checked`).
     """
 
     repo: str
@@ -52,10 +52,10 @@ class Destination:
 
 @dataclass(frozen=True)
 class Upload:
-    """What an upload did, or would do (`dry_run`): files by name with their size in bytes.
+    """Result of an upload, or of its plan (`dry_run`): files by name with their size in bytes.
 
-    `sent` were not there, or were others; `kept` are there already; `removed` are files of another model that would be
-    loaded in place of this one's. `commit` is None where nothing had to change.
+    `sent` were missing or different; `kept` are there already; `removed` are files of another model that would be
+    loaded in place of this one's. `commit` is None if nothing had to change.
     """
 
     repo: str
@@ -70,7 +70,7 @@ class Upload:
     dry_run: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {**vars(self), "sent": dict(self.sent), "kept": dict(self.kept), "removed": list(self.removed)}
 
 
@@ -82,12 +82,12 @@ def upload(
     progress: Progress | None = None,
     bars: bool = False,
 ) -> Upload:
-    """Send a directory to the Hub. What is there already is not sent again, and nothing is changed where all is there.
+    """Send a directory to the Hub. Files that are there already are not sent again; without changes there is no commit.
 
     Args:
-        dry_run: look at the Hub, and say what would be done.
-        progress: told what is being done.
-        bars: let the client show its bars of progress, in place of that, while it sends.
+        dry_run: ask the Hub, and report what would be done.
+        progress: gets the names of the phases.
+        bars: show the client's progress bars instead while it sends.
 
     Raises:
         HubError: the Hub refuses, or cannot be reached.
@@ -127,10 +127,10 @@ def upload(
 
 
 def checked(destination: Destination, *, writable: bool = True) -> Destination:
-    """Return a destination with its owner's name, who is the holder of the token unless said; asks the Hub once.
+    """Return a destination with its owner's name, by default the holder of the token; asks the Hub once.
 
     Raises:
-        HubError: there is no token, it is not accepted, or with `writable` it can only read.
+        HubError: there is no token, it is not accepted, or it is read-only although `writable` is set.
     """
     if destination.checked or ("/" in destination.repo and not writable):
         return destination
@@ -144,7 +144,7 @@ def checked(destination: Destination, *, writable: bool = True) -> Destination:
 
 
 def has_model(repo: str, branch: str) -> bool:
-    """Return whether a branch of a repository on the Hub holds a whole model.
+    """Return whether a branch of a repository on the Hub holds a complete model.
 
     Raises:
         HubError: the Hub refuses, or cannot be reached.
@@ -165,7 +165,7 @@ Refs = dict[tuple[str, str], str]
 
 
 def _refs(api: HfApi, repo: str) -> Refs | None:
-    """Return the commits of a repository's branches and tags; None where there is no such repository."""
+    """Return the commits of a repository's branches and tags; None if the repository does not exist."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
@@ -177,7 +177,7 @@ def _refs(api: HfApi, repo: str) -> Refs | None:
 
 
 def _make_branch(api: HfApi, repo: str, branch: str) -> str:
-    """Create a branch if missing, of the first commit, which has no model; return its head."""
+    """Create a branch if missing, at the first commit, which has no model; return its head."""
     refs = _refs(api, repo) or {}
     if ("branch", branch) not in refs:
         first: str = api.list_repo_commits(repo)[-1].commit_id
@@ -187,7 +187,7 @@ def _make_branch(api: HfApi, repo: str, branch: str) -> str:
 
 
 def _check_tag(repo: str, tag: str | None, tagged: str | None, *, moves: bool) -> None:
-    """Refuse a tag that another commit has, before anything is sent: a tag stays where it is."""
+    """Refuse a tag of another commit before anything is sent: tags are not moved."""
     if tagged is not None and moves:
         raise HubError(
             f"`{repo}` has a tag `{tag}` already, of another commit",
@@ -196,7 +196,7 @@ def _check_tag(repo: str, tag: str | None, tagged: str | None, *, moves: bool) -
 
 
 def _check_private(api: HfApi, repo: str) -> None:
-    """Refuse to send what shall be private to where everybody reads it."""
+    """Refuse to send a private model to a public repository."""
     if not api.model_info(repo).private:
         raise HubError(
             f"`{repo}` is there already, and is public",
@@ -230,8 +230,7 @@ def _compared(
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return the files to send by their names in the repository; hidden ones stay,
-    and so do other models in folders below.
+    """Return the files to send by their names in the repository; hidden files, and other models in folders below, stay.
 
     Raises:
         UnreadableCheckpoint: there are none.
@@ -273,7 +272,7 @@ def _commit(api: HfApi, folder: Path, destination: Destination, planned: Upload,
 
 @contextlib.contextmanager
 def _bars(shown: bool) -> Iterator[None]:
-    """A scope in which the client shows bars of progress, or none."""
+    """Scope in which the client shows progress bars, or none."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     before = are_progress_bars_disabled()

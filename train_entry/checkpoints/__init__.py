@@ -1,4 +1,4 @@
-"""Checkpoints that a run starts from and leaves: `torch_dist`, resumed at any layout, whole or not there."""
+"""Checkpoints that a run starts from and writes: `torch_dist`, resumed at any layout, complete or absent."""
 
 from train_entry.checkpoints.checkpoints import Checkpoints, Restored
 from train_entry.checkpoints.export import export_hf

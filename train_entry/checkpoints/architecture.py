@@ -1,4 +1,4 @@
-"""Refusal of checkpoints of another model than the run's, before anything of them is read."""
+"""Refusal of checkpoints of another model than the run's, before their tensors are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE = (
     "untie_embeddings_and_output_weights",
     "num_experts",
 )
-# What matters only with a certain value of another argument.
+# Arguments that matter only with a certain value of another argument.
 ONLY_WITH: dict[tuple[str, Any], tuple[str, ...]] = {
     ("position_embedding_type", "rope"): ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"),
     ("position_embedding_type", "learned_absolute"): ("max_position_embeddings",),
@@ -75,5 +75,5 @@ def _names(args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def means_the_same(here: Any, there: Any) -> bool:
-    """Return whether two values of an argument are the same, or neither says anything."""
+    """Return whether two values of an argument are equal, or both empty."""
     return bool(here == there or (not here and not there))

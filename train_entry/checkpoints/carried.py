@@ -1,7 +1,7 @@
 """Files that travel with a model beside its weights: its tokenizer and its Hugging Face configuration.
 
-Every checkpoint has them in a folder `hf`, as one that was converted from Hugging Face does: whoever converts it back
-finds them there.
+Every checkpoint has them in a folder `hf`, like one that was converted from Hugging Face, so that a conversion back
+uses them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _read(directory: Path) -> Mapping[str, bytes]:
 
 
 def _directory_of(tokenizer: str) -> Path:
-    """Return where a tokenizer's files are; one of the Hub has been downloaded when it was made."""
+    """Return the directory of a tokenizer's files; for one of the Hub, that of the download that loading it made."""
     if Path(tokenizer).is_dir():
         return Path(tokenizer)
     from huggingface_hub import snapshot_download

@@ -1,4 +1,4 @@
-"""`Checkpoints`: what a run starts from, and what it leaves."""
+"""`Checkpoints`: the checkpoints that a run starts from and writes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from train_entry.config.schema import Config
 from train_entry.state import TrainState
 
 PROBE = ".shared"  # a file that every rank must see
-PROBE_SECONDS = 10.0  # until a network file system shows a new file
+PROBE_SECONDS = 10.0  # time for a network file system to show a new file
 
 
 class NoOptimizer:
-    """What stands in the place of an optimizer where a model is only looked at."""
+    """Stand-in for an optimizer, for a model that is not trained."""
 
     def reload_model_params(self) -> None:
         """Do nothing: there are no master copies."""
@@ -35,9 +35,9 @@ class NoOptimizer:
 
 @dataclass(frozen=True)
 class Restored:
-    """What training starts from: new weights (`path` is None), a model's weights, or with `training` all of a run.
+    """Start of training: new weights (`path` is None), a model's weights, or with `training` the whole state of a run.
 
-    `notes` are lines that a user should read.
+    `notes` are lines for the user.
     """
 
     path: Path | None
@@ -48,19 +48,19 @@ class Restored:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint in our format, open on this rank; `origin` is the one that it was converted from, or itself."""
+    """Checkpoint in our format, open on this rank; `origin` is the one that it was converted from, or itself."""
 
     origin: Path
     checkpoint: TorchDistCheckpoint
 
 
 def _weights_of(stages: Sequence[Any], state: TrainState) -> TrainState:
-    """Return the stages of a reference model as what is loaded, beside the run's own."""
+    """Return a state to load the stages of a reference model into, beside the run's own."""
     return TrainState(dict(state.args), list(stages), NoOptimizer(), None)
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every rank has one and makes the same calls; Megatron's groups exist.
+    """Checkpoints of a run. Every rank has one and makes the same calls; Megatron's groups exist.
 
     Raises:
         ConvertError: the run's directory cannot be written, or not all ranks see it.
@@ -72,14 +72,14 @@ class Checkpoints:
         self.ranks = Ranks.all()
         self._writer = Writer(Ranks.all(), config.checkpoint.keep_last)
         self._carried: Mapping[str, bytes] = {}
-        self._saved: int | None = None  # the last iteration of which there is a checkpoint, or soon will be
+        self._saved: int | None = None  # the last iteration with a checkpoint, complete or being written
         self._check_shared()
 
     def restore(self, state: TrainState, source: Source | None, reference: Sequence[Any] = ()) -> Restored:
-        """Fill a run that was just built from the checkpoint that it starts from.
+        """Fill a new run from the checkpoint that it starts from.
 
         Args:
-            source: `source_of(config)`; each rank has opened it, and that of rank 0 counts.
+            source: `source_of(config)`; each rank has opened it, and rank 0 decides.
             reference: the stages of a reference model, which are filled with the weights of `checkpoint.init`.
 
         Raises:
@@ -107,7 +107,7 @@ class Checkpoints:
         return Restored(start.path, start.training, state.iteration, (*start.notes, *notes))
 
     def _stored(self, source: Source | None) -> Stored:
-        """Return a source in our format, open on each rank: that of rank 0, which others may have open as well."""
+        """Return rank 0's source in our format, open on each rank; a rank that has the same open reuses it."""
 
         def places() -> tuple[Path, Path]:
             assert source is not None
@@ -129,15 +129,15 @@ class Checkpoints:
         return load(state, stored.checkpoint, self.ranks, training=training)
 
     def _forget(self) -> None:
-        """Remove what was converted: loading has ended on all ranks, and one that failed alone must wait for none."""
+        """Remove converted checkpoints: all ranks have finished loading, and one that failed alone must not wait."""
         if self.ranks.is_first:
             forget(self.config)
 
     def save(self, state: TrainState) -> Path | None:
-        """Save a checkpoint of this step, or begin to; None where the run saves none.
+        """Save a checkpoint of this step, or begin to; None if the run saves none.
 
         Raises:
-            UnwritableTarget: it cannot be written; those before it are as they were.
+            UnwritableTarget: it cannot be written; earlier ones are unchanged.
         """
         if not self.config.checkpoint.save:
             return None
@@ -149,15 +149,15 @@ class Checkpoints:
         return path
 
     def finish(self) -> None:
-        """Wait until all that was saved is on the disk.
+        """Wait until all saved checkpoints are on the disk.
 
         Raises:
-            UnwritableTarget: it cannot be written.
+            UnwritableTarget: one cannot be written.
         """
         self._writer.finish()
 
     def export(self) -> Path | None:
-        """Write the newest checkpoint for transformers, too; None where there is none.
+        """Write the newest checkpoint for transformers, too; None if there is none.
 
         Raises:
             ConvertError: it cannot be converted.
@@ -167,7 +167,7 @@ class Checkpoints:
         return None if saved is None else self.ranks.first(lambda: export_hf(self.config, saved))
 
     def _check_shared(self) -> None:
-        """Prove that all ranks have the same directory before them, and clear what a killed run has left there."""
+        """Prove that all ranks see the same directory, and clear remains of a killed run in it."""
         probe = self.config.run_dir / PROBE
 
         def prepare() -> None:

@@ -1,4 +1,4 @@
-"""Contents of a run's checkpoint: Megatron-LM's state dict, and under `train_entry` what only this project reads."""
+"""Contents of a run's checkpoint: Megatron-LM's state dict, and under `train_entry` the data of this project alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train_entry.state import TrainState
 
 VERSION = 1
 
-# What says how the tensors of a run are spread over ranks: with all of it the same, a resumed run is bit-equal.
+# Arguments that decide how the tensors of a run are spread over ranks: if all are equal, a resumed run is bit-equal.
 LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -28,9 +28,7 @@ LAYOUT = (
 
 
 def contents(state: TrainState, config: Config) -> dict[str, Any]:
-    """Return the sharded state dict of a run on this rank: tensors as they stand,
-    not copied (`generate_state_dict`).
-    """
+    """Return the sharded state dict of a run on this rank, its tensors not copied (`generate_state_dict`)."""
     distributed = config.parallel.distributed_optimizer
     models = sharded_models(state.model)
     content: dict[str, Any] = {
@@ -72,14 +70,12 @@ def bare(chunk: Any) -> Any:
 
 
 def layout_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a run with these arguments is spread over ranks."""
+    """Return the arguments that decide how a run is spread over ranks."""
     return {name: args.get(name) or 1 for name in LAYOUT}
 
 
 def _content_metadata(distributed: bool) -> dict[str, Any]:
-    """Return which of its forms Megatron Core asks for when it loads (Megatron-LM,
-    `_build_sharded_state_dict_metadata`).
-    """
+    """Return the forms that Megatron Core is to use to load (Megatron-LM, `_build_sharded_state_dict_metadata`)."""
     form = {
         "distrib_optim_sharding_type": optimizer_state.FULLY_RESHARDABLE,
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -88,7 +84,7 @@ def _content_metadata(distributed: bool) -> dict[str, Any]:
 
 
 def _arguments(state: TrainState, config: Config) -> dict[str, Any]:
-    """Megatron-LM's arguments, with the position in the data where Megatron-LM looks for it."""
+    """Return Megatron-LM's arguments, with the position in the data where Megatron-LM reads it."""
     import torch
 
     plain = {

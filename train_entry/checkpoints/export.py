@@ -16,15 +16,15 @@ from train_entry.config.schema import Config
 def export_hf(config: Config, iteration: int) -> Path:
     """Export the checkpoint of an iteration to `hf/iter_*` in the run's directory, as `mcore-convert export` does.
 
-    The directory appears when it is complete, and replaces an older one. In one process, which needs no GPU.
+    The directory appears when it is complete, and replaces an older one. Runs in one process, without a GPU.
 
     Raises:
-        ConvertError: the checkpoint cannot be represented there, or transformers does not read the result.
+        ConvertError: the model has no such form, or transformers cannot read the result.
     """
     source = folder.iteration_path(config.run_dir / CHECKPOINTS, iteration)
     target = config.run_dir / "hf" / source.name
     has_tokenizer = (source / CARRIED).is_dir() and read_tokenizer(source / CARRIED) is not None
-    export(  # made up tokens have no tokenizer
+    export(  # mock data have no tokenizer
         source,
         target,
         with_tokenizer=has_tokenizer,
@@ -39,12 +39,12 @@ def check(path: Path) -> None:
     """Prove that transformers reads the configuration.
 
     Raises:
-        ConvertError: it does not.
+        ConvertError: it cannot.
     """
     from transformers import AutoConfig
 
     try:
         AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers lets through what its many readers raise
+    except Exception as error:  # transformers lets errors of its many readers through
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConvertError(f"transformers does not read the export `{path}`: {reason}") from error

@@ -1,11 +1,11 @@
-"""The checkpoints of a run on disk: whole ones are called `iter_*`, and no other directory is.
+"""The checkpoints of a run on disk: complete ones, and no other directories, are called `iter_*`.
 
-iter_0000010   whole: everything in it was on the disk before it got this name
-iter_0000020.mcore-convert-ID.partial   being written, or left by a run that was killed
-iter_0000005.mcore-convert-ID.removed   on its way out, or left by a run that was killed
-latest_checkpointed_iteration.txt   Megatron-LM's tracker file: the iteration to go on from
+iter_0000010   complete: everything in it was on the disk before it got this name
+iter_0000020.mcore-convert-ID.partial   being written, or left by a killed run
+iter_0000005.mcore-convert-ID.removed   being removed, or left by a killed run
+latest_checkpointed_iteration.txt   Megatron-LM's tracker file: the iteration to resume from
 
-The ID in a name is the mark of what a run may remove. What others have put there stays as it is.
+The ID in a name marks the directories that a run may remove. Those of others stay as they are.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mcore_convert.storage.sources import Limit, Stamp, text_of, watched
 
 @dataclass(frozen=True)
 class Newest:
-    """The checkpoint to go on from, if there is one, open; and what is wrong with each newer one.
+    """The checkpoint to resume from, open, if there is one; and the damage of each newer one.
 
-    `stamps` are those of the files that were read of it.
+    `stamps` are those of the files that opening it has read.
     """
 
     path: Path | None
@@ -38,7 +38,7 @@ class Newest:
 
 
 def iteration_path(folder: Path, iteration: int) -> Path:
-    """Return where the checkpoint of an iteration is, or will be."""
+    """Return the path of the checkpoint of an iteration, whether or not it exists."""
     return folder / f"iter_{iteration:07d}"
 
 
@@ -48,9 +48,9 @@ def iteration_of(path: Path) -> int:
 
 
 def newest(folder: Path) -> Newest:
-    """Return the newest whole checkpoint that the tracker file does not exclude.
+    """Return the newest complete checkpoint that the tracker file does not exclude.
 
-    The tracker is a user's way back to an earlier checkpoint: later ones are left alone.
+    With the tracker a user may go back to an earlier checkpoint: later ones are not used.
     """
     latest = _tracked(folder)
     damaged = []
@@ -68,7 +68,7 @@ def newest(folder: Path) -> Newest:
 
 
 def open_whole(path: Path) -> TorchDistCheckpoint:
-    """Open a `torch_dist` checkpoint, and prove by headers and sizes that it is whole.
+    """Open a `torch_dist` checkpoint, and prove by headers and sizes that it is complete.
 
     Raises:
         ConvertError: something is missing or cut short.
@@ -83,7 +83,7 @@ def open_whole(path: Path) -> TorchDistCheckpoint:
 
 
 def begin(final: Path) -> Path:
-    """Make the directory in which a checkpoint is written."""
+    """Create the directory in which a checkpoint is written."""
     discard(final)
     partial = unfinished(final, new_id())
     partial.mkdir(parents=True)
@@ -94,9 +94,9 @@ def complete(partial: Path, files: Mapping[str, bytes], keep_last: int | None) -
     """Give a checkpoint its name, point the tracker to it, and remove the oldest ones.
 
     Args:
-        partial: what `begin` made, with all that the ranks write in it, on the disk.
-        files: what else belongs into it, by name.
-        keep_last: how many checkpoints up to this one stay; None for all.
+        partial: the directory from `begin`, with all that the ranks write in it, on the disk.
+        files: its further files, by name.
+        keep_last: number of checkpoints up to this one that stay; None for all.
     """
     for name, content in files.items():
         (partial / name).parent.mkdir(exist_ok=True, parents=True)
@@ -105,7 +105,7 @@ def complete(partial: Path, files: Mapping[str, bytes], keep_last: int | None) -
         sync(directory)
     final = finished_name(partial)
     assert final is not None
-    earlier = set_aside(final)  # damaged, or of a future that the user went back from
+    earlier = set_aside(final)  # damaged, or later than the checkpoint that the user went back to
     partial.rename(final)
     sync(final.parent)
     write_whole(final.parent / TRACKER, str(iteration_of(final)).encode())
@@ -120,30 +120,30 @@ def complete(partial: Path, files: Mapping[str, bytes], keep_last: int | None) -
 
 
 def discard(final: Path) -> None:
-    """Give up a checkpoint that is being written, or was by a run that was killed."""
+    """Remove the unfinished directories of a checkpoint, of this run or of a killed one."""
     if final.parent.is_dir():
         for partial in unfinished_ones(final):
             remove(partial)
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed runs have left."""
+    """Remove the remains of killed runs."""
     for leftover in folder.glob("*"):
         if finished_name(leftover) is not None:
             remove(leftover)
 
 
 def set_aside(path: Path) -> Path | None:
-    """Take a checkpoint its name; returns the one it has then, or None where there is none."""
+    """Move a checkpoint aside, and return its new path; None if there is none."""
     if not path.exists():
         return None
     return path.rename(unfinished(path, new_id(), REMOVED))
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, which is out of sight at once: a kill in the middle leaves nothing that looks whole.
+    """Remove a directory, which is renamed first: a kill during the removal leaves nothing that looks complete.
 
-    What the file system does not give up yet, as NFS with open files, is left for the next start.
+    Files that the file system does not release yet, as NFS with open files, are left for the next start.
     """
     gone = path if finished_name(path) is not None else set_aside(path)
     if gone is not None:
@@ -152,7 +152,7 @@ def remove(path: Path) -> None:
 
 
 def _tracked(folder: Path) -> int | None:
-    """Return the iteration that the tracker file names, -1 for `release`; None where it names none."""
+    """Return the iteration that the tracker file names, -1 for `release`; None if it names none."""
     try:
         text = text_of(folder / TRACKER, Limit.TRACKER).strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Fills a run from a `torch_dist` checkpoint of this project, written at any layout: every rank reads what it holds."""
+"""Loading of a `torch_dist` checkpoint of this project, written at any layout: every rank reads what it holds."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MASTERS = ("param.", "fp32_param.")
 
 
 def load(state: TrainState, stored: TorchDistCheckpoint, ranks: Ranks, *, training: bool) -> list[str]:
-    """Load the model and, with `training`, all else that a run goes on with; returns what a user should know.
+    """Load the model and, with `training`, the rest of a run's state; return notes to the user.
 
     Args:
         stored: the checkpoint, open on each rank.
 
     Raises:
-        ConvertError: the checkpoint does not fit the model, or cannot be read; on every rank, and nothing is changed
-            where it does not fit.
+        ConvertError: the checkpoint does not fit the model, or cannot be read; on every rank. If it does not fit,
+            nothing is changed.
     """
     carries = training and bool(stored.optimizer_keys)
     request: dict[str, Any] = dict(sharded_models(state.model))
@@ -50,7 +50,7 @@ def load(state: TrainState, stored: TorchDistCheckpoint, ranks: Ranks, *, traini
     notes = []
     loaded = _load(request, stored, ranks)
     for number, chunk in enumerate(state.model):
-        # the weights are in place already; what is left is what modules keep beside them
+        # the weights are loaded in place already; this loads the extra states of modules
         bare(chunk).load_state_dict(loaded["model" if len(state.model) == 1 else f"model{number}"], strict=False)
     if carries:
         _take_up_optimizer(state, loaded["optimizer"])
@@ -71,7 +71,7 @@ def _load(request: dict[str, Any], stored: TorchDistCheckpoint, ranks: Ranks) ->
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch, of its own classes and names
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own classes and names
             loaded: dict[str, Any] = dist_checkpointing.load(request, str(stored.path), validate_access_integrity=False)
     except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
         raise ranks.once(UnreadableCheckpoint(f"`{stored.path}` cannot be loaded: {reason_of(error)}")) from error
@@ -79,8 +79,8 @@ def _load(request: dict[str, Any], stored: TorchDistCheckpoint, ranks: Ranks) ->
 
 
 def _master_key(stored: TorchDistCheckpoint) -> Callable[[Held, str], str | None]:
-    """Return where the master copy of a parameter is, whichever optimizer wrote it: its own tensor,
-    or the weight itself.
+    """Return the function that finds the key of a parameter's master copy, whichever optimizer wrote it: that of its
+    own tensor, or of the weight.
     """
 
     def key_of(part: Held, key: str) -> str | None:
@@ -90,13 +90,13 @@ def _master_key(stored: TorchDistCheckpoint) -> Callable[[Held, str], str | None
 
 
 def _stored_master(stored: TorchDistCheckpoint, key: str) -> str | None:
-    """Return the key of a weight's master copy; None where the checkpoint has none."""
+    """Return the key of a weight's master copy; None if the checkpoint has none."""
     keys = (f"{PREFIX}{master}{key}" for master in MASTERS)
     return next((each for each in keys if each in stored.directory.tensors), None)
 
 
 def _prefer_masters(request: Mapping[str, Any], stored: TorchDistCheckpoint) -> None:
-    """Take fp32 weights from the master copies of a run that was not in fp32: its weights are rounded."""
+    """Load fp32 weights from the master copies of a run that was not in fp32, since its weights are rounded."""
     for model in request.values():
         for name, entry in model.items():
             there = stored.directory.tensors.get(entry.key)
@@ -106,7 +106,7 @@ def _prefer_masters(request: Mapping[str, Any], stored: TorchDistCheckpoint) -> 
 
 
 def _drop_extra_states(request: dict[str, Any], stored: TorchDistCheckpoint) -> None:
-    """Ask for what modules keep beside their weights (the scales of FP8) only where it is there."""
+    """Request the extra states of modules (the scales of FP8) only if the checkpoint has them."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     for model in request.values():
@@ -116,10 +116,10 @@ def _drop_extra_states(request: dict[str, Any], stored: TorchDistCheckpoint) -> 
 
 
 def _refuse_unfit(request: Mapping[str, Any], stored: TorchDistCheckpoint) -> None:
-    """Prove that the checkpoint has every tensor that is asked for, and in the same size.
+    """Prove that the checkpoint has every requested tensor, in the same size.
 
     Raises:
-        MappingError: names all that it has not.
+        MappingError: names all that it lacks.
     """
     tensors = stored.directory.tensors
     missing, misshapen = [], []
@@ -155,10 +155,10 @@ def _tensors(request: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _take_up_optimizer(state: TrainState, stored: Mapping[Any, Any]) -> None:
-    """Set what the optimizer has beside its tensors. Its hyperparameters stay those of the configuration.
+    """Restore the optimizer's state other than tensors. Its hyperparameters stay those of the configuration.
 
     Args:
-        stored: what the common state has of the optimizer, or of each of a chain.
+        stored: the common state of the optimizer, or of each of a chain.
     """
     parts = [stored[number] for number in sorted(stored)] if 0 in stored else [stored]
     inner = [part.get("optimizer", part) for part in parts]
@@ -173,7 +173,7 @@ def _take_up_optimizer(state: TrainState, stored: Mapping[Any, Any]) -> None:
 
 
 def _take_up_run(state: TrainState, stored: TorchDistCheckpoint, *, carries: bool) -> list[str]:
-    """Set how far the run has come; returns what differs from the run that wrote the checkpoint."""
+    """Restore the progress of the run; return its differences from the run that wrote the checkpoint."""
     args, common = stored.common.args or {}, stored.common.state
     state.iteration = stored.common.iteration or 0
     state.consumed_samples = int(args.get("consumed_train_samples") or 0)

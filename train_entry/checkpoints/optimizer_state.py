@@ -1,4 +1,4 @@
-"""The optimizer's tensors as Megatron Core names them in a checkpoint, each rank with the elements that it holds.
+"""The optimizer's tensors under Megatron Core's names in a checkpoint, each rank with the elements that it holds.
 
     optimizer.state.param.<key>         master copies of the distributed optimizer (`fully_reshardable`)
     optimizer.state.fp32_param.<key>    master copies of the plain optimizer for bf16 and fp16
@@ -6,10 +6,10 @@
 
 The distributed optimizer holds a range of each flattened parameter. Megatron Core 0.16.1 gathers all of them over the
 data-parallel ranks before it saves them, and cuts the result wrongly: `get_parameter_state_dp_zero` packs the buckets
-of a buffer without the padding between them, and `sharded_param_state_fully_reshardable` reads them at the offsets that
-they have with it (`distrib_optimizer.py:1106` and `:1478`), so that all buckets but the first are shifted. Here nothing
-is gathered: a range is at most a part of a row, whole rows and a part of a row, and each is a chunk of the tensor. What
-is on the disk is the same format, and a rank that loads reads what it holds, in place.
+of a buffer without the padding between them, and `sharded_param_state_fully_reshardable` reads them at their offsets
+with it (`distrib_optimizer.py:1106` and `:1478`), so that all buckets but the first are shifted. Here nothing
+is gathered: a range is at most a part of a row, whole rows and a part of a row, and each is a chunk of the tensor. The
+format on the disk is the same, and a rank that loads reads what it holds, in place.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FULLY_RESHARDABLE = "fully_reshardable"
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of a parameter's state: elements `start` to `stop` of the flattened parameter.
+    """Part of a parameter's state on this rank: elements `start` to `stop` of the flattened parameter.
 
-    `main` is what the optimizer steps, and `distributed` says that no other data-parallel rank holds these elements.
+    `main` is the tensor that the optimizer steps; `distributed`: no other data-parallel rank holds these elements.
     """
 
     parameter: Tensor
@@ -47,14 +47,12 @@ class Held:
 
     @property
     def has_master(self) -> bool:
-        """Whether `main` is a copy, and not the parameter itself or a part of it."""
+        """Whether `main` is a copy, not the parameter itself or a part of it."""
         return self.main.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr()
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain: one for the parameters of experts that are spread over ranks,
-    one for all others.
-    """
+    """Return the optimizers of a chain: one for parameters of experts spread over ranks, one for all others."""
     chain: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return [each for each in chain if not getattr(each, "is_stub_optimizer", False)]
 
@@ -65,7 +63,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def held(optimizer: Any) -> Iterator[Held]:
-    """Yield what this rank holds of the state of one optimizer of the chain. Missing state is created."""
+    """Yield the parts on this rank of the state of one optimizer of the chain. Missing state is created."""
     inner = optimizer.optimizer
     _allocate(inner)
     if is_distributed(optimizer):
@@ -87,9 +85,7 @@ def held(optimizer: Any) -> Iterator[Held]:
 
 
 def steps_of(optimizer: Any) -> float:
-    """Return how many steps one optimizer of the chain has taken: torch counts them for each parameter,
-    Apex for a group.
-    """
+    """Return the step count of one optimizer of the chain: torch counts steps per parameter, Apex per group."""
     inner = optimizer.optimizer
     counted = [state["step"] for state in inner.state.values() if "step" in state]
     counted = counted or [group["step"] for group in inner.param_groups if "step" in group]
@@ -97,7 +93,7 @@ def steps_of(optimizer: Any) -> float:
 
 
 def set_steps(optimizer: Any, steps: float) -> None:
-    """Say how many steps one optimizer of the chain has taken."""
+    """Set the step count of one optimizer of the chain."""
     inner = optimizer.optimizer
     for state in inner.state.values():
         if "step" in state:
@@ -110,10 +106,10 @@ def set_steps(optimizer: Any, steps: float) -> None:
 def tensors_of(
     optimizer: Any, entries: Mapping[Tensor, Any], master_key: Callable[[Held, str], str | None]
 ) -> dict[str, Any]:
-    """Megatron's `ShardedTensor`s of all that this rank holds of the chain's state; their data is the state itself.
+    """Return Megatron's `ShardedTensor`s of the chain's state on this rank; their data is the state itself.
 
     Args:
-        entries: what the model saves for each of its parameters (`entries_of`).
+        entries: the saved form of each of the model's parameters (`entries_of`).
         master_key: the key of the master copy of a parameter that has this key; None for none.
     """
     tensors: dict[str, Any] = {}
@@ -130,26 +126,20 @@ def tensors_of(
 
 
 def own_master_key(part: Held, key: str) -> str | None:
-    """Return the key under which Megatron Core stores a master copy.
-    The distributed optimizer stores fp32 parameters too.
-    """
+    """Return Megatron Core's key of a master copy; the distributed optimizer stores fp32 parameters, too."""
     if part.distributed:
         return f"{PREFIX}param.{key}"
     return f"{PREFIX}fp32_param.{key}" if part.has_master else None
 
 
 def common_of(optimizer: Any) -> dict[Any, Any]:
-    """Return what Megatron Core stores in the common state for a chain of optimizers,
-    in the form that each asks for.
-    """
+    """Return Megatron Core's common state for a chain of optimizers, in the form of each optimizer."""
     stored = [_common_of(each) for each in optimizers_of(optimizer)]
     return stored[0] if len(stored) == 1 else dict(enumerate(stored))
 
 
 def entries_of(models: Iterable[Mapping[str, Any]]) -> dict[Tensor, Any]:
-    """Return the `ShardedTensor`, or the factory of several,
-    of each parameter in the sharded state dicts of model chunks.
-    """
+    """Return each parameter's `ShardedTensor`, or factory of several, in the sharded state dicts of model chunks."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     values = (value for model in models for value in model.values())
@@ -157,7 +147,7 @@ def entries_of(models: Iterable[Mapping[str, Any]]) -> dict[Tensor, Any]:
 
 
 def _allocate(inner: Any) -> None:
-    """Make the state that the optimizer makes with its first step."""
+    """Create the state that the optimizer would create with its first step."""
     if isinstance(inner, torch.optim.Adam):
         allocate(inner)
         return
@@ -191,21 +181,19 @@ def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(entry: Any) -> list[Any]:
-    """Return the `ShardedTensor`s that a parameter is saved as, their data parts of the parameter:
-    two of a gated MLP.
-    """
+    """Return the `ShardedTensor`s of a saved parameter, their data parts of the parameter: two for a gated MLP."""
     built = entry.build() if hasattr(entry, "build") else [entry]
     return list(built.values()) if isinstance(built, dict) else built
 
 
 def _boxes(part: Held, source: Any, key: str, flat: Tensor) -> Iterator[Any]:
-    """Yield the chunks of one tensor of the state that lie in what `source` says of the parameter.
+    """Yield the chunks of one tensor of the state that lie within `source`, a `ShardedTensor` of the parameter.
 
     Args:
         flat: elements `part.start` to `part.stop`.
 
     Raises:
-        ConfigError: the model saves the parameter turned, as none of Megatron Core's that are trained here does.
+        ConfigError: the model saves the parameter transposed, as no trained module of Megatron Core does here.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -224,7 +212,7 @@ def _boxes(part: Held, source: Any, key: str, flat: Tensor) -> Iterator[Any]:
             box.sizes,
             source.global_shape,
             tuple(offset + inside for offset, inside in zip(source.global_offset, box.offsets, strict=True)),
-            None,  # no grid: what a rank holds ends anywhere
+            None,  # no grid: the part of a rank may end anywhere
             _replica(part, source),
             allow_shape_mismatch=source.allow_shape_mismatch,
         )

@@ -1,4 +1,4 @@
-"""The random streams of a run, as Megatron-LM's checkpoints have them under `rng_state`."""
+"""The random streams of a run, in the form of Megatron-LM's checkpoints under `rng_state`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "rng_state"
 
 
 def sharded(*, is_loading: bool = False) -> Any:
-    """Megatron's `ShardedObject` of the streams of all data-parallel ranks, which have the same part of the model."""
+    """Return Megatron's `ShardedObject` of the streams of all data-parallel ranks with the same part of the model."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
@@ -35,10 +35,10 @@ def sharded(*, is_loading: bool = False) -> Any:
 
 
 def restore(states: Any) -> None:
-    """Take the streams up again where `sharded` left them.
+    """Restore the streams that `sharded` has saved.
 
     Raises:
-        UnreadableCheckpoint: they are not those of as many data-parallel ranks, or of a GPU where this is none.
+        UnreadableCheckpoint: they are of another number of data-parallel ranks, or of another kind of device.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker

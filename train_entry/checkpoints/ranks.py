@@ -1,4 +1,4 @@
-"""Ranks that agree: what one of them found wrong is raised on all of them, and none waits for one that gave up."""
+"""Agreement of ranks: an error on one of them is raised on all of them, and none waits for one that gave up."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from train_entry.initialize import OtherRankError
 
 T = TypeVar("T")
 
-# How long ranks wait for one that converts or writes. A rank that died is noticed at once: gloo loses its connection.
+# Time that ranks wait for one that converts or writes. A dead rank is noticed at once: gloo loses its connection.
 PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of the run, in a gloo group of their own: host memory only, and no message of training in between.
+    """All ranks of the run, in a gloo group of their own: host memory only, apart from the messages of training.
 
-    What several threads do at once needs a group for each.
+    Threads that communicate at the same time need a group each.
     """
 
     group: Any
@@ -38,11 +38,10 @@ class Ranks:
         return dist.get_rank(self.group) == 0
 
     def first(self, function: Callable[[], T]) -> T:
-        """Return what `function()` returns on rank 0, for all ranks. It is called there alone;
-        its result must be picklable.
+        """Return the result of `function()` on rank 0, where alone it is called, for all ranks. It must be picklable.
 
         Raises:
-            Exception: what rank 0 raised; on the others an `OtherRankError` that says it.
+            Exception: the exception of rank 0; on the others an `OtherRankError` with its message.
         """
         mine, error = _tried(function) if self.is_first else (None, None)
         answer: list[Any] = [mine, error and _error_elsewhere(error, 0)]
@@ -53,10 +52,10 @@ class Ranks:
         return result
 
     def every(self, function: Callable[[], T]) -> T:
-        """Return what `function()` returns on this rank, once it has returned on all.
+        """Return the result of `function()` on this rank, once it has returned on all.
 
         Raises:
-            Exception: what it raised on the first rank on which it did; on the others an `OtherRankError` that says it.
+            Exception: that of the first rank that raised one; on the others an `OtherRankError` with its message.
         """
         result, error = _tried(function)
         rank = dist.get_rank(self.group)
@@ -69,7 +68,7 @@ class Ranks:
         return returned
 
     def once(self, refusal: ConvertError) -> ConvertError:
-        """Return a refusal that all ranks have met, to be raised on all and reported by rank 0."""
+        """Return a refusal that all ranks have met, for all to raise and rank 0 to report."""
         return refusal if self.is_first else _error_elsewhere(refusal, 0)
 
 

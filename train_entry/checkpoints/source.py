@@ -26,14 +26,14 @@ from train_entry.checkpoints import folder
 from train_entry.checkpoints.folder import Newest
 from train_entry.config.schema import Config
 
-START = "start"  # becomes an unfinished file's name in a run's directory: a foreign checkpoint, in our format
+START = "start"  # base of the name of a temporary file in a run's directory: a foreign checkpoint, in our format
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where training starts from. With `training` it goes on with all that the checkpoint has, else with its weights.
+    """Start of training: with `training` from the whole state of a checkpoint, else from its weights.
 
-    `path` is a checkpoint or a directory of several, in any format; `notes` is what a user should know of it.
+    `path` is a checkpoint or a directory of several, in any format; `notes` are for the user.
     """
 
     path: Path
@@ -43,9 +43,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint of a start, open: a run opens it once, to learn what its model is and to load it.
+    """Open checkpoint of a start: a run opens it once, to identify its model and to load it.
 
-    `stamps` tell whether a file of it has changed since.
+    `stamps` show whether one of its files has changed since.
     """
 
     start: Start
@@ -54,7 +54,7 @@ class Source:
 
     @property
     def ours(self) -> TorchDistCheckpoint | None:
-        """The checkpoint where a run of this project saved it; None for others."""
+        """The checkpoint if a run of this project saved it; None for others."""
         checkpoint = self.model.checkpoint
         return checkpoint if isinstance(checkpoint, TorchDistCheckpoint) and is_ours(checkpoint) else None
 
@@ -65,7 +65,7 @@ def source_of(config: Config) -> Source | None:
     Reads headers only.
 
     Raises:
-        ConvertError: it does not exist or cannot be read, or the run has checkpoints and none of them is whole.
+        ConvertError: it does not exist or cannot be read, or the run has checkpoints but no complete one.
     """
     wanted = config.checkpoint
     own = config.run_dir / CHECKPOINTS
@@ -99,8 +99,7 @@ def init_of(config: Config) -> Source:
 
 
 def in_our_format(source: Source, config: Config) -> Path:
-    """Return the `iter_*` or `release` directory of a source,
-    converted into `START` where this project did not write it.
+    """Return the `iter_*` or `release` directory of a source, converted into `START` if another program wrote it.
 
     Raises:
         ConvertError: it is refused, or its files have changed since it was opened.
@@ -108,7 +107,7 @@ def in_our_format(source: Source, config: Config) -> Path:
     if source.ours is not None:
         check_unchanged(source.stamps)
         return source.ours.path
-    forget(config)  # what a killed start left takes as much room as this one
+    forget(config)  # the remains of a killed start take as much room as this one
     start = unfinished(config.run_dir / START, new_id())
     target = Target(start, TORCH_DIST, Layout(tp=config.parallel.tp), optimizer=source.start.training)
     with file_errors():
@@ -118,7 +117,7 @@ def in_our_format(source: Source, config: Config) -> Path:
 
 
 def forget(config: Config) -> None:
-    """Remove what `in_our_format` has made, and nothing else of that name."""
+    """Remove the checkpoints that `in_our_format` has made, and nothing else of that name."""
     if config.run_dir.is_dir():
         for start in unfinished_ones(config.run_dir / START):
             folder.remove(start)
@@ -130,7 +129,7 @@ def is_ours(checkpoint: Checkpoint) -> bool:
 
 
 def _newest_in(path: Path, config: Config, *, training: bool) -> Source:
-    """Open the checkpoint to take of a directory with several in our format; else the directory as it is."""
+    """Open the newest checkpoint of a directory with several in our format; else the directory as it is."""
     run = find_run(path)
     path = path if run is None else run.checkpoints
     newest = Newest(path)
@@ -143,7 +142,7 @@ def _newest_in(path: Path, config: Config, *, training: bool) -> Source:
 
 
 def _opened(newest: Newest, start: Start, config: Config) -> Source:
-    """Return a checkpoint with what it is of; it is opened here where nothing has proven it whole."""
+    """Return a checkpoint with its model; opens it unless it is open and proven complete."""
     with file_errors(), watched() as stamps:
         checkpoint = newest.checkpoint or open_checkpoint(start.path)
         model = model_of(checkpoint, ignore_keys=config.checkpoint.ignore_keys)

@@ -1,7 +1,7 @@
-"""Writes what `contents` gathered: all ranks together, in the foreground or on a thread beside training.
+"""Writing of checkpoints from `contents`: all ranks together, in the foreground or on a thread beside training.
 
-torch's own writer, with Megatron Core's plan: the writer of Megatron Core 0.16.1 forks processes and wants CUDA, and
-what either leaves can be read by both. Training waits until nothing of it can change what is written any more.
+Uses torch's own writer, with Megatron Core's plan: the writer of Megatron Core 0.16.1 forks processes and needs CUDA;
+both write the same format. Training waits until it can no longer change the data to be written.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from train_entry.checkpoints import folder
 from train_entry.checkpoints.ranks import Ranks
 from train_entry.initialize import OtherRankError
 
-THREADS = 2  # of each rank, with a file each: 3.1 GiB/s into memory, where one writes 1.8
+THREADS = 2  # per rank, with a file each: 3.1 GiB/s into memory, where one thread writes 1.8
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checkpoint that only has to be written: this rank's tensors and objects by key, and the small files."""
+    """Checkpoint ready to be written: this rank's tensors and objects by key, and the small files."""
 
     tensors: Mapping[str, Any]
     files: Mapping[str, bytes]
 
 
 class Writer:
-    """Writes checkpoints one after the other. Every rank has one, and makes the same calls.
+    """Writer of checkpoints, one after the other. Every rank has one, and makes the same calls.
 
-    `ranks` must be used by nobody else: a thread may be writing.
+    No other object may use `ranks`: a thread may be writing.
     """
 
     def __init__(self, ranks: Ranks, keep_last: int | None) -> None:
@@ -52,13 +52,13 @@ class Writer:
         self._validated = False
 
     def write(self, content: dict[str, Any], files: Mapping[str, bytes], final: Path, *, asynchronous: bool) -> None:
-        """Write a checkpoint, or begin to: then it is copied to host memory before this returns.
+        """Write a checkpoint, or begin to: if asynchronous, it is copied to host memory before this returns.
 
         Args:
-            files: what is to stand in its directory, too.
+            files: further files of its directory.
 
         Raises:
-            UnwritableTarget: this one, or the one before that was being written, cannot be; on every rank.
+            UnwritableTarget: this checkpoint, or the one before that was in progress, cannot be written; on every rank.
         """
         self.finish()
         prepared = self._prepare(content, files, copied=asynchronous)
@@ -69,10 +69,10 @@ class Writer:
             self._write(prepared, final)
 
     def finish(self) -> None:
-        """Wait for what is being written.
+        """Wait for the checkpoint in progress.
 
         Raises:
-            UnwritableTarget: it cannot be; on every rank.
+            UnwritableTarget: it cannot be written; on every rank.
         """
         if self._thread is not None:
             self._thread.join()
@@ -82,7 +82,7 @@ class Writer:
             raise failure
 
     def _prepare(self, content: dict[str, Any], files: Mapping[str, bytes], *, copied: bool) -> Prepared:
-        """Megatron Core's plan of the content: what each rank writes, no element twice."""
+        """Return Megatron Core's plan of the content: the part that each rank writes, no element twice."""
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -93,11 +93,11 @@ class Writer:
         from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 
         sharded, common = save_preprocess(content, validate_access_integrity=False)
-        # what data-parallel ranks hold alike, each of them writes a part of
+        # data-parallel ranks share the writing of their replicas
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         spread = determine_main_replica_uniform_distribution(sharded, group)
         distribute_main_replicas_with_precomputed_distribution(sharded, group, spread)
-        if not self._validated:  # it talks to all ranks, and the answer does not change
+        if not self._validated:  # it communicates with all ranks, and the result does not change
             validate_sharding_integrity(determine_global_metadata(sharded)[1])
             self._validated = True
         by_key, _, _ = strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -111,7 +111,7 @@ class Writer:
         return Prepared(strategy.mcore_to_pyt_state_dict(by_key, False), small)
 
     def _on_host(self, part: Any) -> Any:
-        """Return a copy of a sharded tensor in host memory that is kept from one checkpoint to the next."""
+        """Return a copy of a sharded tensor in host memory that is reused from one checkpoint to the next."""
         if not isinstance(part.data, Tensor):
             return part
         key = (part.key, part.global_offset)
@@ -122,7 +122,7 @@ class Writer:
     def _write_aside(self, prepared: Prepared, final: Path) -> None:
         try:
             self._write(prepared, final)
-        except BaseException as error:  # told by `finish`, in the thread that can do something about it
+        except BaseException as error:  # raised by `finish`, in the thread that can handle it
             self._failure = error
 
     def _write(self, prepared: Prepared, final: Path) -> None:
@@ -147,7 +147,7 @@ class Writer:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of what went wrong, on the rank where it did."""
+    """Return the first line of an error, with the rank where it occurred."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items())
         return f"rank {rank}: {reason_of(cause)}"

@@ -1,2 +1,2 @@
-"""The configuration of a training run: its fields (`schema`), how files and words become one (`compose`), and what it
-may not say (`refusals`)."""
+"""The configuration of a training run: its fields (`schema`), its composition from files and overrides (`compose`), and
+the checks that may refuse it (`refusals`)."""

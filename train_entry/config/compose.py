@@ -1,6 +1,6 @@
-"""The configuration of a run: files select and inherit others, the command line overrides, and pydantic checks.
+"""The configuration of a run: files select and inherit others, the command line overrides, and pydantic validates.
 
-A file's `defaults` reads as hydra's does. Relative paths in a configuration are relative to the working directory.
+A file's `defaults` has the meaning that it has in hydra. Relative paths are relative to the working directory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
     """Compose the checked configuration of a run.
 
     Args:
-        source: the path of a YAML file, the directory that a run left, or the name of a ready run.
+        source: the path of a YAML file, the directory of an earlier run, or the name of a ready run.
         overrides: as on the command line: `parallel=tp2` selects a choice of a group, `training.steps=20` sets a value.
 
     Raises:
-        ConfigError: names everything that is wrong, with the key that was probably meant, or what is allowed.
+        ConfigError: lists every error, with the key that was probably meant, or the allowed values.
     """
     file, given = read(locate(source)), read_overrides(overrides)
     run = Composition(file.path.parent, given.selections)
@@ -57,7 +57,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def as_yaml(config: Config) -> str:
-    """Return the configuration in full, which `load_config` reads back as it is."""
+    """Return the complete configuration, which `load_config` reads back unchanged."""
     from omegaconf import OmegaConf
 
     text: str = OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
@@ -65,14 +65,14 @@ def as_yaml(config: Config) -> str:
 
 
 class Composition:
-    """Values by their full dotted keys, as files and words set them one over the other, and what is wrong with them.
+    """Values by their full dotted keys, as set by files and overrides in turn, and the problems with them.
 
-    `places` says where each was set; `selections` are the choices of groups that come before those of inner files, and
-    where they are written.
+    `places` are the places where they were set; `selections` are the choices of groups that take precedence over those
+    of inner files, with their places.
     """
 
     def __init__(self, folder: Path, selections: Mapping[str, Any]) -> None:
-        """Begin a run whose file is in `folder`, with the choices of the command line."""
+        """Start the composition of a run whose file is in `folder`, with the choices of the command line."""
         self.folder = folder
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Composition:
         self.selected: set[str] = set()
 
     def add(self, file: File, group: str | None = None, outer: tuple[Path, ...] = ()) -> None:
-        """Add a run's file, or that of a choice of `group`, with all that it selects and inherits, in that order."""
+        """Add the file of a run, or of a choice of `group`, with all that it selects and inherits, in that order."""
         if file.path in outer:
             self.problems.append(f"`{file.path}` inherits itself")
             return
@@ -95,7 +95,7 @@ class Composition:
             if names == [OWN]:
                 self._set_values(file, group)
             elif other is None and not names:
-                pass  # no selection, as below
+                pass  # no selection, see below
             elif other == group:
                 self._add_named(group, names, where, (*outer, file.path))
             elif not overrides:
@@ -109,7 +109,7 @@ class Composition:
             self._set_values(file, group)
 
     def select_rest(self) -> None:
-        """Add the choices of the command line for groups of which no file selects one, over all that files say."""
+        """Add the choices of the command line for groups that no file selects, on top of the values of all files."""
         for group, (names, where) in self.selections.items():
             if group in self.selected:
                 continue
@@ -117,7 +117,7 @@ class Composition:
             if where == COMMAND_LINE:
                 self._select(group, names, where, ())
             elif not self._are_choices(group, names, where) or before:
-                pass  # it may be selected by what is not there
+                pass  # the group may be selected by a file that is missing
             else:
                 file = Path(where.rpartition(", line")[0])
                 self.problems.append(
@@ -125,18 +125,18 @@ class Composition:
                 )
 
     def set(self, key: str, value: Any, where: Callable[[str], str]) -> None:
-        """Set a value, those of a group, or an option of a flow; what does not exist becomes a problem."""
+        """Set a value, those of a group, or an option of a flow; a key that does not exist becomes a problem."""
         if key in groups() and isinstance(value, Mapping):
             for name, inner in value.items():
                 self.set(f"{key}.{name}", inner, where)
-        elif key in groups() and value is not None:  # `training:` without a key is nothing
+        elif key in groups() and value is not None:  # `training:` without a key sets nothing
             line = "is not a group of keys; a choice of it is selected under `defaults:`, or as"
             self.problems.append(f"`{key}` = {shown(value)} {line} `{key}=CHOICE` ({where(key)})")
-        elif key.startswith(f"{FLOW}."):  # what options there are, the flow's own model says
+        elif key.startswith(f"{FLOW}."):  # its options are defined by the flow's own model
             flow = self.values.get(FLOW)
             options = dict(flow) if isinstance(flow, Mapping) else {"class": flow or ""}
             options[key.removeprefix(f"{FLOW}.")] = value
-            self.values.pop(FLOW, None)  # the options of before are among these
+            self.values.pop(FLOW, None)  # the earlier options are included in these
             self.set(FLOW, {name: each for name, each in options.items() if each is not DEFAULT}, where)
         elif value is DEFAULT:
             self.values.pop(key, None)
@@ -149,9 +149,9 @@ class Composition:
             self.problems.append(unknown(key, where(key)))
 
     def resolved(self) -> dict[str, Any]:
-        """Plain values by group and name, those of the schema where nothing sets them.
+        """Return plain values by group and name, with the schema's defaults where nothing sets them.
 
-        References (`${training.steps}`) see all of them. What cannot be resolved becomes a problem and is left out.
+        References (`${training.steps}`) see all of them. Unresolvable values become problems and are left out.
         """
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -183,7 +183,7 @@ class Composition:
                 self.set(prefix + name, value, lambda key: file.where(key.removeprefix(prefix)))
 
     def _select(self, group: str, names: list[Any], where: str, outer: tuple[Path, ...]) -> None:
-        """Add the choices of a group: those of an outer file or of the command line, or else these."""
+        """Add the choices of a group: those of an outer file or of the command line if there are any, else these."""
         if group in self.selected:
             self.problems.append(f"`{group}` is selected before: write `override {group}: ...` ({where})")
             return
@@ -192,7 +192,7 @@ class Composition:
         self._add_named(group, names, where, outer)
 
     def _add_named(self, group: str | None, names: list[Any], where: str, outer: tuple[Path, ...]) -> None:
-        """Add choices of a group, or a run that is inherited: those beside the user's file, or else ours."""
+        """Add choices of a group, or an inherited run: from beside the user's file, or else from this package."""
         if group is not None and not self._are_choices(group, names, where):
             return
         for name in names:
@@ -208,7 +208,7 @@ class Composition:
                 self.problems.append(error.message)
 
     def _are_choices(self, group: str, names: list[Any], where: str) -> bool:
-        """Return whether a group, and these choices of it, exist; what does not becomes a problem."""
+        """Return whether a group and these choices of it exist; a missing one becomes a problem."""
         if group not in groups():
             self.problems.append(f"there is no group `{group}`{meant(nearest(group, groups()))} ({where})")
             return False
@@ -223,7 +223,7 @@ class Composition:
 
 
 def _selection(entry: Any, group: str | None) -> tuple[bool, Any, list[Any]]:
-    """Read an entry of a defaults list: whether it overrides, its group (that of the file for others), and names."""
+    """Parse an entry of a defaults list: whether it overrides, its group (that of the file for others), and names."""
     if isinstance(entry, str):
         other, _, name = entry.lstrip("/").rpartition("/")
         return False, other or group, [name]
@@ -236,13 +236,13 @@ def _selection(entry: Any, group: str | None) -> tuple[bool, Any, list[Any]]:
 
 
 def _place_of(key: str, values: Any) -> tuple[Any, str]:
-    """Return the mapping that has a key, and its name there."""
+    """Return the mapping that contains a key, and the key's name in it."""
     group, _, name = key.rpartition(".")
     return (values[group] if group else values), name
 
 
 def _escaped(value: Any) -> Any:
-    """Escape texts so that OmegaConf sees no reference: backslashes before `${` doubled, and one added."""
+    """Escape texts so that OmegaConf reads no reference: backslashes before `${` doubled, and one added."""
     if isinstance(value, dict):
         return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):

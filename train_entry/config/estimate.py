@@ -1,4 +1,4 @@
-"""Needs of a run, before it starts: parameters, how a batch is dealt out, and bytes of memory on a rank."""
+"""Requirements of a run, before it starts: parameters, the split of a batch, and bytes of memory on a rank."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mcore_convert.spec.shard import Box
 from train_entry.config.layouts import layout_of
 from train_entry.config.schema import Config
 
-FULL = 4  # bytes of fp32, in which gradients, master weights and the optimizer's state are kept
+FULL = 4  # bytes of fp32, the dtype of gradients, master weights and the optimizer's state
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run in numbers. Bytes are those of the rank that has most of each.
+    """Estimate for a run. Bytes are those of the rank that has most of each.
 
-    `activations` counts what a forward pass keeps for the backward pass, of all microbatches that are under way, and
-    logits; what kernels and the allocator take besides is not in it.
+    `activations` counts the tensors that a forward pass keeps for the backward pass, for all microbatches in flight,
+    and the logits; further memory of kernels and the allocator is not included.
     """
 
     num_parameters: int
@@ -38,12 +38,12 @@ class Estimate:
 
     @property
     def memory(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 def estimate(config: Config, args: Mapping[str, Any], world_size: int) -> Estimate:
-    """Return what a run on so many ranks needs.
+    """Return the requirements of a run on this number of ranks.
 
     Args:
         args: normalised Megatron-LM arguments of the model, with both sizes of its vocabulary.
@@ -59,7 +59,7 @@ def estimate(config: Config, args: Mapping[str, Any], world_size: int) -> Estima
     most = max(parts, key=lambda part: part.num_parameters)
     dp = world_size // (parallel.tp * parallel.pp * parallel.cp)
     microbatches = training.global_batch_size // (training.micro_batch_size * dp)
-    # state that is split, is over data- and context-parallel ranks together; that of experts over fewer
+    # sharded state is split over data- and context-parallel ranks together; that of experts over fewer
     over = max(dp * parallel.cp // parallel.ep, 1) if parallel.distributed_optimizer else 1
     copies = (2 if config.optimizer.name == "adamw" else 1) + (training.precision != "fp32")
     return Estimate(
@@ -77,7 +77,7 @@ def estimate(config: Config, args: Mapping[str, Any], world_size: int) -> Estima
 
 
 def _activations(config: Config, args: Mapping[str, Any], dims: Dims, microbatches: int) -> int:
-    """Bytes on the first pipeline rank, which has most microbatches under way, or on the last, which has the logits."""
+    """Return the bytes on the first pipeline rank, with most microbatches in flight, or the last, with the logits."""
     parallel, training = config.parallel, config.training
     size = FULL if training.precision == "fp32" else FULL // 2
     tokens = training.micro_batch_size * training.seq_length // parallel.cp
@@ -98,9 +98,9 @@ def _activations(config: Config, args: Mapping[str, Any], dims: Dims, microbatch
 
 
 def _under_way(config: Config, rank: int) -> int:
-    """Stages of microbatches that a pipeline rank has gone forward through and not backward, at most.
+    """Return the most stages of microbatches that a pipeline rank has in flight, between forward and backward pass.
 
-    As Megatron Core 0.16.1 warms its schedules up (`pipeline_parallel/schedules.py`).
+    Follows the warm-up of Megatron Core 0.16.1's schedules (`pipeline_parallel/schedules.py`).
     """
     pp, vpp = config.parallel.pp, config.parallel.vpp or 1
     if pp == 1:
@@ -110,13 +110,13 @@ def _under_way(config: Config, rank: int) -> int:
 
 
 def _kept(config: Config, args: Mapping[str, Any], dims: Dims) -> int:
-    """Elements that a layer keeps of each token on a rank: what its norms, matrices and activation take in."""
+    """Return the elements that a layer keeps per token on a rank: the inputs of its norms, matrices and activation."""
     parallel, training = config.parallel, config.training
     heads, keys = dims.num_attention_heads * dims.kv_channels, dims.num_query_groups * dims.kv_channels
     ffn = dims.ffn_hidden_size
     if dims.moe_ffn_hidden_size:
         ffn = dims.moe_ffn_hidden_size * (args.get("moe_router_topk") or 2)
-    # two norms, and what they hand to the first matrix of attention and of the MLP
+    # two norms, and their outputs to the first matrix of attention and of the MLP
     whole = 4 * dims.hidden_size // (parallel.tp if parallel.sequence_parallel else 1)
     split = heads + 2 * keys + heads + (3 if args.get("swiglu") else 2) * ffn
     if training.attention == "unfused" and training.recompute == "none":

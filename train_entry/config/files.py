@@ -1,4 +1,4 @@
-"""The YAML files of configurations: where runs and choices of groups are, and what stands in them on which line."""
+"""The YAML files of configurations: the directories of runs and choices, and their content with line numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mcore_convert.storage.sources import Limit, content_of
 from mcore_convert.text.names import meant
 from train_entry.config.nearest import nearest
 
-CONFIGS = Path(__file__).parents[1] / "configs"  # ready runs, and in a directory for each group its choices
-MAX_PARTS = 100_000  # of a file, with what aliases stand for
+CONFIGS = Path(__file__).parents[1] / "configs"  # ready runs, and a directory of choices for each group
+MAX_PARTS = 100_000  # of a file, with its aliases expanded
 ENDING = ".yaml"
 DEFAULTS = "defaults"
 OWN = "_self_"
@@ -26,10 +26,10 @@ OWN = "_self_"
 
 @dataclass(frozen=True)
 class File:
-    """The YAML file of a run, or of a choice of a group.
+    """YAML file of a run, or of a choice of a group.
 
-    `defaults` is what it selects and inherits, `values` its own values; `lines` has full dotted keys, and `defaults.0`
-    for the first entry of the defaults list.
+    `defaults` are its selections and inherited runs, `values` its own values; `lines` has full dotted keys, and
+    `defaults.0` for the first entry of the defaults list.
     """
 
     path: Path
@@ -48,27 +48,26 @@ def names_in(folder: Path) -> list[str]:
 
 
 def ready_runs() -> list[str]:
-    """Return the runs that come with this package."""
+    """Return the runs that are part of this package."""
     return names_in(CONFIGS)
 
 
 def choices(group: str, folder: Path = CONFIGS) -> list[str]:
-    """Return the choices of a group: those that come with this package, and those beside the user's file."""
+    """Return the choices of a group: those of this package, and those beside the user's file."""
     return sorted({*names_in(CONFIGS / group), *names_in(folder / group)})
 
 
 def title(path: Path) -> str:
-    """Return what a file of this package says of itself in its first line."""
+    """Return the title of a file of this package: its first line."""
     with path.open(encoding="utf-8") as file:
         return file.readline().removeprefix("#").strip()
 
 
 def locate(source: str) -> Path:
-    """Return the YAML file of a run, from its path, from the directory that the run left,
-    or from the name of a ready run.
+    """Return the YAML file of a run, from its path, the directory of an earlier run, or the name of a ready run.
 
     Raises:
-        ConfigError: there is none; the nearest ready run is named.
+        ConfigError: there is none; names the nearest ready run.
     """
     if source in ready_runs():
         return CONFIGS / f"{source}{ENDING}"
@@ -90,7 +89,7 @@ def read(path: Path) -> File:
     """Read the YAML file of a run or of a choice.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, or is not what such a file is.
+        ConfigError: it cannot be read, is not YAML, or has the wrong structure.
     """
     try:
         values, lines = _parsed(content_of(path, Limit.SETTINGS).decode())
@@ -110,7 +109,7 @@ def read(path: Path) -> File:
 
 @cache
 def _parsed(text: str) -> tuple[Any, dict[str, int]]:
-    """Return the content of a YAML file, and the line of each key. It is shared: nobody may change it."""
+    """Return the content of a YAML file, and the line of each key. The result is cached: do not modify it."""
     from omegaconf import OmegaConf
 
     node = yaml.compose(text, yaml.SafeLoader)
@@ -119,10 +118,10 @@ def _parsed(text: str) -> tuple[Any, dict[str, int]]:
 
 
 def _check_size(node: yaml.Node | None) -> None:
-    """Prove that a document is no larger than it looks: an alias stands for a whole part of it, which may hold others.
+    """Prove that a document with its aliases expanded is not too large: an alias may contain others.
 
     Raises:
-        ValueError: it is not so.
+        ValueError: it is too large.
     """
     pending, parts = [node], 0
     while pending:
@@ -137,7 +136,7 @@ def _check_size(node: yaml.Node | None) -> None:
 
 
 def syntax_error(error: yaml.MarkedYAMLError, path: Path) -> ConfigError:
-    """Return the error of a file that is no YAML: the file, the line, and what is wrong there."""
+    """Return the error for a file that is not YAML: the file, the line, and the problem there."""
     mark = error.problem_mark or error.context_mark
     name = mark.name if mark and not mark.name.startswith("<") else str(path)
     line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

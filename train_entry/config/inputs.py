@@ -1,4 +1,4 @@
-"""Checks of what a run names: data, start and directory are there, and no two of them contradict each other."""
+"""Checks of a run's inputs: data, start and directory exist, and no two of them contradict each other."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 
 
 def goes_on(config: Config) -> bool:
-    """Return whether the run has checkpoints of its own to go on from: what it once started from may be gone."""
+    """Return whether the run has checkpoints of its own to resume from: its original start may then be gone."""
     return config.checkpoint.resume and (config.run_dir / "checkpoints" / TRACKER).is_file()
 
 
 def has_start(config: Config) -> bool:
-    """Return whether a checkpoint says what the model is: one to start from, or the run's own."""
+    """Return whether a checkpoint defines the model: one to start from, or the run's own."""
     return bool(config.checkpoint.init or config.checkpoint.load or goes_on(config))
 
 
 def problems_of_data(config: Config) -> Iterator[str]:
-    """Yield the problems of what is trained on."""
+    """Yield the problems of the training data."""
     data, named = config.data, _named(config.data)
-    if data.dataset:  # what its paths mean is its own affair
+    if data.dataset:  # the meaning of its paths is left to the class
         return
     if data.kind == "mock" and any(named.values()):
         first = next(name for name, paths in named.items() if paths)
@@ -58,7 +58,7 @@ def problems_of_data(config: Config) -> Iterator[str]:
 
 
 def problems_of_start(config: Config) -> Iterator[str]:
-    """Yield the problems of where training starts from, and where it writes."""
+    """Yield the problems of the start of training, and of the run's directory."""
     checkpoint, model = config.checkpoint, config.model
     if checkpoint.init is not None and checkpoint.load is not None:
         yield "`checkpoint.init` starts a new run and `checkpoint.load` goes on with one: give one of them"
@@ -126,12 +126,10 @@ def _problems_of_run_dir(path: Path) -> Iterator[str]:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # beneath a directory that may not be looked into
+    except OSError:  # in a directory that may not be read
         return False
 
 
 def _is_path(name: str) -> bool:
-    """Return whether a name can only be a path: a Hub id has at most one slash,
-    and begins with neither dot nor slash.
-    """
+    """Return whether a name can only be a path: a Hub id has at most one slash, and no dot or slash in front."""
     return name.startswith((".", "/")) or name.count("/") > 1

@@ -1,7 +1,7 @@
-"""Checks that a model, its batches and its layout fit each other: a line for each reason why they do not.
+"""Checks that a model, its batches and its layout fit each other: a line per problem.
 
-Each reason was read in Megatron Core 0.16.1, or seen: what would end in an assertion of one rank, in a hang of all
-others, or in a model that trains on and learns nothing.
+Each problem is known from the code of Megatron Core 0.16.1, or from tests: it would end in an assertion on one rank, in
+a hang of all others, or in a model that trains on and learns nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OF_OTHER_MODELS = (
     "experimental_attention_variant",
     "attention_output_gate",
 )
-GPUS = 8  # of a node, where one has to be supposed
+GPUS = 8  # per node, where the number must be assumed
 
 
 def etp_of(parallel: Parallel) -> int:
@@ -36,7 +36,7 @@ def ranks_of(parallel: Parallel) -> int:
 
 
 def layout_of(parallel: Parallel) -> Layout:
-    """Return the layout in the words of conversion."""
+    """Return the layout as a `Layout` of the conversion."""
     return Layout(
         tp=parallel.tp,
         pp=parallel.pp,
@@ -49,14 +49,14 @@ def layout_of(parallel: Parallel) -> Layout:
 
 
 def torchrun(ranks: int) -> str:
-    """Return the command that starts so many ranks."""
+    """Return the command that starts this number of ranks."""
     if ranks <= GPUS or ranks % GPUS:
         return f"torchrun --nproc-per-node {ranks} -m train_entry CONFIG"
     return f"torchrun --nnodes {ranks // GPUS} --nproc-per-node {GPUS} -m train_entry CONFIG"
 
 
 def problems_of_ranks(config: Config, world_size: int) -> Iterator[str]:
-    """Ranks, and how a global batch is dealt out to them."""
+    """Yield the problems of the number of ranks, and of splitting a global batch over them."""
     parallel, training = config.parallel, config.training
     unit = ranks_of(parallel)
     if world_size % unit:
@@ -88,7 +88,7 @@ def problems_of_ranks(config: Config, world_size: int) -> Iterator[str]:
 
 
 def problems_of_layout(config: Config) -> Iterator[str]:
-    """Sizes that contradict each other, whatever the model."""
+    """Yield the contradictions between sizes, whatever the model."""
     parallel, length = config.parallel, config.training.seq_length
     if (parallel.vpp or 1) > 1 and parallel.pp == 1:
         yield f"`parallel.vpp` = {parallel.vpp} cuts pipeline stages, and there is one: it needs `parallel.pp` > 1"
@@ -120,7 +120,7 @@ def problems_of_model(config: Config, args: Mapping[str, Any]) -> Iterator[str]:
     """Yield the problems of a model's sizes, and of cutting them at this layout.
 
     Args:
-        args: arguments of the model under Megatron-LM's names. What is missing or None is not looked at.
+        args: arguments of the model under Megatron-LM's names. Those that are missing or None are not checked.
     """
     parallel, length = config.parallel, config.training.seq_length
     if hybrid.is_hybrid(args):

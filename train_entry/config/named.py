@@ -1,4 +1,4 @@
-"""Classes and functions of the user's own, which a configuration names as `module:name`."""
+"""Classes and functions of the user, which a configuration names as `module:name`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def is_named(text: str) -> bool:
 
 
 def named(key: str, text: str, *, kind: type = object, what: str = "class") -> Any:
-    """Import what a key of the configuration names. It may lie where the run is started, as for `python -m`.
+    """Import the object that a key of the configuration names, also from the working directory, as `python -m` does.
 
     Args:
-        kind: `type` where it has to be a class.
-        what: it is called in messages.
+        kind: `type` if it must be a class.
+        what: its kind in messages.
 
     Raises:
-        ConfigError: it is written otherwise, or there is no such module or name.
+        ConfigError: it has another form, or there is no such module or name.
     """
     if not is_named(text):
         raise ConfigError(f"`{key}` = `{text}` names no {what}", hint="write module:Class, as my_flows.dpo:Dpo")
@@ -38,7 +38,7 @@ def named(key: str, text: str, *, kind: type = object, what: str = "class") -> A
         member: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a module that theirs needs
+            raise  # a module that the user's module imports
         raise ConfigError(
             f"`{key}` = `{text}`: there is no module `{error.name}`",
             hint=f"it is looked for in {here} and where Python finds packages (PYTHONPATH)",

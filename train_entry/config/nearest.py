@@ -1,4 +1,4 @@
-"""The name that somebody may have meant: the nearest key of the configuration, also from Megatron-LM's arguments."""
+"""The name that a user may have meant: the nearest key of the configuration, also by Megatron-LM's arguments."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from train_entry.config.schema import Config
 
-LIKE = 0.6  # of difflib: names that share less are not what was meant
+LIKE = 0.6  # of difflib: names that are less alike are not suggested
 
-# What Megatron-LM calls a thing, where that is not our key's own name. On the right a key, or a key with its value.
+# Megatron-LM's names, where they differ from our key's own name. On the right a key, or a key with its value.
 MEGATRON: Mapping[str, str] = {
     # parallel
     "tensor_model_parallel_size": "parallel.tp",
@@ -84,7 +84,7 @@ MEGATRON: Mapping[str, str] = {
 
 @cache
 def fields() -> dict[str, dict[str, Any]]:
-    """Return every key by its full dotted name, with its JSON schema: what it may have."""
+    """Return every key by its full dotted name, with its JSON schema."""
     whole = Config.model_json_schema()
     schemas: dict[str, dict[str, Any]] = {}
     for name, field in whole["properties"].items():
@@ -105,10 +105,10 @@ def groups() -> list[str]:
 
 
 def nearest_key(wrong: str) -> str | None:
-    """Return the key, or group, that was meant by one that does not exist; None where nothing is like it.
+    """Return the key, or group, that a missing one was meant for; None if no name is similar.
 
-    The same name in another group comes first (`lr` is `optimizer.lr`), and what Megatron-LM calls so; then what is
-    spelled like it, in its own group before all others.
+    The same name in another group (`lr` is `optimizer.lr`) and Megatron-LM's name for a key take precedence; then a
+    similar spelling, first within its own group.
     """
     group, _, name = wrong.lower().replace("-", "_").strip("_.").rpartition(".")
     known = keys()
@@ -127,6 +127,6 @@ def nearest_key(wrong: str) -> str | None:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """Return the one of some names that is spelled most like this one; None where none is."""
+    """Return the name with the most similar spelling; None if none is similar enough."""
     matches = difflib.get_close_matches(wrong, list(known), n=1, cutoff=LIKE)
     return matches[0] if matches else None

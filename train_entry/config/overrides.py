@@ -11,13 +11,13 @@ from train_entry.config.nearest import fields, groups, keys, nearest_key
 from train_entry.config.problems import parts
 
 COMMAND_LINE = "command line"
-FLAGS = {"--export-hf": "checkpoint.export_hf=end"}  # what may be said with dashes
-DEFAULT = object()  # as a value: what the schema has
+FLAGS = {"--export-hf": "checkpoint.export_hf=end"}  # the settings that have a form with dashes
+DEFAULT = object()  # as a value: the default of the schema
 
 
 @dataclass
 class Overrides:
-    """`selections` are choices of groups, None for none; `values` are single ones, and several by their group."""
+    """Parsed overrides: `selections` are choices of groups, None for none; `values` are single, or several by group."""
 
     selections: dict[str, Any] = field(default_factory=dict)
     values: list[tuple[str, Any]] = field(default_factory=list)
@@ -25,9 +25,9 @@ class Overrides:
 
 
 def read_overrides(texts: Sequence[str]) -> Overrides:
-    """Read `parallel=tp2`, `training.steps=20` and `FLAGS`: names, quotes, lists and null as in hydra's command line.
+    """Parse `parallel=tp2`, `training.steps=20` and `FLAGS`: names, quotes, lists and null as on hydra's command line.
 
-    Where a value is text, commas and numbers are text too: `data.split=969,30,1` needs no quotes.
+    In a text value, commas and numbers are text too: `data.split=969,30,1` needs no quotes.
     """
     given = Overrides()
     for text in (FLAGS.get(each, each) for each in texts):
@@ -45,7 +45,7 @@ def read_overrides(texts: Sequence[str]) -> Overrides:
 
 
 def _parse(text: str, known: str | None, given: Overrides) -> None:
-    """Add one, in hydra's grammar, to the selections, to the values, or to the problems."""
+    """Parse an override by hydra's grammar, and add it to the selections, the values or the problems."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -72,12 +72,12 @@ def _parse(text: str, known: str | None, given: Overrides) -> None:
 def unknown(key: str, where: str) -> str:
     """Return the line for a key that does not exist."""
     place = f" ({where})" if where else ""
-    if key in keys():  # spelled with its dot where YAML has levels
+    if key in keys():  # written with a dot where YAML has levels
         group, _, name = key.partition(".")
         return f"`{key}` is written `{group}: {{{name}: ...}}` in a file{place}"
     return f"there is no `{key}`{meant(nearest_key(key))}{place}"
 
 
 def _is_text(key: str) -> bool:
-    """Return whether the value of this key is text, or a path; a list of them is not."""
+    """Return whether the value of this key is a text or a path, not a list of them."""
     return any(part["type"] == "string" and "enum" not in part for part in parts(fields().get(key, {"type": ""})))

@@ -1,4 +1,4 @@
-"""Problems of a value of the configuration: the key, what it has, and what it may have."""
+"""Problems with a value of the configuration: the key, its value, and the allowed values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_convert.spec.config.mapping import shown
 from mcore_convert.text.names import meant
 from train_entry.config.nearest import fields, groups, nearest
 
-# A type or format of JSON schema in words: of one value, and of several.
+# Words for a type or format of JSON schema: for one value, and for several.
 WORDS = {
     "boolean": ("true or false", "true or false"),
     "integer": ("a whole number", "whole numbers"),
@@ -23,9 +23,9 @@ BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "up to", "e
 
 
 def problems_of(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Yield the full dotted key of each bad value, and the line that says what it is and what it may be."""
+    """Yield the full dotted key of each invalid value, and a line with the value and the allowed ones."""
     for each in error.errors(include_url=False, include_context=False):
-        depth = 2 if each["loc"][0] in groups() else 1  # what follows is an index, or a type of a union
+        depth = 2 if each["loc"][0] in groups() else 1  # the rest is an index, or a type of a union
         key, indices = ".".join(map(str, each["loc"][:depth])), [n for n in each["loc"][depth:] if isinstance(n, int)]
         field, value = fields()[key], each["input"]
         known = [word for part in parts(field) for word in part.get("enum", ())]
@@ -35,7 +35,7 @@ def problems_of(error: ValidationError) -> Iterator[tuple[str, str]]:
 
 
 def parts(field: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of which one has to hold, that of null aside."""
+    """Return the alternative JSON schemas of a field, without null."""
     return [part for part in field.get("anyOf", [field]) if part.get("type") != "null"]
 
 

@@ -1,4 +1,4 @@
-"""Refusals before anything starts: configurations that would train garbage without a word, or die late."""
+"""Checks before anything starts, which refuse configurations that would silently train garbage, or fail late."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from train_entry.config.schema import Config
 
 
 def check(config: Config, world_size: int, device: str | None) -> None:
-    """Refuse a run that cannot be what its configuration says.
+    """Refuse a run whose configuration cannot be carried out.
 
     Args:
-        world_size: ranks that are there.
-        device: `cpu` or `cuda`; None where it is not known, and nothing is refused for it.
+        world_size: number of ranks.
+        device: `cpu` or `cuda`; None if unknown, so that nothing is refused because of it.
 
     Raises:
-        ConfigError: every reason at once, each with what to do.
+        ConfigError: lists every reason, each with a remedy.
     """
     model = {name: value for name, value in config.model.model_dump().items() if value is not None}
-    if config.model.num_layers and not has_start(config):  # else `check_model` does it, once the checkpoint is read
+    if config.model.num_layers and not has_start(config):  # otherwise `check_model` does, with the checkpoint
         model.setdefault("num_experts", None)
     _refuse(
         [
@@ -42,19 +42,19 @@ def check(config: Config, world_size: int, device: str | None) -> None:
 
 
 def check_model(config: Config, args: Mapping[str, Any]) -> None:
-    """Refuse a model that the layout cannot cut, or that the run cannot export.
+    """Refuse a model that the layout cannot split, or that the run cannot export.
 
     Args:
-        args: the run's arguments, those of the checkpoint that it starts from included.
+        args: the run's arguments, including those of the checkpoint that it starts from.
 
     Raises:
-        ConfigError: every reason at once.
+        ConfigError: lists every reason.
     """
     _refuse([*problems_of_model(config, {"num_experts": None, **args}), *problems_of_export(config, args)])
 
 
 def problems_of_schedule(config: Config) -> Iterator[str]:
-    """Yield the problems of the learning rate over time."""
+    """Yield the problems of the learning-rate schedule."""
     optimizer, schedule, steps = config.optimizer, config.schedule, config.training.steps
     decay = schedule.decay_steps or steps
     if optimizer.min_lr > optimizer.lr:
@@ -80,7 +80,7 @@ def problems_of_schedule(config: Config) -> Iterator[str]:
 
 
 def problems_of_saving(config: Config) -> Iterator[str]:
-    """Yield the problems of what a run leaves, and of when it evaluates."""
+    """Yield the problems of saving checkpoints, and of the steps of evaluations."""
     checkpoint, training = config.checkpoint, config.training
     if not checkpoint.save:
         needing = {
@@ -101,7 +101,7 @@ def problems_of_saving(config: Config) -> Iterator[str]:
 
 
 def problems_of_computation(config: Config, device: str | None) -> Iterator[str]:
-    """Yield the problems of computing the model, and of this device."""
+    """Yield the problems of computing the model on this device."""
     training, parallel, model = config.training, config.parallel, config.model
     with_engine = training.transformer_impl == "transformer_engine"
     if device == "cpu" and training.precision == "fp16":
@@ -137,7 +137,7 @@ def problems_of_computation(config: Config, device: str | None) -> Iterator[str]
 
 
 def problems_of_installation(config: Config) -> Iterator[str]:
-    """Packages that a run needs, some of them only at its end."""
+    """Yield the problems of missing packages, some of which a run needs only at its end."""
     logging = config.logging
     needed = {
         "tensorboard": (logging.tensorboard, "`logging.tensorboard` needs tensorboard"),
@@ -150,7 +150,7 @@ def problems_of_installation(config: Config) -> Iterator[str]:
 
 
 def problems_of_export(config: Config, args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problem of a model that no family can represent for transformers."""
+    """Yield the problem of a model that has no form for transformers."""
     from mcore_convert.checkpoints.families import of_arguments
     from mcore_convert.spec.config.arguments import normalise
 

@@ -1,7 +1,7 @@
 """The fields of a training run's configuration, group by group: their types, bounds and defaults.
 
-What is measured in tokens, samples or steps says so. `None` means: as the checkpoint has it that training starts from,
-or else Megatron's own default.
+Fields in tokens, samples or steps are marked as such. `None` means: as in the checkpoint that training starts from, or
+else Megatron's own default.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 def at_home(value: Any) -> Any:
-    """Replace a `~` at the beginning of a path by the home directory."""
+    """Replace a leading `~` of a path by the home directory."""
     is_there = isinstance(value, str) and (value == "~" or value.startswith("~/"))
     return str(Path(value).expanduser()) if is_there else value
 
 
 Location = Annotated[Path, BeforeValidator(at_home)]
-Named = Annotated[str, BeforeValidator(at_home)]  # a path, or what is no path: a Hub id, a prefix of files
+Named = Annotated[str, BeforeValidator(at_home)]  # a path, or another name: a Hub id, a prefix of files
 
 
 class Group(BaseModel):
-    """A group of fields. A key that is not among them is an error."""
+    """Group of fields. A key that is not among them is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class Model(Group):
-    """The architecture, under Megatron-LM's argument names. What a checkpoint to start from has need not be said."""
+    """The architecture, under Megatron-LM's argument names. Values of a checkpoint to start from may be omitted."""
 
     provider: str = Field(
         "", description="`module:function` of your own that builds the model, as Megatron-LM calls it"
@@ -82,7 +82,7 @@ class Model(Group):
 
 
 class Parallel(Group):
-    """How the model and its batches are spread over ranks. Data parallelism takes the ranks that are left."""
+    """The distribution of the model and its batches over ranks. The remaining ranks are data parallel."""
 
     tp: PositiveInt = Field(1, description="tensor-parallel size")
     pp: PositiveInt = Field(1, description="pipeline-parallel size")
@@ -127,9 +127,9 @@ class Schedule(Group):
 
 
 class Data(Group):
-    """What is trained on.
+    """The training data.
 
-    `mock`: made up, no input at all. `indexed`: Megatron's `.bin`/`.idx`, as `mcore-convert data prepare` writes them.
+    `mock`: synthetic, without any input. `indexed`: Megatron's `.bin`/`.idx`, as `mcore-convert data prepare` writes.
     `sft`: JSONL with `prompt` and `completion`, or with `messages`; the loss is on completions only.
     """
 
@@ -152,7 +152,7 @@ class Data(Group):
 
 
 class Checkpoint(Group):
-    """Where training starts from, and what it leaves. Checkpoints are `torch_dist`, at any layout."""
+    """The start of training, and the run's checkpoints. Checkpoints are `torch_dist`, at any layout."""
 
     init: Named | None = Field(None, description="weights to start from: HF directory, Hub id or Megatron checkpoint")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub id")
@@ -168,7 +168,7 @@ class Checkpoint(Group):
 
 
 class Logging(Group):
-    """What a run tells, and where."""
+    """The metrics that a run reports, and their destinations."""
 
     interval: PositiveInt = Field(10, description="steps between lines")
     tensorboard: bool = True
@@ -183,7 +183,7 @@ class Logging(Group):
 
 
 class Training(Group):
-    """Batches, precision, and how the model is computed."""
+    """Batches, precision, and the computation of the model."""
 
     steps: PositiveInt = 100
     seq_length: PositiveInt = Field(128, description="tokens")

@@ -1,2 +1,2 @@
-"""Training data: making them (`prepare`), reading them (`indexed`, `mock`, `sft`), and handing them to ranks
+"""Training data: preparing them (`prepare`), reading them (`indexed`, `mock`, `sft`), and splitting them over ranks
 (`microbatches`)."""

@@ -1,4 +1,4 @@
-"""Megatron's `.bin`/`.idx` pairs: checked before they are opened, and written without Megatron and without growing.
+"""Megatron's `.bin`/`.idx` pairs: checked before they are opened, and written without Megatron in constant memory.
 
 `.bin` has the tokens of all documents, one after the other. `.idx` (megatron/core/datasets/indexed_dataset.py, the same
 in every version) has a header of 34 bytes (magic, version 1, code of the dtype, numbers of sequences and of documents
@@ -25,13 +25,13 @@ from mcore_convert.storage.sources import open_file
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents + 1
 VERSION = 1
-DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floats: no tokens
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floats: not for tokens
 CODES = {name: code for code, name in DTYPES.items()}
-LARGEST_UINT16_VOCABULARY = 65499  # Megatron's own bound: larger ones are written as int32
+LARGEST_UINT16_VOCABULARY = 65499  # Megatron's own limit: larger ones are written as int32
 
-SUFFIXES = (".bin", ".json", ".idx")  # of a pair and its sidecar, in the order in which they get their names
+SUFFIXES = (".bin", ".json", ".idx")  # of a pair and its sidecar, in the order in which they are renamed
 BLOCK = 1 << 20  # entries of an index that are computed at once
-LOOKS, LOOK = 64, 1 << 16  # how many places of a `.bin` are looked at, and how many tokens there
+LOOKS, LOOK = 64, 1 << 16  # number of places of a `.bin` that are checked, and of tokens at each
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -41,7 +41,7 @@ def dtype_for(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """What an index says of itself and of its `.bin`."""
+    """Facts of a pair, from its index."""
 
     prefix: str
     dtype: str
@@ -50,16 +50,16 @@ class Pair:
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Return the tokens of each sequence, from the file."""
-        if not self.sequences:  # nothing cannot be mapped
+        if not self.sequences:  # an empty array cannot be mapped
             return np.empty(0, np.int32)
         return np.memmap(f"{self.prefix}.idx", np.int32, "r", HEADER.size, (self.sequences,))
 
 
 def open_pair(prefix: str) -> Pair:
-    """Read the header of an index, and prove that both files are as long as it says.
+    """Read the header of an index, and prove that both files have the size that it implies.
 
     Raises:
-        DataError: a file is missing, is no index, or does not fit the other.
+        DataError: a file is missing, is not an index, or does not match the other.
     """
     idx, binary = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     missing = [str(file) for file in (binary, idx) if not file.is_file()]
@@ -78,7 +78,7 @@ def open_pair(prefix: str) -> Pair:
         if version != VERSION or code not in DTYPES:
             raise DataError(f"`{idx}` has version {version} and dtype code {code}, which are not known")
         expected = HEADER.size + 12 * sequences + 8 * documents
-        if size not in (expected, expected + sequences):  # the latter with modes, of multimodal data
+        if size not in (expected, expected + sequences):  # the latter includes modes, for multimodal data
             raise DataError(
                 f"`{idx}` has {size:,} bytes, and should have {expected:,} for its {sequences:,} sequences",
                 hint="the file was not copied or written completely: prepare the data again",
@@ -104,10 +104,10 @@ def _end_of_last(file: BinaryIO, sequences: int) -> tuple[int, int]:
 
 
 def check_tokens(pair: Pair, vocab_size: int) -> None:
-    """Look at tokens all over a `.bin`, and prove that the model has a row for each.
+    """Check tokens all over a `.bin`, and prove that the model has a row for each.
 
     Raises:
-        DataError: there is a token that it has not.
+        DataError: there is a token without a row.
     """
     if not pair.tokens:
         return
@@ -124,10 +124,10 @@ def check_tokens(pair: Pair, vocab_size: int) -> None:
 
 
 class PairWriter:
-    """Writes a pair under partial names, in constant memory; `publish` gives it its names, `discard` removes it.
+    """Writer of a pair under partial names, in constant memory; `publish` renames the files, `discard` removes them.
 
-    A sidecar that is at `partial(".json")` goes along. `identity` is that of the lock, which the caller holds: what
-    else has a partial name is left by a process that was killed, and is removed.
+    A sidecar at `partial(".json")` is renamed with them. `identity` is that of the lock, which the caller holds: all
+    other files with a partial name are left by killed processes, and are removed.
     """
 
     def __init__(self, prefix: str, dtype: str, identity: str) -> None:
@@ -135,7 +135,7 @@ class PairWriter:
         self.sequences = self.tokens = 0
         self._bin = self._open(".bin")
         self._idx = self._open(".idx")
-        self._idx.write(bytes(HEADER.size))  # its counts are known at the end
+        self._idx.write(bytes(HEADER.size))  # the counts are known at the end
 
     def _open(self, suffix: str) -> BinaryIO:
         path = self.partial(suffix)
@@ -147,14 +147,14 @@ class PairWriter:
             raise UnwritableTarget(f"`{path}` cannot be written: {error.strerror}") from error
 
     def partial(self, suffix: str) -> Path:
-        """Return where a file is until it is complete."""
+        """Return the path of a file while it is being written."""
         return unfinished(Path(f"{self.prefix}{suffix}"), self.identity)
 
     def add(self, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int32]) -> None:
-        """Append documents: their ids in one array of the pair's dtype, and how many each has.
+        """Append documents: their ids in one array of the pair's dtype, and the number of ids of each.
 
         Raises:
-            OSError: the file system refuses.
+            OSError: the file system reports an error.
         """
         self._bin.write(ids.data)
         self._idx.write(lengths.data)
@@ -162,10 +162,10 @@ class PairWriter:
         self.tokens += len(ids)
 
     def complete(self) -> None:
-        """Write the rest of the index, and bring both files to the disk.
+        """Write the rest of the index, and flush both files to the disk.
 
         Raises:
-            OSError: the file system refuses.
+            OSError: the file system reports an error.
         """
         first = 0
         for lengths in self._blocks_of_lengths():
@@ -183,7 +183,7 @@ class PairWriter:
             file.close()
 
     def _blocks_of_lengths(self) -> Iterator[npt.NDArray[np.int32]]:
-        """Yield the lengths, read back from the index; each time, the file is left at its end."""
+        """Yield the lengths, read back from the index; after each block the file is positioned at its end."""
         for start in range(0, self.sequences, BLOCK):
             count = min(BLOCK, self.sequences - start)
             self._idx.seek(HEADER.size + 4 * start)
@@ -192,10 +192,10 @@ class PairWriter:
             yield block
 
     def publish(self) -> None:
-        """Give the files their names, the index last: without it there is no pair, and never one of two halves.
+        """Rename the files, the index last: without it there is no pair, and never a pair with one new half.
 
         Raises:
-            OSError: the file system refuses.
+            OSError: the file system reports an error.
         """
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix in SUFFIXES:
@@ -203,7 +203,7 @@ class PairWriter:
                 self.partial(suffix).replace(f"{self.prefix}{suffix}")
 
     def discard(self) -> None:
-        """Remove what was written, unless it has its names already."""
+        """Remove the partial files, unless they are renamed already."""
         for file in (self._bin, self._idx):
             file.close()
         for suffix in SUFFIXES:

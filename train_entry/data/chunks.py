@@ -1,4 +1,4 @@
-"""Pieces of a source, each with many documents, as they travel to the processes that tokenize: cut, not yet parsed."""
+"""Chunks of a source, each with many documents, as sent to the processes that tokenize: cut, not yet parsed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mcore_convert.errors import DataError, ranged
 
 T = TypeVar("T")
 
-Document = Sequence[str | None]  # the text of each key; None where there is none
+Document = Sequence[str | None]  # the text of each key; None if it has none
 SHOWN = 60  # characters of a bad line
 
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Whole lines of JSON. `line`: the number of the first, from 1; `read`: bytes of the source up to their end."""
+    """Whole lines of JSON. `line`: number of the first, from 1; `read`: bytes of the source up to their end."""
 
     file: str
     line: int
@@ -25,23 +25,23 @@ class JsonLines:
     data: bytes
 
     def documents(self, keys: Sequence[str]) -> Iterator[Document]:
-        """Return a document of each line that is not blank.
+        """Return a document for each line that is not blank.
 
         Raises:
-            DataError: lines are bad; all that are bad are named.
+            DataError: lines are invalid; names all of them.
         """
         hint = "`--json-keys` names the fields that hold text; correct or remove these lines"
         return self.records(lambda record: texts_of(record, keys), hint)
 
     def records(self, read: Callable[[Any], T], hint: str) -> Iterator[T]:
-        """Yield what `read` makes of each line that is not blank; a ValueError of it is what is wrong with the line.
+        """Yield the result of `read` for each line that is not blank; its ValueError states the line's problem.
 
         Raises:
-            DataError: lines are bad; all that are bad are named, those with the same fault together.
+            DataError: lines are invalid; names all of them, those with the same problem together.
         """
-        lines: dict[str, list[int]] = {}  # by what is wrong with them
+        lines: dict[str, list[int]] = {}  # by their problem
         shown: dict[str, str] = {}
-        # not `splitlines`: within a string, JSON may have other ends of line than this one
+        # not `splitlines`: JSON strings may contain other line separators than this one
         for number, line in enumerate(self.data.split(b"\n"), start=self.line):
             if not line.strip():
                 continue
@@ -62,7 +62,7 @@ def texts_of(record: Any, keys: Sequence[str]) -> Document:
     """Return the texts of a record.
 
     Raises:
-        ValueError: it is no object, lacks a key, or has something else than text there.
+        ValueError: it is not an object, lacks a key, or has a value that is not text.
     """
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
@@ -73,13 +73,13 @@ def texts_of(record: Any, keys: Sequence[str]) -> Document:
         if record[key] is not None and not isinstance(record[key], str):
             raise ValueError(f"`{key}` is a {type(record[key]).__name__}, not text")
         if record[key] is not None:
-            record[key].encode()  # half of a surrogate pair is no text
+            record[key].encode()  # half of a surrogate pair is not text
     return [record[key] for key in keys]
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Text, cut behind a separator; without one, a single document. `line` and `read` as above."""
+    """Text, cut behind a separator; a single document without one. `line` and `read` as above."""
 
     file: str
     line: int
@@ -88,10 +88,10 @@ class Plain:
     separator: bytes
 
     def documents(self, keys: Sequence[str]) -> Iterator[Document]:
-        """Yield what stands between separators, without the ends of lines around it.
+        """Yield the texts between separators, without the line ends around them.
 
         Raises:
-            DataError: it is no UTF-8.
+            DataError: it is not UTF-8.
         """
         try:
             text = _decoded(self.data)
@@ -99,7 +99,7 @@ class Plain:
             line = self.line + self.data.count(b"\n", 0, error.start)
             raise DataError(f"{self.file}:{line}: {_reason(error)}", hint="convert the file to UTF-8") from error
         parts = text.split(self.separator.decode()) if self.separator else [text]
-        if self.separator and not parts[-1].strip():  # what follows the last separator is a document only if it is text
+        if self.separator and not parts[-1].strip():  # a document after the last separator must not be blank
             parts.pop()
         for part in parts:
             yield [part.strip("\r\n")]
@@ -107,13 +107,13 @@ class Plain:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a table, by columns. `read`: bytes of the source up to their end, about."""
+    """Rows of a table, by columns. `read`: bytes of the source up to their end, approximately."""
 
     read: int
     columns: Mapping[str, Sequence[str | None]]
 
     def documents(self, keys: Sequence[str]) -> Iterator[Document]:
-        """Yield a document of each row."""
+        """Yield a document for each row."""
         yield from zip(*(self.columns[key] for key in keys), strict=True)
 
 

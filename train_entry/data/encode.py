@@ -1,4 +1,4 @@
-"""Documents as tokens, many at once, in processes of their own; what comes back is in the order of the source."""
+"""Documents as tokens, tokenized in parallel by several processes; the results are in the order of the source."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from train_entry.data.bin_idx import dtype_for
 from train_entry.data.chunks import Chunk
 from train_entry.data.tokenizer import Tokenizer
 
-AHEAD = 2  # chunks for each process that are read and not yet written
+AHEAD = 2  # chunks per process that are read and not yet written
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How texts become tokens. `special_tokens`: those that the tokenizer itself puts around a text."""
+    """Settings of tokenization. `special_tokens`: those that the tokenizer itself puts around a text."""
 
     tokenizer: Tokenizer
     keys: tuple[str, ...]
@@ -40,7 +40,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The documents of a chunk, for one key: all their ids, and the number of ids of each. Empty ones are left out."""
+    """Documents of a chunk, for one key: all their ids, and the number of ids of each. Empty ones are left out."""
 
     ids: npt.NDArray[Any]
     lengths: npt.NDArray[np.int32]
@@ -52,7 +52,7 @@ def encode(chunk: Chunk, encoding: Encoding) -> list[Encoded]:
     """Tokenize a chunk, for each key.
 
     Raises:
-        DataError: the chunk is bad.
+        DataError: the chunk is invalid.
     """
     columns: list[list[str | None]] = [[] for _ in encoding.keys]
     for document in chunk.documents(encoding.keys):
@@ -67,7 +67,7 @@ def _encode(texts: Sequence[str | None], encoding: Encoding) -> Encoded:
     rows = [row for row in _ids_of(full, encoding) if row]
     if encoding.append_eod:
         for row in rows:
-            if row[-1] != tokenizer.eod:  # some tokenizers put it there themselves
+            if row[-1] != tokenizer.eod:  # some tokenizers append it themselves
                 row.append(tokenizer.eod)
     lengths = np.fromiter(map(len, rows), np.int32, len(rows))
     ids = np.fromiter(chain.from_iterable(rows), dtype_for(tokenizer.vocab_size), int(lengths.sum(dtype=np.int64)))
@@ -75,9 +75,7 @@ def _encode(texts: Sequence[str | None], encoding: Encoding) -> Encoded:
 
 
 def _ids_of(texts: list[str], encoding: Encoding) -> list[list[Any]]:
-    """Return the ids of each text, through the Rust library where the tokenizer is one of its:
-    it makes nothing else.
-    """
+    """Return the ids of each text, by the Rust library if the tokenizer uses it, which computes nothing else."""
     if not texts:
         return []
     hf = encoding.tokenizer.hf
@@ -89,16 +87,16 @@ def _ids_of(texts: list[str], encoding: Encoding) -> list[list[Any]]:
 
 
 def encode_all(chunks: Iterable[Chunk], encoding: Encoding, workers: int) -> Generator[tuple[Chunk, list[Encoded]]]:
-    """Yield every chunk with its tokens, in order; `workers` processes tokenize. However this ends, so do they.
+    """Yield every chunk with its tokens, in order; `workers` processes tokenize, and end with this generator.
 
     Raises:
-        DataError: a chunk is bad, or a process was killed.
+        DataError: a chunk is invalid, or a process was killed.
     """
-    if encoding.tokenizer.hf.is_fast:  # what a tokenizer was saved with is for models' inputs
+    if encoding.tokenizer.hf.is_fast:  # the saved truncation and padding are for inputs of models
         encoding.tokenizer.hf.backend_tokenizer.no_truncation()
         encoding.tokenizer.hf.backend_tokenizer.no_padding()
     with _one_thread_each():
-        # forked, so that tokenizer and libraries are there at once
+        # forked, so that the tokenizer and the libraries are loaded already
         pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (encoding, os.getpid()))
         try:
             waiting: deque[tuple[Chunk, Future[list[Encoded]]]] = deque()
@@ -123,7 +121,7 @@ def _result(waiting: deque[tuple[Chunk, Future[list[Encoded]]]]) -> tuple[Chunk,
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """A scope in which the Rust library starts no threads: there are processes instead."""
+    """Scope in which the Rust library starts no threads: there are processes instead."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -136,11 +134,11 @@ def _one_thread_each() -> Iterator[None]:
             os.environ[name] = before
 
 
-_encoding: Encoding | None = None  # of this process, if it is one that tokenizes
+_encoding: Encoding | None = None  # of this process, if it tokenizes
 
 
 def _begin(encoding: Encoding, parent: int) -> None:
-    """Prepare a process: it ends with its parent, which alone hears what the terminal says."""
+    """Initialise a process: it ends with its parent, which alone handles the terminal's signals."""
     global _encoding
     _encoding = encoding
     for number in (signal.SIGINT, signal.SIGHUP):

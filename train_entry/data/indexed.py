@@ -23,29 +23,29 @@ from train_entry.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from train_entry.config.schema import Config, Data
 
-THREADS = 4  # that build the indices of the files of a blend
+THREADS = 4  # for building the indices of the files of a blend
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What Megatron's data sets need to know where a run has no tokenizer."""
+    """Stand-in for the tokenizer of Megatron's data sets, if a run has none."""
 
     vocab_size: int
     eod: int | None
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """What goes into the names of cached indices."""
+        """Fields for the names of cached indices."""
         return {"vocab_size": self.vocab_size, "eod": self.eod}
 
 
 def indexed_datasets(
     config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]
 ) -> tuple[list[Any], tuple[str, ...]]:
-    """Data sets to train, validate and test with, and what to tell of them. Call it on every rank.
+    """Return the data sets to train, validate and test with, and notes to the user. Call it on every rank.
 
-    A data set is None where no samples are asked for, or no files are named. Indices of shuffled samples are kept in
-    `data.cache_dir`: rank 0 makes them, the others read them.
+    A data set is None if no samples are requested, or no files are named. Indices of shuffled samples are cached in
+    `data.cache_dir`: rank 0 builds them, the others read them.
 
     Raises:
         DataError: files are missing, damaged, too small, or made with another tokenizer; on every rank.
@@ -56,7 +56,7 @@ def indexed_datasets(
 
     inputs = rank_0_first(lambda: _checked(config, vocab_size, tokenizer, num_samples))
     settings = _settings(config, inputs, tokenizer or _vocabulary(config, vocab_size, inputs))
-    with contextlib.nullcontext() if dist.is_initialized() else single_process():  # a blend asks for its rank
+    with contextlib.nullcontext() if dist.is_initialized() else single_process():  # a blend asks for the rank
         if dist.get_rank() == 0:
             _clear_torn(Path(settings.path_to_cache))
         try:
@@ -71,7 +71,7 @@ def indexed_datasets(
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files of a run: those of each split that it draws from, opened, with the tokenizers they were made with."""
+    """Files of a run: those of each split that it uses, opened, with the tokenizers they were made with."""
 
     blends: tuple[Blend | None, ...]
     shared: Blend | None
@@ -81,7 +81,7 @@ class Inputs:
 
 
 def _checked(config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_samples: Sequence[int]) -> Inputs:
-    """Return the files of the splits that samples are asked of, each proven to be fit for the run."""
+    """Return the files of the splits that samples are requested from, each proven fit for the run."""
     named = blends_of(config.data)
     shared = named if isinstance(named, Blend) else None
     bounds = bounds_of(config.data.split) if shared else [(0.0, 1.0)] * 3
@@ -105,10 +105,10 @@ def _checked(config: Config, vocab_size: int, tokenizer: Tokenizer | None, num_s
 
 
 def vocab_size_of(data: Data) -> int | None:
-    """Return the vocabulary of the tokenizer that made the data; None where they do not say.
+    """Return the vocabulary size of the tokenizer that made the data; None if they do not record it.
 
     Raises:
-        DataError: what stands beside them is not what `mcore-convert data prepare` writes.
+        DataError: a sidecar is not one that `mcore-convert data prepare` writes.
     """
     sidecars = map(sidecar_of, (*data.paths, *data.train_paths, *data.valid_paths, *data.test_paths))
     return max((sidecar.vocab_size for sidecar in sidecars if sidecar), default=None)
@@ -132,7 +132,7 @@ def _check_tokenizer(prefix: str, sidecar: Sidecar | None, tokenizer: Tokenizer 
 
 
 def _vocabulary(config: Config, vocab_size: int, inputs: Inputs) -> Vocabulary:
-    """Return what is known without a tokenizer. Data of Megatron-LM's do not say what ends a document."""
+    """Return the vocabulary without a tokenizer. Megatron-LM's data do not record the token that ends a document."""
     ends = {sidecar.eod if sidecar else None for sidecar in inputs.sidecars}
     eod = ends.pop() if len(ends) == 1 else None
     if eod is None and (config.data.eod_mask_loss or config.data.reset_position_ids):
@@ -144,7 +144,7 @@ def _vocabulary(config: Config, vocab_size: int, inputs: Inputs) -> Vocabulary:
 
 
 def _settings(config: Config, inputs: Inputs, facts: Tokenizer | Vocabulary) -> Any:
-    """Megatron Core's `GPTDatasetConfig`."""
+    """Return Megatron Core's `GPTDatasetConfig`."""
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
     data = config.data
@@ -160,16 +160,16 @@ def _settings(config: Config, inputs: Inputs, facts: Tokenizer | Vocabulary) -> 
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=False,
         eod_mask_loss=data.eod_mask_loss,
-        create_attention_mask=False,  # attention is causal by itself
+        create_attention_mask=False,  # attention is causal anyway
     )
-    if inputs.shared:  # what is not asked for is not built: of a split without documents, building would never end
+    if inputs.shared:  # builds only requested splits: building one without documents would never end
         matrix = settings.split_matrix
         settings.split_matrix = [each if blend else None for each, blend in zip(matrix, inputs.blends, strict=True)]
     return settings
 
 
 def _as_megatron(blend: Blend | None, inputs: Inputs) -> tuple[list[str], list[float] | None] | None:
-    """Prefixes and weights. By size means by tokens, so that a blend lasts for any number of epochs."""
+    """Return prefixes and weights. Weights by size count tokens, so that a blend lasts for any number of epochs."""
     if blend is None:
         return None
     if len(blend.paths) == 1:
@@ -178,7 +178,7 @@ def _as_megatron(blend: Blend | None, inputs: Inputs) -> tuple[list[str], list[f
 
 
 def _clear_torn(cache: Path) -> None:
-    """Remove indices that a killed run has left half written: Megatron Core would take them for whole ones."""
+    """Remove indices that a killed run has left half written: Megatron Core would take them as complete."""
     for file in cache.glob("*.npy"):
         try:
             np.load(file, mmap_mode="r")

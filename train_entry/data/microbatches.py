@@ -1,4 +1,4 @@
-"""Samples as batches: which rank takes which samples at which step, and loading them ahead in other processes."""
+"""Samples as batches: the samples of each rank at each step, and loading them ahead in other processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Samples(Protocol):
-    """A data set: sample i as tensors of `[seq_length]`, in the order in which they are trained on."""
+    """Data set: sample i as tensors of `[seq_length]`, in the order of training."""
 
     def __len__(self) -> int: ...
 
@@ -37,14 +37,15 @@ def microbatches(
 ) -> Iterator[Batch]:
     """Return this data-parallel rank's microbatches without end, from a position in the data on.
 
-    Sample k of the run is `dataset[k]`, and from its end on the data set begins anew. Of each global batch the ranks
-    take turns, a microbatch each, as in Megatron-LM: no layout changes which samples a step is trained on.
+    Sample k of the run is `dataset[k]`, and after its end the data set begins again. The ranks take the microbatches of
+    each global batch in turn, as in Megatron-LM: the samples of a step do not depend on the layout.
 
     Args:
-        consumed_samples: samples that the run has trained on before. An evaluation begins at 0, so that each sees the
+        consumed_samples: samples that the run has trained on before. An evaluation begins at 0, so that each uses the
             same samples.
-        rows_per_sample: items of the data set that belong together, from its beginning on. What is left at its end is
-            not taken.
+        rows_per_sample: number of consecutive items of the data set that belong together. An incomplete group at its
+            end
+            is left out.
 
     Raises:
         DataError: the data set is empty.
@@ -62,7 +63,7 @@ def microbatches(
 
 @dataclass(frozen=True)
 class Share:
-    """The numbers of the samples in each microbatch of a rank, without end."""
+    """Indices of the samples in each microbatch of a rank, without end."""
 
     num_samples: int
     first: int
@@ -82,7 +83,7 @@ class Share:
 
 
 def deal(batch: Batch, global_batch_size: int, micro_batch_size: int, *, dp_rank: int, dp_size: int) -> list[Batch]:
-    """Return a data-parallel rank's microbatches of a global batch at hand: those that `Share` gives it.
+    """Return a data-parallel rank's microbatches of a given global batch: those that `Share` assigns to it.
 
     Raises:
         ConvertError: the batch has another size.
@@ -99,7 +100,7 @@ def deal(batch: Batch, global_batch_size: int, micro_batch_size: int, *, dp_rank
 
 
 def check_whole(batches: Sequence[Batch], rows_per_sample: int) -> None:
-    """Refuse microbatches that tear apart what belongs together.
+    """Refuse microbatches that split rows of one sample.
 
     Raises:
         ConvertError: one of them does.
@@ -109,7 +110,7 @@ def check_whole(batches: Sequence[Batch], rows_per_sample: int) -> None:
 
 
 def stack(samples: Sequence[Mapping[str, Any]]) -> Batch:
-    """Samples as one batch. What is no tensor, as Megatron's number of a data set in its blend, is left out."""
+    """Return samples as one batch, with tensors only: Megatron's index of a blend's data set is left out."""
     names = [name for name, value in samples[0].items() if isinstance(value, Tensor)]
     return {name: torch.stack([sample[name] for sample in samples]) for name in names}
 
@@ -128,7 +129,7 @@ def _loaded(dataset: Samples, share: Share, num_workers: int) -> Iterator[Batch]
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Ignore signals to the whole job, which ask the run to save and end. Its loaders must outlast that, and end with
+    """Ignore signals to the whole job: they ask the run to save and end, which its loaders must outlive; they end with
     it.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""Made-up data: no input, any length, the same for the same seed, with a rule that a model learns in a few steps."""
+"""Synthetic data: no input, any length, determined by the seed, with a rule that a model learns in a few steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils.data import Dataset
 if TYPE_CHECKING:
     from train_entry.config.schema import Config
 
-# So few tokens of the vocabulary occur, spread evenly over it: a loss curve falls at once, whatever its size.
+# Only this many tokens of the vocabulary occur, spread evenly over it, so that the loss falls at once for any size.
 TOKENS = 256
 STRIDE = 3  # from one token to the next, in the order of those that occur
-NOISE = 0.1  # share of tokens that follow no rule, so that the loss has a floor above zero
+NOISE = 0.1  # share of tokens that follow no rule, so that the loss has a lower bound above zero
 
 
 class Mock(Dataset[dict[str, Tensor]]):
-    """Samples in which each token says what the next is, but for some noise. Sample i depends on seed and i only."""
+    """Samples in which each token determines the next, except for noise. Sample i depends only on the seed and i."""
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: tuple[int, ...]) -> None:
         self.vocab_size = vocab_size
@@ -47,7 +47,7 @@ class Mock(Dataset[dict[str, Tensor]]):
 
 
 def mock_datasets(config: Config, vocab_size: int, num_samples: tuple[int, int, int]) -> list[Mock | None]:
-    """Data sets to train, validate and test with; None where no samples are asked for."""
+    """Return the data sets to train, validate and test with; None if no samples are requested."""
     training = config.training
     return [
         Mock(vocab_size, training.seq_length, count, (training.seed, split)) if count else None

@@ -1,4 +1,4 @@
-"""Data sets of the user's own, by a class that `data.dataset` names."""
+"""Data sets of the user, by a class that `data.dataset` names."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 def own_datasets(
     config: Config, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]
 ) -> list[Samples | None]:
-    """Data sets to train, validate and test with; None where no samples are asked for, or the class has none.
+    """Return the data sets to train, validate and test with; None if no samples are requested, or the class has none.
 
     The class is called as `Class(config, split, num_samples, tokenizer)`, with `train`, `valid` or `test` as the split.
     Item i is row i of the run, a mapping of tensors `[seq_length]`: `tokens`, `labels`, `loss_mask` and `position_ids`
-    for the flows that come with training, and whatever another flow reads. Rows that make one sample of a flow follow
-    each other.
+    for the built-in flows, and any others that another flow reads. Rows that form one sample of a flow are
+    consecutive.
 
     Raises:
         ConfigError: there is no such class.
-        DataError: its first item is no row of `training.seq_length`, or a split that is asked for has none.
+        DataError: its first item is not a row of `training.seq_length`, or a requested split has none.
     """
     made = named("data.dataset", config.data.dataset)
     datasets: list[Samples | None] = []
@@ -43,10 +43,10 @@ def own_datasets(
 
 
 def check_rows(dataset: Samples, seq_length: int, name: str) -> None:
-    """Prove by its first item that a data set has rows as batches are made of.
+    """Prove by its first item that a data set has rows that can be batched.
 
     Raises:
-        DataError: it has not.
+        DataError: it does not.
     """
     if not len(dataset):
         raise DataError(f"{name}: there is not one row")

@@ -25,7 +25,7 @@ from train_entry.data.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Progress:
-    """How far it is: bytes of the sources that were read, and those they have; and what came of them."""
+    """Progress of the preparation: bytes of the sources that were read, and their total; and the result so far."""
 
     read: int
     total: int
@@ -35,14 +35,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was made: for each key the prefix of its pair, and what its sidecar says; and the time without loading
+    """Result of a preparation: for each key the prefix of its pair, and its sidecar; and the time without loading
     the tokenizer."""
 
     pairs: dict[str, Sidecar]
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {"pairs": {prefix: asdict(pair) for prefix, pair in self.pairs.items()}, "seconds": self.seconds}
 
 
@@ -62,18 +62,19 @@ def prepare(
     """Tokenize texts into `PREFIX_KEY_document.bin` and `.idx`, for each key; they appear when they are complete.
 
     Args:
-        inputs: files, `datasets:NAME[:SPLIT]`, or directories that `Dataset.save_to_disk` has left.
+        inputs: files, `datasets:NAME[:SPLIT]`, or directories written by `Dataset.save_to_disk`.
         tokenizer: directory or Hub id; `revision` is a branch, tag or commit there.
-        reading: which fields or columns have text, and what separates documents of plain text.
-        workers: processes that tokenize; as many as there are cores unless given.
+        reading: the fields or columns with text, and the separator of documents in plain text.
+        workers: processes that tokenize; one per core unless given.
         append_eod: end each document with the tokenizer's end of text, without which documents run into each other.
-        special_tokens: put those tokens around a text that the tokenizer puts there itself, as a BOS: what models see
-            when they are used.
-        progress: called now and then.
+        special_tokens: put those tokens around a text that the tokenizer itself puts there, such as a BOS: models see
+            them
+            in use.
+        progress: called from time to time.
 
     Raises:
-        DataError: an input, a line of it, or the tokenizer is bad.
-        UnwritableTarget: the files exist and are not to be replaced, are being written, or there is no room.
+        DataError: an input, a line of it, or the tokenizer is invalid.
+        UnwritableTarget: the files exist and may not be replaced, are being written, or there is no room.
     """
     reading = reading or Reading()
     sources = [source_of(name, reading) for name in inputs]
@@ -100,10 +101,10 @@ def prepare(
 
 
 def publish_all(writers: Sequence[PairWriter]) -> None:
-    """Give all pairs their names, when all that is in them is on the disk. A signal waits until then.
+    """Rename all pairs, once their content is on the disk. Signals wait until then.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file system reports an error.
     """
     with Deferral():
         for writer in writers:
@@ -122,7 +123,7 @@ def _write(
     writers: Sequence[PairWriter],
     progress: Callable[[Progress], None] | None,
 ) -> list[tuple[int, int]]:
-    """Write all documents, and return for each key how many were empty and how many bytes of text there were."""
+    """Write all documents, and return the number of empty ones and the bytes of text for each key."""
     empty, text_bytes = [0] * len(writers), [0] * len(writers)
     total = sum(source.nbytes for source in sources)
     with contextlib.closing(encode_all(_in_turn(sources, reading), encoding, workers)) as encoded:
@@ -137,7 +138,7 @@ def _write(
 
 
 def _in_turn(sources: Sequence[Source], reading: Reading) -> Iterator[Chunk]:
-    """Yield the chunks of all sources; `read` counts through all of them."""
+    """Yield the chunks of all sources; `read` is the running total over them."""
     before = 0
     for source in sources:
         for chunk in chunks(source, reading):
@@ -171,7 +172,7 @@ def _check_free(prefixes: Sequence[str], *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _written(prefixes: Sequence[str], dtype: str, *, overwrite: bool) -> Iterator[list[PairWriter]]:
-    """Pairs to write, which nobody else writes. What is not published in the end is removed."""
+    """Scope of the pairs to write, locked against other processes. Unpublished ones are removed at the end."""
     folder = Path(prefixes[0]).parent
     with Deferral() as signals, contextlib.ExitStack() as scope:
         try:

@@ -1,4 +1,4 @@
-"""Work that rank 0 does before the others, so that it is done for them."""
+"""Work that rank 0 does before the others, which then use its cached result."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ Result = TypeVar("Result")
 
 
 def rank_0_first(work: Callable[[], Result]) -> Result:
-    """Return what `work` returns on this rank; rank 0 does it while the others wait.
-    Within it nobody may wait for others.
+    """Return the result of `work` on this rank; rank 0 runs it first. Within it no rank may wait for others.
 
     Raises:
-        ConvertError: what rank 0 refuses, every rank refuses; or this rank's own refusal.
+        ConvertError: rank 0's refusal, on every rank; or this rank's own.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()

@@ -28,11 +28,11 @@ Numbers = npt.NDArray[np.int64]
 class Sft(Dataset[dict[str, Tensor]]):
     """Samples of `seq_length` tokens from examples, without end: each epoch has every example once, in its own order.
 
-    An example of n tokens takes n - 1 places: each predicts the next. What does not fit into a sample is cut off.
-    Packed samples hold as many examples as fit, one after the other, numbered from 1 in `segment_ids`; positions begin
-    at 0 in each. What is left of a sample is `padding`, without loss, in segment 0.
+    An example of n tokens takes n - 1 places: each predicts the next. The part that does not fit into a sample is cut
+    off. Packed samples hold as many examples as fit, one after the other, numbered from 1 in `segment_ids`; positions
+    begin at 0 in each. The rest of a sample is `padding`, without loss, in segment 0.
 
-    Examples that belong together (`together` of them, as they stand in their file) are samples one after the other.
+    Examples that belong together (each `together` consecutive ones of their file) become consecutive samples.
 
     `dropped` examples have nothing to learn among the tokens that fit; `cut` ones are longer than a sample.
     """
@@ -58,7 +58,7 @@ class Sft(Dataset[dict[str, Tensor]]):
         self.length = np.concatenate([lengths for _, lengths in chosen])
         self.cut = sum(int((examples.lengths()[which] - 1 > seq_length).sum()) for examples, which in files)
         self.dropped = sum(len(examples.ends[which]) for examples, which in files) - len(self.start)
-        self.begins = [0]  # the first sample of each epoch, as far as they are known
+        self.begins = [0]  # the first sample of each epoch, as far as known
         self.planned: tuple[int, Numbers, Numbers] = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -74,9 +74,7 @@ class Sft(Dataset[dict[str, Tensor]]):
         return self._sample(order[bounds[within] : bounds[within + 1]].tolist())
 
     def _plan(self, epoch: int) -> tuple[Numbers, Numbers]:
-        """Return the examples of an epoch in its order, and where in that order each sample begins,
-        and the last ends.
-        """
+        """Return the examples of an epoch in its order, and the bounds of the samples within that order."""
         if self.planned[0] != epoch:
             groups = np.random.default_rng((*self.seed, epoch)).permutation(len(self.start) // self.together)
             order = (groups[:, None] * self.together + np.arange(self.together)).reshape(-1)
@@ -105,8 +103,8 @@ class Sft(Dataset[dict[str, Tensor]]):
 
 
 def _places(examples: Examples, which: slice, seq_length: int, together: int) -> tuple[Numbers, Numbers]:
-    """Return where examples begin, and how many places of a sample they take; without those that have nothing to learn,
-    and those that belong together with them.
+    """Return the starts of examples, and their lengths in places of a sample, without examples that have nothing to
+    learn and those that belong together with them.
     """
     lengths = examples.lengths()[which]
     starts = examples.ends[which] - lengths
@@ -119,7 +117,7 @@ def _places(examples: Examples, which: slice, seq_length: int, together: int) ->
 
 
 def _packs(lengths: Numbers, seq_length: int) -> Numbers:
-    """Return where samples begin among examples that fill them one after the other, and where the last one ends."""
+    """Return the bounds of samples among examples that fill them one after the other."""
     ends = np.concatenate([[0], np.cumsum(lengths)])
     following = (np.searchsorted(ends, ends[:-1] + seq_length, side="right") - 1).tolist()
     bounds = [0]
@@ -129,7 +127,7 @@ def _packs(lengths: Numbers, seq_length: int) -> Numbers:
 
 
 class Blended(Dataset[dict[str, Tensor]]):
-    """Samples of several data sets, each drawn from by its weight, in the order in which Megatron Core blends.
+    """Samples of several data sets, each drawn by its weight, in the order in which Megatron Core blends.
 
     `together` samples of one data set follow each other.
     """
@@ -154,16 +152,16 @@ class Blended(Dataset[dict[str, Tensor]]):
 def sft_datasets(
     config: Config, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int], together: int = 1
 ) -> tuple[list[Sft | Blended | None], tuple[str, ...]]:
-    """Data sets to train, validate and test with, and what to tell of them. Call it on every rank.
+    """Return the data sets to train, validate and test with, and notes to the user. Call it on every rank.
 
-    A data set is None where no samples are asked for, or no files are named. Tokens are kept in `data.cache_dir`:
+    A data set is None if no samples are requested, or no files are named. Tokens are cached in `data.cache_dir`:
     rank 0 makes them, the others read them.
 
     Args:
-        together: examples that belong together, as they stand in their file: each split has all of them or none.
+        together: number of consecutive examples that belong together: each split has all of them or none.
 
     Raises:
-        DataError: there is no tokenizer, files are missing or hold something else, or nothing is to be learned.
+        DataError: there is no tokenizer, files are missing or have another content, or nothing is to be learned.
     """
     if tokenizer is None:
         raise DataError(
@@ -203,7 +201,7 @@ def _dataset(
     notes: list[str],
     together: int,
 ) -> Sft | Blended:
-    """Return one data set of all files, or one of each where they have weights."""
+    """Return one data set of all files, or one per file if they have weights."""
     sets = [parts] if blend.weights is None else [[part] for part in parts]
     datasets = [
         Sft(
@@ -234,12 +232,12 @@ def _dataset(
 
 
 def _whole(which: slice, together: int) -> slice:
-    """Return a slice without what it has of groups that begin or end outside of it."""
+    """Return a slice without the groups that begin or end outside of it."""
     return slice(-(-(which.start or 0) // together) * together, which.stop // together * together)
 
 
 def _check_together(files: Iterable[Examples], together: int) -> None:
-    """Refuse files whose examples do not stand in groups: a missing one would shift all that follow.
+    """Refuse files with incomplete groups of examples: a missing example would shift all later ones.
 
     Raises:
         DataError: names all of these files.

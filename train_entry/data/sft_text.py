@@ -1,4 +1,4 @@
-"""Examples for fine-tuning as text: a prompt and its completion, or a chat, and which parts a model is to learn."""
+"""Examples for fine-tuning as text: a prompt and its completion, or a chat, and the parts that a model is to learn."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from train_entry.data.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template says itself what the assistant has written
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the mark by which a template itself delimits the assistant's text
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text in parts, each with whether it is to be learned. `closed`: begin and end of text go around it."""
+    """Text in parts, each with whether it is to be learned. `closed`: tokens for begin and end of text go around it."""
 
     parts: tuple[tuple[str, bool], ...]
     closed: bool
@@ -23,15 +23,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Marked:
-    """A chat whose template says itself what is to be learned: tokens, and whether each is."""
+    """Chat whose template itself marks the text to learn: tokens, and whether each is to be learned."""
 
     ids: tuple[int, ...]
     learned: tuple[bool, ...]
 
 
 def example_of(record: Any, tokenizer: Tokenizer) -> Example | Marked:
-    """Return a record as text: `prompt` and `completion`, or `messages` (and `tools`)
-    through the tokenizer's chat template.
+    """Return a record as text: `prompt` and `completion`, or `messages` (and `tools`) by the tokenizer's chat template.
 
     Raises:
         ValueError: it is neither.
@@ -46,7 +45,7 @@ def example_of(record: Any, tokenizer: Tokenizer) -> Example | Marked:
     for key in ("prompt", "completion"):
         if not isinstance(record[key], str):
             raise ValueError(f"`{key}` is a {type(record[key]).__name__}, not text")
-        record[key].encode()  # half of a surrogate pair is no text
+        record[key].encode()  # half of a surrogate pair is not text
     return Example(((record["prompt"], False), (record["completion"], True)), closed=True)
 
 
@@ -60,13 +59,13 @@ def _chat(record: Mapping[str, Any], tokenizer: Tokenizer) -> Example | Marked:
     ):
         encoded = _written(record["messages"], record, tokenizer, tokenize=True, return_assistant_tokens_mask=True)
         return Marked(tuple(encoded["input_ids"]), tuple(map(bool, encoded["assistant_masks"])))
-    return Example(tuple(_parts(record, tokenizer)), closed=False)  # a template has begin and end itself
+    return Example(tuple(_parts(record, tokenizer)), closed=False)  # a template adds begin and end itself
 
 
 def _parts(record: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yield the chat as the template writes it, cut where the assistant begins and ends.
+    """Yield the chat as rendered by the template, cut where the assistant's text begins and ends.
 
-    What the assistant has to write begins behind the template's prompt for it (`add_generation_prompt`) and ends, with
+    The assistant's text begins after the template's prompt for it (`add_generation_prompt`) and ends, including
     the end of its turn, where the next message begins.
     """
     messages = record["messages"]
@@ -110,7 +109,7 @@ def _written(
     tokenize: bool = False,
     **options: Any,
 ) -> Any:
-    """Messages as the template writes them: text, or tokens."""
+    """Return messages as rendered by the template: text, or tokens."""
     from jinja2 import TemplateError
 
     try:
@@ -120,5 +119,5 @@ def _written(
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses it: {error}") from error
     if not tokenize:
-        written.encode()  # half of a surrogate pair is no text
+        written.encode()  # half of a surrogate pair is not text
     return written

@@ -1,4 +1,4 @@
-"""Examples for fine-tuning as tokens: made once from a file of JSON lines, kept beside the run, and mapped."""
+"""Examples for fine-tuning as tokens: made once from a file of JSON lines, cached beside the run, and mapped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from train_entry.data.sft_text import Example, Marked, example_of
 from train_entry.data.sources import Reading, chunks, source_of
 from train_entry.data.tokenizer import Tokenizer
 
-VERSION = 1  # of what is kept: changes with what this file makes of a record
+VERSION = 1  # of the cache: changes with the result of this file for a record
 Tokens = npt.NDArray[np.int32]
 HINT = 'an example is {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
@@ -47,7 +47,7 @@ def examples_of(path: str, tokenizer: Tokenizer, cache: Path) -> Examples:
     """Return the examples of a file, tokenized unless they are in `cache`.
 
     Raises:
-        DataError: the file is missing, lines of it are no examples, or nothing in it is to be learned.
+        DataError: the file is missing, some lines are not examples, or nothing in it is to be learned.
     """
     source = source_of(path, Reading(kind="jsonl"))
     if source.kind != "jsonl":
@@ -64,7 +64,7 @@ def examples_of(path: str, tokenizer: Tokenizer, cache: Path) -> Examples:
 
 
 def _key(path: str, tokenizer: Tokenizer) -> str:
-    """Return what names kept tokens: they are made anew when the file, the tokenizer or its chat template changes."""
+    """Return the name of cached tokens: it changes with the file, the tokenizer and its chat template."""
     file = Path(path).absolute()
     state = file.stat()
     facts = [VERSION, str(file), state.st_size, state.st_mtime_ns, tokenizer.unique_identifiers]
@@ -73,7 +73,7 @@ def _key(path: str, tokenizer: Tokenizer) -> str:
 
 
 def _keep(pieces: Iterable[Any], tokenizer: Tokenizer, kept: Path) -> None:
-    """Write tokens and ends, and last the counts, without which the others are nothing."""
+    """Write tokens and ends, and last the counts, without which the others are not used."""
     records = examples = end = 0
     kept.parent.mkdir(parents=True, exist_ok=True)
     partial = {suffix: kept.with_suffix(f"{suffix}.{os.getpid()}.partial") for suffix in (".tokens", ".ends", ".json")}
@@ -82,7 +82,7 @@ def _keep(pieces: Iterable[Any], tokenizer: Tokenizer, kept: Path) -> None:
             for chunk in pieces:
                 for example in _tokenized(chunk, tokenizer):
                     records += 1
-                    if np.any(example[1:] >= 0):  # the first token is predicted by nothing
+                    if np.any(example[1:] >= 0):  # the first token is not predicted
                         examples, end = examples + 1, end + len(example)
                         tokens.write(example.data)
                         ends.write(np.int64(end).tobytes())
@@ -95,7 +95,7 @@ def _keep(pieces: Iterable[Any], tokenizer: Tokenizer, kept: Path) -> None:
 
 
 def _tokenized(chunk: JsonLines, tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Yield each example of a chunk, as `Examples` keeps it."""
+    """Yield each example of a chunk, in the form of `Examples`."""
     examples = list(chunk.records(lambda record: example_of(record, tokenizer), HINT))
     texts = ["".join(part for part, _ in each.parts) for each in examples if isinstance(each, Example)]
     encoded = iter(_encoded(texts, tokenizer))
@@ -111,10 +111,10 @@ def _tokenized(chunk: JsonLines, tokenizer: Tokenizer) -> Iterator[Tokens]:
 
 
 def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[tuple[int, int]] | None]]:
-    """Yield the ids of each text, and where in it each lies, which some tokenizers cannot tell."""
+    """Yield the ids of each text, and the offsets of each token in it, which some tokenizers do not have."""
     if not texts:
         return
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said, so that a process forked later says nothing
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # explicit, so that later forks do not warn
     fast = tokenizer.hf.is_fast
     encoded = tokenizer.hf(
         texts, add_special_tokens=False, return_offsets_mapping=fast, truncation=False, verbose=False
@@ -125,15 +125,15 @@ def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[tuple[list[int]
 def _aligned(
     example: Example, ids: list[int], offsets: list[tuple[int, int]] | None, tokenizer: Tokenizer
 ) -> tuple[Tokens, npt.NDArray[np.bool_]]:
-    """Return the ids of an example, and which are to be learned.
+    """Return the ids of an example, and whether each is to be learned.
 
-    The text is tokenized as a whole. Where a token would reach from one part into the next, the parts are tokenized one
+    The text is tokenized as a whole. If a token would extend from one part into the next, the parts are tokenized one
     by one instead: a prompt is complete before the first token of its answer is drawn.
     """
     bounds = np.cumsum([len(part) for part, _ in example.parts])
     if offsets is not None and ids:
         place = np.array(offsets, np.int64)
-        # some tokenizers count no blanks into a token: it begins where the one before it has ended
+        # some tokenizers count no blanks into a token: it then begins at the end of the previous one
         starts = np.minimum(place[:, 0], np.concatenate([[0], place[:-1, 1]]))
         part = np.searchsorted(bounds, starts, side="right")
         if np.all(place[:, 1] <= bounds[np.minimum(part, len(bounds) - 1)]):
@@ -146,7 +146,7 @@ def _aligned(
 def _closed(
     ids: Tokens, learned: npt.NDArray[np.bool_], begin: Sequence[int], eod: int | None
 ) -> tuple[Tokens, npt.NDArray[np.bool_]]:
-    """With what the tokenizer puts before a text, and with an end of text, which is to be learned."""
+    """Return an example with the tokens that the tokenizer puts before a text, and an end of text, which is learned."""
     end = [eod] if eod is not None and not (len(ids) and ids[-1] == eod) else []
     return (
         np.concatenate([np.array(begin, np.int32), ids, np.array(end, np.int32)]),
@@ -155,7 +155,7 @@ def _closed(
 
 
 def _begin_of(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text, as a BOS."""
+    """Return the tokens that the tokenizer puts before a text, such as a BOS."""
     bare: list[int] = tokenizer.hf("a", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer.hf("a")["input_ids"]
     for length in range(len(full) - len(bare) + 1):

@@ -1,4 +1,4 @@
-"""The file beside prepared data, `PREFIX.json`: with which tokenizer they were made, and what they are."""
+"""The file beside prepared data, `PREFIX.json`: the tokenizer that made them, and their counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The tokenizer of a pair, and counts. `fingerprint` is the `Tokenizer`'s; `empty` documents were left out."""
+    """Tokenizer of a pair, and counts. `fingerprint` is the `Tokenizer`'s; `empty` documents were left out."""
 
     tokenizer: str
     fingerprint: str
@@ -34,16 +34,16 @@ class Sidecar:
         """Write it as JSON.
 
         Raises:
-            OSError: the file system refuses.
+            OSError: the file system reports an error.
         """
         path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=2, ensure_ascii=False) + "\n")
 
 
 def sidecar_of(prefix: str) -> Sidecar | None:
-    """Read what stands beside a pair; None where nothing does, as beside data that Megatron-LM has prepared.
+    """Read the sidecar of a pair; None if it has none, as data that Megatron-LM has prepared.
 
     Raises:
-        DataError: the file is not what this command writes.
+        DataError: the file is not one that this command writes.
     """
     path = Path(f"{prefix}.json")
     try:

@@ -17,24 +17,24 @@ from train_entry.data.chunks import Chunk, JsonLines, Plain, Rows
 
 Kind = Literal["jsonl", "text", "parquet", "datasets"]
 
-CHUNK = 1 << 20  # bytes that are read and tokenized at once: a third of a second, so that processes end at once
-LONGEST = 1 << 30  # bytes of a line or document: what is longer has no separator
+CHUNK = 1 << 20  # bytes that are read and tokenized at once: a third of a second, so that processes can end quickly
+LONGEST = 1 << 30  # bytes of a line or document: a longer one has no separator
 MOST_ROWS = 1 << 14  # of a table, in a chunk
 
 HUB = "datasets:"
 SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 COMPRESSED = (".gz", ".zst")
-SAVED = ("dataset_info.json", "state.json")  # what `Dataset.save_to_disk` leaves
+SAVED = ("dataset_info.json", "state.json")  # files that `Dataset.save_to_disk` writes
 BOM = b"\xef\xbb\xbf"
 TEXT_TYPES = ("string", "large_string", "string_view")  # of Arrow
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources are read.
+    """Settings for reading sources.
 
-    `keys`: fields or columns with text. `separator` and `document`, of plain text: what ends a document, or else
-    whether each line is one or each file.
+    `keys`: fields or columns with text. `separator` and `document` are for plain text: the separator of documents, or
+    else whether each line or each file is a document.
     """
 
     keys: tuple[str, ...] = ("text",)
@@ -45,7 +45,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """A source that is there: its name, and its size in bytes, as far as it is known."""
+    """Existing source: its name, and its size in bytes, as far as known."""
 
     name: str
     kind: Kind
@@ -53,10 +53,10 @@ class Source:
 
 
 def source_of(name: str, reading: Reading) -> Source:
-    """Return what a name stands for.
+    """Return the source of a name.
 
     Raises:
-        DataError: nothing of that name is there.
+        DataError: there is none of that name.
     """
     if name.startswith(HUB):
         return Source(name, "datasets", 0)
@@ -98,7 +98,7 @@ def chunks(source: Source, reading: Reading) -> Iterator[Chunk]:
 
 
 def _blocks(name: str, separator: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Yield a file in blocks that end behind a separator: number of the first line, bytes read, and the block.
+    """Yield a file in blocks that end after a separator: number of the first line, bytes read, and the block.
 
     Without a separator the whole file is one block.
     """
@@ -107,7 +107,7 @@ def _blocks(name: str, separator: bytes) -> Iterator[tuple[int, int, bytes]]:
         while block := _read(stream, name):
             before = len(data)
             data += block if before or line > 1 else block.removeprefix(BOM)
-            # what was there before has no separator, only perhaps the beginning of one at its end
+            # the earlier data contain no separator, but perhaps the beginning of one at their end
             last = data.rfind(separator, max(0, before - len(separator))) if separator else -1
             if last >= 0:
                 cut = last + len(separator)
@@ -125,7 +125,7 @@ def _blocks(name: str, separator: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """A file, unpacked as it is read, and how far it is read."""
+    """Scope of a file, decompressed on reading, and of its position in the compressed file."""
     try:
         raw = open(name, "rb")  # noqa: PTH123, SIM115 -- unlike that of `Path`, its type is known
     except OSError as error:
@@ -185,7 +185,7 @@ def _rows(batches: Iterable[Any], keys: Sequence[str], nbytes: int, total: int) 
 
 
 def _load_dataset(name: str) -> Any:
-    """`datasets:NAME[:SPLIT]`, NAME as `owner/name` or `owner/name@configuration`; or what was saved to a directory."""
+    """Return `datasets:NAME[:SPLIT]`, with `owner/name` or `owner/name@configuration` as NAME; or a saved data set."""
     try:
         import datasets
     except ImportError as error:
@@ -199,7 +199,7 @@ def _load_dataset(name: str) -> Any:
         name_and_configuration, _, split = name.removeprefix(HUB).partition(":")
         repository, _, configuration = name_and_configuration.partition("@")
         return datasets.load_dataset(repository, configuration or None, split=split or "train")
-    except Exception as error:  # `datasets` lets through what its many readers raise
+    except Exception as error:  # `datasets` lets errors of its many readers through
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"`{name}` cannot be loaded: {reason}", hint=f"a split is written behind a colon: {HUB}NAME:SPLIT"
@@ -207,7 +207,7 @@ def _load_dataset(name: str) -> Any:
 
 
 def _check_columns(name: str, schema: Any, keys: Sequence[str]) -> None:
-    """Prove that a table has the columns, and text in them."""
+    """Prove that a table has the columns, with text in them."""
     problems = []
     for key in keys:
         index = schema.get_field_index(key)

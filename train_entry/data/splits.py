@@ -18,14 +18,14 @@ NAMES = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Blend:
-    """Files of a split, and how often each is drawn from; None: by its size."""
+    """Files of a split, and their weights; None: by size."""
 
     paths: tuple[str, ...]
     weights: tuple[float, ...] | None = None
 
 
 def blends_of(data: Data) -> Blend | tuple[Blend | None, ...]:
-    """Return one blend that all splits share, or one for each split that has files.
+    """Return one blend that all splits share, or one per split that has files.
 
     Raises:
         DataError: no files are named, or there are not as many weights as paths.
@@ -49,8 +49,7 @@ def blends_of(data: Data) -> Blend | tuple[Blend | None, ...]:
 
 
 def bounds_of(split: str) -> list[tuple[float, float] | None]:
-    """Return which share of the documents each split has, as Megatron Core computes it: from where to where,
-    None without any.
+    """Return the bounds of each split's share of the documents, as Megatron Core computes it; None if empty.
 
     Raises:
         DataError: it is not one to three numbers with a sum above zero.
@@ -68,20 +67,19 @@ def bounds_of(split: str) -> list[tuple[float, float] | None]:
 
 
 def slice_of(bounds: tuple[float, float] | None, documents: int) -> slice:
-    """Return which of a file's documents those are, as Megatron Core rounds."""
+    """Return the slice of a file's documents within these bounds, rounded as Megatron Core does."""
     return slice(0) if bounds is None else slice(*(round(bound * float(documents)) for bound in bounds))
 
 
 def check_split(
     split: int, blend: Blend, lengths: Sequence[npt.NDArray[Any]], bounds: tuple[float, float] | None, notes: list[str]
 ) -> bool:
-    """Return whether each file has something in a split that samples are asked of:
-    Megatron Core would search it for ever.
+    """Return whether each file has documents in a requested split: Megatron Core would search for some forever.
 
-    A test split may be without, as a small file is by the usual shares; `notes` says so.
+    A test split may be empty, as that of a small file is by the usual shares; `notes` records it.
 
     Args:
-        lengths: of the documents of each path, in tokens.
+        lengths: numbers of tokens of the documents of each path.
 
     Raises:
         DataError: there is nothing to train with, or to validate with.

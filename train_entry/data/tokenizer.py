@@ -1,4 +1,4 @@
-"""The tokenizer of a run or of prepared data: what `transformers` reads, and what Megatron's data sets ask of it."""
+"""The tokenizer of a run or of prepared data: that of `transformers`, with attributes for Megatron's data sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mcore_convert.checkpoints.identify import Model
     from train_entry.config.schema import Config
 
-# What transformers needs to read a file in the form of another program, beside what this project installs.
+# Packages that transformers needs to read a file in another program's form, beside those that this project installs.
 READERS = ("sentencepiece", "tiktoken")
 
 
@@ -27,11 +27,11 @@ READERS = ("sentencepiece", "tiktoken")
 class Tokenizer:
     """A Hugging Face tokenizer (`hf`), with the attributes that Megatron's data sets read.
 
-    There is no `pad` among them, on purpose: where it is also the end of text, as in many a tokenizer, Megatron Core
-    may take every end of text out of the loss.
+    It has no `pad`, on purpose: where that is also the end of text, as in many tokenizers, Megatron Core
+    may exclude every end of text from the loss.
 
-    `vocab_size` counts every id that it can produce; `eod` ends a document (`eos_token`), None where it has none.
-    `fingerprint` is the same wherever ids mean the same tokens, added ones aside, on any machine.
+    `vocab_size` counts every id that it can produce; `eod` ends a document (`eos_token`), None if it has none.
+    `fingerprint` is equal whenever ids mean the same tokens, added ones aside, on any machine.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Tokenizer:
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """What Megatron Core puts into the names of its cached indices."""
+        """Fields that Megatron Core puts into the names of its cached indices."""
         return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size, "eod": self.eod}
 
 
@@ -53,7 +53,7 @@ def tokenizer_of(config: Config, origin: Model | None = None) -> Tokenizer | Non
         origin: the checkpoint, whose `folder` is a Hugging Face directory, or the one that a conversion left beside
             a Megatron checkpoint.
 
-    Returns None where there is none. Mock data need none, so that of the checkpoint is not read for them.
+    Returns None if there is none. Mock data need none, so the checkpoint's is not read for them.
 
     Raises:
         DataError: it cannot be read.
@@ -86,7 +86,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     try:
         offline = silent is not None
         hf = AutoTokenizer.from_pretrained(str(path), revision=revision or "main", local_files_only=offline, **options)
-    except Exception as error:  # transformers lets through what its many readers raise
+    except Exception as error:  # transformers lets errors of its many readers through
         if silent is not None:
             raise DataError(
                 f"`{name}` is no directory, was not downloaded before, and the Hub cannot be reached: {silent}"
@@ -99,23 +99,21 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     return Tokenizer(
         name=name,
         hf=hf,
-        vocab_size=max(len(hf), max(vocabulary.values(), default=-1) + 1),  # ids may have holes
+        vocab_size=max(len(hf), max(vocabulary.values(), default=-1) + 1),  # ids may have gaps
         eod=hf.eos_token_id,
         fingerprint=_fingerprint(vocabulary, hf.vocab_size),
     )
 
 
 def _absent_readers(folder: Path) -> str | None:
-    """Return what to install for a folder whose tokenizer is in the form of another program;
-    None where that is not it.
-    """
+    """Return what to install for a folder whose tokenizer is in another program's form; None if nothing is missing."""
     absent = [package for package in READERS if find_spec(package) is None]
     foreign = folder.is_dir() and any([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
     return f"a file of this form needs its reader: `pip install {' '.join(absent)}`" if foreign and absent else None
 
 
 def _fingerprint(vocabulary: Mapping[str, int], size: int) -> str:
-    """Return a hash of the tokens that have the ids below `size`. What is added behind them changes no id of a text."""
+    """Return a hash of the tokens with ids below `size`. Tokens added after them do not change the ids of a text."""
     tokens = sorted((number, token) for token, number in vocabulary.items() if number < size)
     lines = "".join(f"{number}\t{token}\0" for number, token in tokens)
     return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Training algorithms: how a batch goes through the model and what its loss is. `flow_of` finds that of a run."""
+"""Training algorithms: how a batch passes through the model and what its loss is. `flow_of` returns that of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def flow_of(config: Config) -> Flow:
     """Return the flow that a run names (`training.flow`), or that of its kind of data.
 
     Raises:
-        ConfigError: there is no such class, it is no flow, or the batches of the run would tear its samples apart.
+        ConfigError: there is no such class, it is not a flow, or the run's batches would split its samples.
     """
     given = config.training.flow
     options = {"class": given} if isinstance(given, str) else dict(given)
@@ -53,7 +53,7 @@ def flow_of(config: Config) -> Flow:
 
 
 def _options_of(flow: Any, text: str, options: dict[str, Any]) -> list[Any]:
-    """Return what a flow is made with behind the configuration: its `Options`, a pydantic model, where it has one.
+    """Return the arguments of a flow after the configuration: its `Options`, a pydantic model, if it has one.
 
     Raises:
         ConfigError: names every option that does not exist or has a wrong value.
@@ -81,7 +81,7 @@ def _options_of(flow: Any, text: str, options: dict[str, Any]) -> list[Any]:
 
 
 def _check_rows(flow: Flow, config: Config) -> None:
-    """Refuse microbatches that do not have whole samples; the global batch has whole microbatches."""
+    """Refuse microbatches without whole samples; the global batch has whole microbatches."""
     name, rows, micro = type(flow).__qualname__, rows_per_sample(flow), config.training.micro_batch_size
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise ConfigError(f"`rows_per_sample` = {rows!r} of the flow `{name}` is not a whole number from 1")

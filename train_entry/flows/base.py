@@ -1,18 +1,18 @@
-"""The interface of a training algorithm: how a batch goes through the model, and what its loss is.
+"""The interface of a training algorithm: how a batch passes through the model, and what its loss is.
 
-To bring your own, write a class with these three methods and name it: `training.flow=my_module:MyFlow`. It need not
-derive from anything. Attributes may say more of it:
+To add one, write a class with these three methods and name it: `training.flow=my_module:MyFlow`. It need not
+derive from anything. Optional attributes:
 
-`rows_per_sample`: how many adjacent rows of a batch belong together, as the chosen and the rejected answer of a pair; 1
-unless given. They are never torn apart, by microbatches, data-parallel ranks or readers.
-`counts_samples`: True where `Loss.count` is of samples, False where it is of tokens; with several rows to a sample it
-is True unless given. Balancing losses of experts are weighed by it.
-`reference`: True puts the output of `forward` with a frozen model, of the weights in `checkpoint.init`, into the batch
+`rows_per_sample`: the number of adjacent rows of a batch that belong together, as the chosen and the rejected answer of
+a pair; 1 unless given. They are never separated, by microbatches, data-parallel ranks or readers.
+`counts_samples`: True where `Loss.count` counts samples, False where it counts tokens; with several rows per sample it
+is True unless given. Balancing losses of experts are weighted by it.
+`reference`: True adds the output of `forward` with a frozen model, of the weights in `checkpoint.init`, to the batch
 as `reference`, for `loss`.
-`Options`: a pydantic model of what the configuration may say of it, as `training.flow.beta=0.1`; the flow is then made
+`Options`: a pydantic model of its options in the configuration, as `training.flow.beta=0.1`; the flow is then made
 as `MyFlow(config, options)`.
-`check_layouts`: False leaves out the proof, at the first step, that its loss is the same at this layout as on one rank;
-for a loss that is random.
+`check_layouts`: False omits the proof, at the first step, that its loss is the same at this layout as on one rank;
+for a random loss.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from torch import Tensor
 from train_entry.config.schema import Config
 
 # One microbatch by names, each tensor `[samples, seq_length]`: tokens, labels, position_ids (int64), loss_mask
-# (float32), and whatever else the data set gives.
+# (float32), and others that the data set has.
 Batch = dict[str, Tensor]
 
-REFERENCE = "reference"  # the attribute of a flow that compares with a frozen model, and where in a batch its output is
+REFERENCE = "reference"  # attribute of a flow with a frozen model, and key of the model's output in a batch
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a microbatch on this rank, as sums, so that it is the same at any layout.
+    """Loss of a microbatch on this rank, as sums, so that it is the same at any layout.
 
-    The trainer divides the gradients, and what it reports, by the count over the whole global batch: neither the number
-    of microbatches nor that of ranks changes either.
+    The trainer divides the gradients, and the reported metrics, by the count over the whole global batch: both are
+    independent of the numbers of microbatches and ranks.
 
-    `total`: the sum of the losses, of tokens or of samples, a scalar to go backward from.
-    `count`: how many tokens or samples that sum is over, a scalar.
+    `total`: the sum of the losses of tokens or of samples, a scalar for the backward pass.
+    `count`: the number of tokens or samples in that sum, a scalar.
     `metrics`: further sums over the same; the run reports each divided by the count. The names are the same at every
     step.
 
-    Of tokens: each context-parallel rank sums its own. Of samples: `train_entry.flows.sum_over_sequence` gives each of
-    these ranks the sums over whole sequences, and each makes the same total and count of them. Not both in one loss;
-    a part of it that is of tokens goes through `sum_over_sequence`, too.
+    For tokens: each context-parallel rank sums its own. For samples: `train_entry.flows.sum_over_sequence` gives each
+    of these ranks the sums over whole sequences, and each computes the same total and count from them. One loss cannot
+    mix both; a part of it over tokens must use `sum_over_sequence`, too.
     """
 
     total: Tensor
@@ -55,41 +55,39 @@ class Loss:
 
 
 class Flow(Protocol):
-    """A training algorithm. One object of it serves a run, on every rank.
+    """Training algorithm. One object of it serves a run, on every rank.
 
-    Around it the trainer does what depends on the layout: each data-parallel rank gets its samples; a batch is on the
+    The trainer handles the layout around it: each data-parallel rank gets its samples; a batch is on the
     device already; under context parallelism each tensor is cut along its second dimension, to this rank's part of the
-    sequence; Megatron's schedule calls `forward` on each pipeline stage, and goes backward. What `forward` adds to the
-    batch, `loss` finds there.
+    sequence; Megatron's schedule calls `forward` on each pipeline stage, and runs the backward pass. Entries that
+    `forward` adds to the batch are available to `loss`.
     """
 
     def __init__(self, config: Config) -> None: ...
 
     def forward(self, model: Any, batch: Batch) -> Tensor:
-        """Call this rank's stage of the model, once. What the last stage returns goes to `loss`.
+        """Call this rank's stage of the model, once. The last stage's result is passed to `loss`.
 
         Args:
             model: Megatron Core's `GPTModel`, or one stage of it, in its data-parallel wrapper. With `labels` its last
                 stage returns the losses of the tokens `[samples, seq_length]`, without them logits
-                `[samples, seq_length, vocabulary / tp]`; other stages return what they hand on.
+                `[samples, seq_length, vocabulary / tp]`; other stages return the input of the next one.
         """
         ...
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
-        """Return the loss of what the last stage returned for this batch. At the first step,
-        the proof calls it as well.
-        """
+        """Return the loss for the last stage's result on this batch. At the first step, the proof calls it as well."""
         ...
 
 
 def rows_per_sample(flow: Flow) -> int:
-    """Return how many adjacent rows of a batch belong together in a flow."""
+    """Return the number of adjacent rows of a batch that belong together in a flow."""
     rows: int = getattr(flow, "rows_per_sample", 1)
     return rows
 
 
 def count_unit(flow: Flow, length: int) -> int:
-    """Return how many tokens of `length` on this rank one of a flow's count stands for: all of a sample, or itself."""
+    """Return the tokens, of `length` on this rank, per unit of a flow's count: all those of a sample, or one."""
     rows = rows_per_sample(flow)
     return rows * length if getattr(flow, "counts_samples", rows > 1) else 1
 

@@ -1,4 +1,4 @@
-"""Fine-tuning: the loss is on completions only, and examples that share a sequence do not see each other."""
+"""Fine-tuning: the loss covers completions only, and examples that share a sequence do not attend to each other."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ class FineTuning:
 
 
 def segment_mask(segment_ids: Tensor) -> Tensor:
-    """Return what a token must not see, as Megatron says it: `[samples, 1, seq, seq]`,
-    True where column is hidden from row.
+    """Return Megatron's attention mask: `[samples, 1, seq, seq]`, True where column is hidden from row.
 
-    A token sees itself and what stands before it in its own segment: `segment_ids` `[samples, seq]`.
+    A token attends to itself and to the tokens before it in its own segment: `segment_ids` `[samples, seq]`.
     """
     elsewhere = segment_ids[:, :, None] != segment_ids[:, None, :]
     length = segment_ids.shape[1]

@@ -17,7 +17,7 @@ class Pretraining:
         pass
 
     def forward(self, model: Any, batch: Batch) -> Tensor:
-        """Return the losses of the tokens. No mask: attention is causal by itself, and can take its fastest kernel."""
+        """Return the losses of the tokens. No mask: attention is causal anyway, and can use its fastest kernel."""
         losses: Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         return losses
 

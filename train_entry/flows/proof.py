@@ -1,6 +1,6 @@
 """Proof, at the first step of a run, that the loss of a flow is the same at this layout as on one rank.
 
-The loss is computed of made-up outputs in the place of the model's, which a first step may not tell apart: once as a
+The loss is computed from random outputs in place of the model's, which at a first step may be too uniform: once as a
 whole, and once in the parts that the ranks and microbatches have. Quotients of total and count, metrics and gradients
 must agree.
 """
@@ -19,7 +19,7 @@ from mcore_convert.errors import ConfigError
 from train_entry.flows.base import Batch, Flow, rows_per_sample
 from train_entry.flows.sequence import whole_sequences
 
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of quotients, relative
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, for quotients
 LOW_PRECISION = 3e-2
 SEED = 20
 HINT = (
@@ -30,14 +30,14 @@ HINT = (
 
 @dataclass(frozen=True)
 class Sums:
-    """What a flow makes of an output: its total, count and metrics, and the gradient of the total in the output."""
+    """Sums of a flow for an output: total, count and metrics, and the gradient of the total by the output."""
 
     names: tuple[str, ...]
     values: Tensor  # in the order of the names
     gradient: Tensor
 
     def quotients(self) -> Tensor:
-        """Everything but the count, divided by the count."""
+        """Return all values except the count, divided by the count."""
         return self.values[[n for n, name in enumerate(self.names) if name != "count"]] / self.count
 
     @property
@@ -46,11 +46,11 @@ class Sums:
 
 
 class LossProof:
-    """The proof for a run on one rank of the last pipeline stage. `problems` are lines; empty while none is known.
+    """Proof for a run on one rank of the last pipeline stage. `problems` are lines; empty while none is known.
 
     Args:
-        samples_apart: whether a global batch is dealt out, to microbatches or data-parallel ranks.
-        context: the context-parallel ranks; None where each has whole sequences.
+        samples_apart: whether a global batch is split over microbatches or data-parallel ranks.
+        context: the context-parallel ranks; None if each has whole sequences.
     """
 
     def __init__(self, flow: Flow, *, samples_apart: bool, context: dist.ProcessGroup | None) -> None:
@@ -83,7 +83,7 @@ class LossProof:
         with whole_sequences():
             try:
                 whole = self._sums(made_up, wholes)
-            except Exception as error:  # a flow of the user's, given other rows than those of a microbatch
+            except Exception as error:  # of the user's flow, for other rows than those of a microbatch
                 self._done = True
                 self.problems.append(f"its loss cannot be computed of {2 * each} rows: {_reason(error)}")
                 return
@@ -106,9 +106,7 @@ class LossProof:
             )
 
     def _sums(self, output: Tensor, batch: Batch) -> Sums:
-        """Compute the sums of a flow of an output. The flow itself stays as it is,
-        as far as it does not change tensors.
-        """
+        """Compute a flow's sums for an output. The flow itself stays unchanged, unless it changes tensors in place."""
         leaf = output.detach().clone().requires_grad_(output.is_floating_point())
         with torch.enable_grad():
             loss = copy.copy(self._flow).loss(leaf, dict(batch))
@@ -120,7 +118,7 @@ class LossProof:
     def _compare(self, whole: Sums, compute: Callable[[], Sums], parts: str) -> None:
         try:
             computed = compute()
-        except Exception as error:  # a flow of the user's, given rows that it does not expect
+        except Exception as error:  # of the user's flow, for rows that it does not expect
             self.problems.append(f"its loss cannot be computed of {parts}: {_reason(error)}")
             return
         tolerance = TOLERANCE.get(whole.gradient.dtype, LOW_PRECISION)
@@ -142,14 +140,14 @@ class LossProof:
         return Sums(part.names, values, self._joined(part.gradient, length))
 
     def _cut(self, whole: Tensor) -> Tensor:
-        """Cut this rank's part of each sequence."""
+        """Return this rank's part of each sequence."""
         from megatron.core.utils import get_batch_on_this_cp_rank
 
         cut: Tensor = get_batch_on_this_cp_rank({"output": whole}, self._context)["output"]
         return cut
 
     def _joined(self, part: Tensor, length: int) -> Tensor:
-        """Whole sequences from the parts of all ranks, an early and a late chunk each; other tensors as they are."""
+        """Return whole sequences from the parts of all ranks, an early and a late chunk each; others unchanged."""
         if self._context is None or part.shape[1:2] != (length,):
             return part
         parts = [torch.empty_like(part) for _ in range(self._context.size())]
@@ -170,7 +168,7 @@ def refuse(flow: Flow, problems: Sequence[str]) -> None:
 
 
 def _rows(batch: Batch, start: int, count: int) -> Batch:
-    """Return some rows of a batch; what has no rows stays as it is."""
+    """Return some rows of a batch; entries without rows are unchanged."""
     rows = next(iter(batch.values())).shape[:1]
     return {name: each[start : start + count] if each.shape[:1] == rows else each for name, each in batch.items()}
 

@@ -1,4 +1,4 @@
-"""Sums over whole sequences, whose tokens context parallelism spreads over ranks."""
+"""Sums over whole sequences, whose tokens are spread over ranks by context parallelism."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_whole = False  # whether tokens are at hand as whole sequences, whatever the layout
+_whole = False  # whether values are those of whole sequences, whatever the layout
 
 
 def sum_over_sequence(values: Tensor) -> Tensor:
     """Return the sums of token values over whole sequences: `[rows, ...]` from `[rows, tokens, ...]`.
 
     Under context parallelism a rank has a part of each sequence. Each rank of the group gets the same sums, and the
-    gradient of each rank's loss reaches the tokens of all of them. What a flow makes of such sums, its total and its
-    count, is then the same on all of these ranks, and the quotient is that of one rank. All of them call it alike.
+    gradient of each rank's loss reaches the tokens of all of them. A flow's total and count from such sums are then
+    the same on all of these ranks, and their quotient is that of one rank. All ranks must make the same calls.
     """
     from megatron.core import parallel_state
 
@@ -33,7 +33,7 @@ def sum_over_sequence(values: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def whole_sequences() -> Iterator[None]:
-    """A scope in which `sum_over_sequence` is given whole sequences, and sums nothing over ranks."""
+    """Scope in which `sum_over_sequence` gets whole sequences, and sums nothing over ranks."""
     global _whole
     before, _whole = _whole, True
     try:
@@ -43,7 +43,7 @@ def whole_sequences() -> Iterator[None]:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks of a group; its gradient is the sum of theirs, since each of them uses the sum."""
+    """Sum over the ranks of a group; its gradient is the sum of theirs, since each of them uses the sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

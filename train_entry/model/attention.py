@@ -14,19 +14,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mcore_convert.errors import ConfigError
 
-# On a GPU, the first that can is taken: forward and backward they take 5, 8 and 19 ms for 8 samples of 4,096 tokens on
-# an H200. The math kernel, which holds every score, is not among them: torch raises where nothing else can.
+# On a GPU, the first available one is used: forward and backward they take 5, 8 and 19 ms for 8 samples of 4,096 tokens
+# on an H200. The math kernel, which keeps every score, is not among them: torch raises if no other is available.
 KERNELS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-# The others add up gradients in any order. Flash attention takes no mask and no fp32: that is left to the math kernel.
+# The others add gradients in any order. Flash attention takes no mask and no fp32: these are left to the math kernel.
 DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 
 
 class SdpaAttention(torch.nn.Module):
-    """Query, key and value of `[tokens, samples, heads, channels]` to `[tokens, samples, heads * channels]`.
+    """Attention: query, key and value `[tokens, samples, heads, channels]` to `[tokens, samples, heads * channels]`.
 
-    It computes what Megatron's `DotProductAttention` does, and draws the same dropout where both run torch's own code,
-    on a CPU; there is no `[tokens, tokens]` of scores on a GPU. Keys and values may have fewer heads. Without a mask
-    attention is causal; a mask is all there is to it, as with Megatron: bool, True where nothing is seen.
+    It computes the same as Megatron's `DotProductAttention`, and draws the same dropout where both run torch's own
+    code, on a CPU; on a GPU there is no `[tokens, tokens]` of scores. Keys and values may have fewer heads. Without a
+    mask attention is causal; with one, only the mask counts, as in Megatron: bool, True for hidden tokens.
 
     With context parallelism a rank holds chunks `r` and `2 cp - 1 - r` of the `2 cp` that a sequence is cut into, as
     Megatron's `get_batch_on_this_cp_rank` cuts it. Keys and values of the whole sequence are gathered, and kept for the
@@ -49,7 +49,7 @@ class SdpaAttention(torch.nn.Module):
         if config.softmax_type != "vanilla" or config.window_size is not None:
             raise ConfigError("attention over torch's kernels has no sliding window and no softmax offset")
         self.causal = attn_mask_type.name == "causal"
-        # Megatron's scaling by the layer's number is undone in its softmax: there is nothing to scale here
+        # Megatron's scaling by the layer's number is undone in its softmax, so it is left out here
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # with sequence parallelism the whole block draws from this rank's own random stream already
@@ -87,17 +87,17 @@ class SdpaAttention(torch.nn.Module):
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         early, late = query.chunk(2)
         chunk = len(early)
-        ends = (rank + 1) * chunk, (2 * ranks - rank) * chunk  # a chunk sees all before it, and itself causally
+        ends = (rank + 1) * chunk, (2 * ranks - rank) * chunk  # a chunk attends to all before it, to itself causally
         return torch.cat(
             [self._attend(each, key[:end], value[:end], None) for each, end in zip((early, late), ends, strict=True)]
         )
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of the last `len(query)` tokens among `len(key)`."""
+        """Return the attention of the last `len(query)` tokens to the `len(key)` tokens."""
         causal = self.causal and mask is None and len(query) > 1
         bias: Any = None if mask is None else ~mask
         if causal and len(query) < len(key):
-            # loads torch's compiler, which no run on one rank needs
+            # loads torch's compiler, which a run on one rank never needs
             from torch.nn.attention.bias import causal_lower_right
 
             bias, causal = causal_lower_right(len(query), len(key)), False
@@ -125,7 +125,7 @@ class SdpaAttention(torch.nn.Module):
         return sdpa_kernel(list(self.kernels), set_priority=True)
 
     def _random_stream(self, dropout: float) -> contextlib.AbstractContextManager[None]:
-        """Ranks of a tensor-parallel group have other heads, and draw their dropout from streams of their own."""
+        """Return the scope for dropout: tensor-parallel ranks have other heads, so each has its own stream."""
         if not dropout or not self.own_stream:
             return contextlib.nullcontext()
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -135,7 +135,7 @@ class SdpaAttention(torch.nn.Module):
 
 
 def _takes_groups(query: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the kernel for this query takes keys with fewer heads: flash attention does, the others do not."""
+    """Return whether the kernel for this query takes keys with fewer heads: flash attention does, others do not."""
     fast = query.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(query.device) >= (8, 0)
     return fast and mask is None
 
@@ -148,7 +148,7 @@ class _GatherTokens(torch.autograd.Function):
         ctx.group = group
         mine = torch.stack((key, value))
         gathered = mine.new_empty(group.size(), *mine.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=group)  # gloo wants the ranks in one axis
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, group=group)  # gloo needs the ranks in one axis
         # [ranks, 2, 2 chunks, ...]: first chunks by rank, then last chunks from the last rank to the first
         first, last = gathered.unflatten(2, (2, -1)).unbind(2)
         whole = torch.cat((first, last.flip(0))).transpose(0, 1).flatten(1, 2)

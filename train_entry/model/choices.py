@@ -1,4 +1,4 @@
-"""From what a run asks for to how its model is computed: layers, settings, loss, and what is compiled."""
+"""Choices of how a run's model is computed: layers, settings, loss, and compilation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Computation:
-    """How a model is built and computed.
+    """Construction and computation of a model.
 
     `choices` go to `build_stages`; `finish` is called once on the stages in their data-parallel wrappers. `remarks`
-    are for the user: what was chosen and could not be, in whole sentences.
+    are whole sentences for the user about choices that were not possible.
     """
 
     choices: Choices
@@ -35,11 +35,12 @@ class Computation:
 
 
 def select(config: Config, args: Mapping[str, Any], device: torch.device) -> Computation:
-    """Return how to compute the model of a run on this device.
+    """Return the computation of a run's model on this device.
 
     Raises:
-        ConfigError: Transformer Engine is asked for and not installed, or a compiler that is missing, or attention that
-            does not go with the layout.
+        ConfigError: Transformer Engine or a compiler is requested and not installed, or attention that the layout does
+            not
+            support.
     """
     training, vocab_size = config.training, args["vocab_size"]
     if training.transformer_impl == "transformer_engine":
@@ -73,7 +74,7 @@ def select(config: Config, args: Mapping[str, Any], device: torch.device) -> Com
 
 
 def _obstacle(args: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return why layers cannot be compiled."""
+    """Return why layers cannot be compiled; None if they can."""
     if args.get("num_experts"):
         return "each batch gives experts other shapes"
     missing = compiler_missing(device)
@@ -81,7 +82,7 @@ def _obstacle(args: Mapping[str, Any], device: torch.device) -> str | None:
 
 
 def _nothing(_: Sequence[Any]) -> None:
-    """Nothing is to be done once the model is wrapped."""
+    """Do nothing once the model is wrapped."""
 
 
 def _transformer_engine_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

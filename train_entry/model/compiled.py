@@ -11,12 +11,10 @@ Layer = torch.nn.Module
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for this device, or None. It needs Triton or a C++ compiler,
-    found by trying.
-    """
+    """Return why nothing can be compiled for this device; None if a trial succeeds. Needs Triton or a C++ compiler."""
     try:
         torch.compile(_probe, dynamic=False)(torch.ones(8, device=device))
-    except Exception as error:  # whatever it lacks: Triton, a compiler, Python's headers, a writable cache
+    except Exception as error:  # any cause: no Triton, compiler, Python headers or writable cache
         return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return None
 
@@ -24,8 +22,8 @@ def compiler_missing(device: torch.device) -> str | None:
 def compile_layers(chunks: Sequence[Any]) -> None:
     """Compile the forward pass of every transformer layer, after the model is in its data-parallel wrapper.
 
-    Layers of one shape share one graph. What a layer is given and gives stays as it is, so recomputation, pipeline
-    stages and checkpoints see no difference.
+    Layers of one shape share one graph. Inputs and outputs of a layer are unchanged, so recomputation, pipeline
+    stages and checkpoints are not affected.
     """
     for chunk in chunks:
         _keep_hooks_outside(chunk)
@@ -45,9 +43,9 @@ def _layers(chunk: Any) -> Iterator[Layer]:
 
 
 def _keep_outside(attention: Any) -> None:
-    """Leave out of the graph what draws dropout from a random stream of its own, and Megatron's own messages.
+    """Exclude operations from the graph: dropout from a random stream of its own, and Megatron's own communication.
 
-    `train_entry.model.operations` says why the compiler must not look into those.
+    `train_entry.model.operations` gives the reason.
     """
     core = attention.core_attention
     if core.dropout or core.cp_group is not None:
@@ -57,9 +55,9 @@ def _keep_outside(attention: Any) -> None:
 
 
 def _keep_hooks_outside(chunk: Any) -> None:
-    """Let the hooks that wait for gathered parameters do nothing where the compiler reads them.
+    """Disable, during compilation, the hooks that wait for gathered parameters.
 
-    With `overlap_param_gather` Megatron hooks every module. A graph would keep what the hook did when it was compiled.
+    With `overlap_param_gather` Megatron hooks every module. A graph would record the effect of a hook at compile time.
     """
     if not getattr(chunk, "use_forward_hook", False):
         return

@@ -1,4 +1,4 @@
-"""Triton kernels of the loss and of the gated activation. Imported where there is CUDA and Triton only."""
+"""Triton kernels of the loss and of the gated activation. Imported only if there are CUDA and Triton."""
 
 # mypy: disable-error-code="misc, no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HALF = 1024  # of a block of half a row
-COLUMNS, WARPS = 4096, 8  # of a block of a row: measured on an H200, 3.8 TB/s both ways
+HALF = 1024  # elements of half a row in a block
+COLUMNS, WARPS = 4096, 8  # elements of a row in a block: measured on an H200, 3.8 TB/s both ways
 
 
 def statistics(logits: Tensor, places: Tensor) -> Tensor:
-    """Of each row: the largest logit, the sum of exponentials relative to it, and the logit of the label, or 0."""
+    """Return for each row the largest logit, the sum of exponentials relative to it, and the label's logit, or 0."""
     result = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _statistics[(len(logits),)](
         logits, places, result, logits.stride(0), logits.size(1), len(logits), block=COLUMNS, num_warps=WARPS
@@ -22,8 +22,8 @@ def statistics(logits: Tensor, places: Tensor) -> Tensor:
 
 
 def overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor) -> None:
-    """Put the gradient in the place of the logits."""
-    # a gradient may be one number for all tokens, as that of a sum
+    """Overwrite the logits with the gradient."""
+    # the gradient may be one number for all tokens, as that of a sum
     _overwrite[(len(logits),)](
         logits,
         places,

@@ -1,4 +1,4 @@
-"""Megatron's transformer layers: with attention over torch's kernels, and in parts that one graph can hold."""
+"""Megatron's transformer layers: with attention over torch's kernels, and of parts that compile as one graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def sdpa_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layers, with attention over torch's kernels."""
+    """Return Megatron's local layers, with attention over torch's kernels."""
     block = local_block_spec(config, vp_stage)
     for layer in block.layer_specs or ():
         layer.submodules.self_attention.submodules.core_attention = SdpaAttention
@@ -28,7 +28,7 @@ def sdpa_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlo
 
 
 def graph_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the same spec, of modules that compile as one graph; of a `model_class` with rotary tables."""
+    """Return the same spec with modules that compile as one graph, for a `model_class` with rotary tables."""
     column, row, attention = _graph_modules()
     block = sdpa_spec(config, vp_stage)
     for layer in block.layer_specs or ():
@@ -37,23 +37,23 @@ def graph_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
         layer.submodules.self_attention.submodules.linear_proj = row
         layer.submodules.mlp.submodules.linear_fc1 = column
         layer.submodules.mlp.submodules.linear_fc2 = row
-        if config.use_te_activation_func:  # which `settings` asks for: an activation that is not torch's
+        if config.use_te_activation_func:  # requested by `settings`: an activation that is not torch's
             layer.submodules.mlp.submodules.activation_func = swiglu
     return block
 
 
 def graph_settings(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `TransformerConfig` that `graph_spec` is to be used with."""
+    """Return the fields of `TransformerConfig` that `graph_spec` requires."""
     return {"use_te_activation_func": bool(args.get("swiglu"))}
 
 
 def rotate(heads: Tensor, tables: Tensor, *, interleaved: bool) -> Tensor:
-    """Turn the first channels of `[tokens, samples, groups, heads, channels]` by their positions, in fp32.
+    """Rotate the first channels of `[tokens, samples, groups, heads, channels]` by their positions, in fp32.
 
-    Megatron's own rounds cosines and sines to the precision of the model first, and puts halves together twice.
+    Megatron's own function first rounds cosines and sines to the model's precision, and concatenates halves twice.
 
     Args:
-        tables: cosines and sines, `[2, tokens, 1, 1, channels that turn]`.
+        tables: cosines and sines, `[2, tokens, 1, 1, rotated channels]`.
     """
     tables = tables.unsqueeze(-2)
     turned, rest = heads[..., : tables.size(-1)], heads[..., tables.size(-1) :]
@@ -69,12 +69,12 @@ def rotate(heads: Tensor, tables: Tensor, *, interleaved: bool) -> Tensor:
 
 @functools.cache
 def _graph_modules() -> tuple[type, type, type]:
-    """Return the classes, made once Megatron Core is there."""
+    """Return the classes, defined once Megatron Core is imported."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention
 
     class GraphColumnParallelLinear(ColumnParallelLinear):
-        """Megatron's linear layer over columns, whose messages overlap its products in one operation of the graph."""
+        """Megatron's column-parallel linear layer, its communication and products overlapped in one operation."""
 
         def _forward_impl(
             self,
@@ -90,16 +90,16 @@ def _graph_modules() -> tuple[type, type, type]:
             return product if bias is None else product + bias
 
     class GraphRowParallelLinear(RowParallelLinear):
-        """Megatron's linear layer over rows, of parts that ranks have already, with its message as one operation."""
+        """Megatron's row-parallel linear layer over inputs that are split already, its communication one operation."""
 
         def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
             product = functional.linear(input_, self.weight)
             if self.tp_group.size() > 1:
                 product = sum_of_ranks(product, self.sequence_parallel, self.tp_group.group_name)
-            return product, self.bias  # which is added with the residual
+            return product, self.bias  # added with the residual
 
     class GraphSelfAttention(SelfAttention):
-        """As much of Megatron's self-attention as training takes, with cosines and sines from tables."""
+        """The part of Megatron's self-attention that training uses, with cosines and sines from tables."""
 
         def forward(
             self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None = None, **_: Any
@@ -114,12 +114,12 @@ def _graph_modules() -> tuple[type, type, type]:
             return output, bias
 
         def _heads(self, hidden: Tensor) -> tuple[Tensor, ...]:
-            """Query, key and value, `[tokens, samples, groups, heads of a group, channels]`.
+            """Return query, key and value, `[tokens, samples, groups, heads of a group, channels]`.
 
-            Megatron's own merge groups and heads at once, which costs a division for every element in what is compiled.
+            Megatron's own code merges groups and heads at once, which costs a division per element when compiled.
             """
             groups = self.num_query_groups_per_partition
-            if self.config.num_query_groups < self.world_size:  # a group is cut over ranks
+            if self.config.num_query_groups < self.world_size:  # a group is split over ranks
                 return tuple(each.unsqueeze(2) for each in self.get_query_key_value_tensors(hidden))
             mixed, _ = self.linear_qkv(hidden)
             each = self.num_attention_heads_per_partition // groups

@@ -1,4 +1,4 @@
-"""The cross entropy of each token from logits that stay as the output layer made them: no fp32 copy of them exists."""
+"""The cross entropy of each token, from the logits as the output layer made them: without an fp32 copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK = 2**28  # logits that are computed on in fp32 at once, where that is not within a kernel: 1 GiB
+CHUNK = 2**28  # logits per fp32 computation, outside of kernels: 1 GiB
 
 
 def vocab_parallel_cross_entropy(
@@ -20,21 +20,21 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     fused: bool = False,
 ) -> Tensor:
-    """Minus the logarithm of the probability of each label, in fp32, as Megatron's function of this name.
+    """Return the negative log-probability of each label, in fp32, as Megatron's function of this name.
 
-    Megatron's makes the fp32 probabilities of all tokens and keeps them: with a vocabulary of 128,256 half a megabyte a
-    token, and as much again on the way back. This one keeps the logits themselves, computes in fp32 a chunk of tokens
-    at a time, and writes the gradient over the logits: memory for nothing else, and no second product with the weight.
-    So a backward pass can be made once only.
+    Megatron's function computes the fp32 probabilities of all tokens and keeps them: with a vocabulary of 128,256 half
+    a megabyte per token, and as much again in the backward pass. This one keeps the logits themselves, computes in fp32
+    for a chunk of tokens at a time, and writes the gradient over the logits: no further memory, and no second product
+    with the weight. So only one backward pass is possible.
 
     Args:
-        logits: `[..., rows]`, of this rank's rows of the vocabulary.
-        labels: `[...]`, of the whole vocabulary.
+        logits: `[..., rows]`, for this rank's rows of the vocabulary.
+        labels: `[...]`, for the whole vocabulary.
         group: the tensor-parallel ranks that share the vocabulary.
-        vocab_size: the vocabulary without padding. Rows beyond it have no probability; unless given all have, as
-            everywhere in Megatron: there a model that comes from elsewhere, whose padding is zero, gives most of its
-            probability to the padding, where its other logits are well below zero, as GPT-2's are.
-        fused: with Triton's kernels, which read the logits once on each way, on a GPU.
+        vocab_size: the vocabulary without padding. Rows beyond it get no probability; unless given all rows do, as
+            everywhere in Megatron: there a foreign model, whose padding is zero, gives most of its
+            probability to the padding if its other logits are well below zero, as GPT-2's are.
+        fused: use Triton's kernels, which read the logits once in each pass, on a GPU.
     """
     losses: Tensor = _CrossEntropy.apply(logits, labels, group, vocab_size, fused)
     return losses
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
         flat = logits.view(-1, rows)[:, : ctx.words]
         if ctx.words:
             stats = _passes(fused)[0](flat, places)
-        else:  # nothing but padding: no probability
+        else:  # only padding: no probability
             stats = torch.zeros(3, len(flat), device=logits.device)
             stats[0] = torch.finfo(torch.float32).min
         largest, total, chosen = stats.unbind()
@@ -86,16 +86,16 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _passes(fused: bool) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[..., None]]:
-    """Return what reads the logits on the way there, and what writes over them on the way back."""
+    """Return the function that reads the logits in the forward pass, and the one that overwrites them backward."""
     if not fused:
         return _statistics, _overwrite
-    from train_entry.model import kernels  # with Triton, which only goes with CUDA
+    from train_entry.model import kernels  # with Triton, which needs CUDA
 
     return kernels.statistics, kernels.overwrite
 
 
 def _statistics(logits: Tensor, places: Tensor) -> Tensor:
-    """Of each row: the largest logit, the sum of exponentials relative to it, and the logit of the label, or 0."""
+    """Return for each row the largest logit, the sum of exponentials relative to it, and the label's logit, or 0."""
     here = (places >= 0) & (places < logits.size(1))
     labels = places.clamp(0, logits.size(1) - 1)[:, None]
     chosen = torch.where(here, logits.gather(1, labels)[:, 0].float(), 0.0)
@@ -107,7 +107,7 @@ def _statistics(logits: Tensor, places: Tensor) -> Tensor:
 
 
 def _overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Tensor) -> None:
-    """Put the gradient in the place of the logits."""
+    """Overwrite the logits with the gradient."""
     for part, place, log_total, scale in _chunks(logits, places, normaliser, gradient):
         probabilities = (part.float() - log_total[:, None]).exp_()
         here = ((place >= 0) & (place < part.size(1))).float()
@@ -116,6 +116,6 @@ def _overwrite(logits: Tensor, places: Tensor, normaliser: Tensor, gradient: Ten
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Return the rows of all of these in parts, for logits of at most `CHUNK` elements, or of a row."""
+    """Return the rows of all these tensors in parts, with at most `CHUNK` logits, or one row."""
     tokens = max(1, CHUNK // tensors[0].size(1))
     return zip(*(each.split(tokens) for each in tensors), strict=True)

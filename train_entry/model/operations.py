@@ -1,7 +1,7 @@
-"""Operations that a graph holds as one: what sends messages between ranks, and the gated activation of an MLP.
+"""Operations that are opaque to a graph: communication between ranks, and the gated activation of an MLP.
 
-A compiler must not look into what sends: of Megatron's functions, which write what they receive into a tensor made
-before, torch 2.11 makes a graph whose gradients are zero, without a word.
+The compiler must not trace communication: for Megatron's functions, which receive into a preallocated tensor,
+torch 2.11 makes a graph whose gradients are silently zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
     schema="(Tensor hidden, Tensor weight, bool sequence_parallel, str group) -> Tensor",
 )
 def column_linear(hidden: Tensor, weight: Tensor, sequence_parallel: bool, group: str) -> Tensor:
-    """Return the product with this rank's rows of the weight, of all tokens where ranks hold some each."""
+    """Return the product with this rank's rows of the weight, for all tokens even if each rank holds only some."""
     if sequence_parallel:
         hidden, gathering = _gather(hidden, group)
         gathering.wait()
@@ -42,9 +42,9 @@ def _(hidden: Tensor, weight: Tensor, sequence_parallel: bool, group: str) -> Te
 def column_linear_backward(
     gradient: Tensor, hidden: Tensor, weight: Tensor, sequence_parallel: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden states and weight. As in Megatron, messages are under way while products are computed.
+    """Return the gradients of hidden states and weight. As in Megatron, communication overlaps with the products.
 
-    That they start first is up to `CUDA_DEVICE_MAX_CONNECTIONS=1`.
+    `CUDA_DEVICE_MAX_CONNECTIONS=1` ensures that the communication starts first.
     """
     gradient = gradient.contiguous()
     if sequence_parallel:
@@ -81,14 +81,14 @@ column_linear.register_autograd(_linear_backward, setup_context=_remember_linear
 
 
 def _gather(hidden: Tensor, group: str) -> tuple[Tensor, Any]:
-    """Return the tokens of all ranks, which are on their way."""
+    """Return the tokens of all ranks, which are still being gathered, and the operation to wait for."""
     ranks = _ranks(group)
     whole = hidden.new_empty(ranks.size() * len(hidden), *hidden.shape[1:])
     return whole, dist.all_gather_into_tensor(whole, hidden.contiguous(), group=ranks, async_op=True)
 
 
 def _ranks(group: str) -> dist.ProcessGroup:
-    """Return a group by its name, which is all that an operation of a graph can be given."""
+    """Return a group by its name, the only form in which a graph operation can receive it."""
     ranks: dist.ProcessGroup = _resolve_process_group(cast(Any, group))
     return ranks
 
@@ -97,7 +97,7 @@ def _ranks(group: str) -> dist.ProcessGroup:
     "train_entry::sum_of_ranks", mutates_args=(), schema="(Tensor part, bool scatter, str group) -> Tensor"
 )
 def sum_of_ranks(part: Tensor, scatter: bool, group: str) -> Tensor:
-    """Return the sum over ranks: all of it, or of the tokens that are this rank's with sequence parallelism."""
+    """Return the sum over ranks: of all tokens, or with sequence parallelism of this rank's tokens."""
     ranks = _ranks(group)
     if not scatter:
         whole = part.clone(memory_format=torch.contiguous_format)
@@ -115,7 +115,7 @@ def _(part: Tensor, scatter: bool, group: str) -> Tensor:
 
 @torch.library.custom_op("train_entry::tokens_of_ranks", mutates_args=(), schema="(Tensor mine, str group) -> Tensor")
 def tokens_of_ranks(mine: Tensor, group: str) -> Tensor:
-    """Return the tokens of all ranks, one rank's after the other's."""
+    """Return the tokens of all ranks, in the order of the ranks."""
     whole, gathering = _gather(mine, group)
     gathering.wait()
     return whole
@@ -131,7 +131,7 @@ def _remember_ranks(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _part_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    # every rank goes on with the whole sum, so that each has the whole gradient already
+    # every rank uses the whole sum, so that each has the whole gradient already
     return tokens_of_ranks(gradient, ctx.group) if ctx.scatter else gradient, None, None
 
 
@@ -157,7 +157,7 @@ def _(hidden: Tensor) -> Tensor:
     "train_entry::swiglu_backward", mutates_args=(), schema="(Tensor gradient, Tensor hidden) -> Tensor"
 )
 def _swiglu_backward(gradient: Tensor, hidden: Tensor) -> Tensor:
-    # one pass: the compiler would compute the gradient of each half in the place of both
+    # one pass: the compiler would compute the gradient of each half once for either
     if hidden.is_cuda:
         from train_entry.model import kernels
 
@@ -181,5 +181,5 @@ _swiglu.register_autograd(
 
 def swiglu(hidden: Tensor) -> Tensor:
     """Return the first half of the last dimension through SiLU, times the second, computed in fp32."""
-    product: Tensor = _swiglu(hidden)  # Megatron's specs take functions, and not every callable
+    product: Tensor = _swiglu(hidden)  # Megatron's specs take functions, not any callable
     return product

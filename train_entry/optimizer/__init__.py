@@ -1,1 +1,1 @@
-"""The optimizer and the learning rate: Megatron Core's, and what they need without Apex and Transformer Engine."""
+"""The optimizer and the learning rate: Megatron Core's, and additions for use without Apex and Transformer Engine."""

@@ -23,12 +23,12 @@ def wrap(config: Config, stages: Sequence[GPTModel]) -> list[Any]:
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.bucket_size,
     )
-    # the embedding's stage aside, gradients of later virtual stages come last: one bucket each
+    # except in the embedding's stage, gradients of later virtual stages come last: one bucket each
     chunks = [
         DistributedDataParallel(stage.config, ddp, stage, disable_bucketing=number > 0)
         for number, stage in enumerate(stages)
     ]
-    for stage in stages:  # virtual stages have a configuration each, of which the schedule reads the first
+    for stage in stages:  # virtual stages have a configuration each; the schedule reads the first
         stage.config.finalize_model_grads_func = finalize_model_grads
         if parallel.overlap_grad_reduce:
             stage.config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
@@ -38,7 +38,7 @@ def wrap(config: Config, stages: Sequence[GPTModel]) -> list[Any]:
 
 
 def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
-    """Megatron's optimizer: AdamW or SGD over fp32 master copies, plain or distributed."""
+    """Return Megatron's optimizer: AdamW or SGD over fp32 master copies, plain or distributed."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     chosen, precision = config.optimizer, config.training.precision
@@ -47,7 +47,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
         OptimizerConfig(
             optimizer="sgd" if chosen.name == "sgd" else "adam",
             lr=chosen.lr,
-            min_lr=chosen.min_lr,  # the parameter groups take it from here, not from the scheduler
+            min_lr=chosen.min_lr,  # parameter groups use this value, not the scheduler's
             weight_decay=chosen.weight_decay,
             adam_beta1=chosen.beta1,
             adam_beta2=chosen.beta2,
@@ -70,7 +70,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any]) -> Any:
 
 
 def build_scheduler(config: Config, optimizer: Any) -> Any:
-    """Megatron's scheduler, which counts samples. What the configuration says holds, also over a checkpoint's."""
+    """Return Megatron's scheduler, which counts samples. The configuration takes precedence over a checkpoint."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     chosen, schedule, samples = config.optimizer, config.schedule, config.training.global_batch_size

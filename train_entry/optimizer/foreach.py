@@ -1,7 +1,7 @@
 """Gradient norm, clipping and copies of Megatron's optimizers over all tensors at once, and AdamW as one kernel.
 
-Without Transformer Engine and Apex, megatron-core 0.16.1 falls back to loops over tensors (utils.py:1198): its norm of
-the gradients waits for the device at each tensor. Here one wait is left in a step, for the norm itself.
+Without Transformer Engine and Apex, megatron-core 0.16.1 falls back to loops over tensors (utils.py:1198): its gradient
+norm waits for the device at each tensor. Here a step waits only once, for the norm itself.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def foreach_optimizers() -> Iterator[None]:
-    """A scope in which Megatron's optimizers work on all tensors at once; may be nested.
+    """Scope in which Megatron's optimizers work on all tensors at once; may be nested.
 
-    Where Transformer Engine or Apex bring kernels of their own it changes nothing.
+    If Transformer Engine or Apex provide kernels, it changes nothing.
     """
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
@@ -47,12 +47,12 @@ def foreach_optimizers() -> Iterator[None]:
 def fuse(optimizer: Any) -> None:
     """Let torch's AdamW update all parameters of a group in one kernel; after building, and again after loading.
 
-    A checkpoint carries the flags of the run that wrote it. With the fused kernel the counts of steps must lie where
-    the parameters do.
+    A checkpoint brings the flags of the run that wrote it. The fused kernel needs the step counts on the device of
+    the parameters.
     """
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = each.optimizer
-        if not isinstance(inner, torch.optim.Adam):  # AdamW is one
+        if not isinstance(inner, torch.optim.Adam):  # including AdamW
             continue
         for group in inner.param_groups:
             group["fused"], group["foreach"] = True, None
@@ -78,6 +78,6 @@ def _scale(_: int, __: Tensor, tensors: Sequence[Sequence[Tensor]], scale: float
 
 
 def _copy(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Tensor | None = None) -> None:
-    """`this` to `that`, of any dtypes."""
+    """Copy `this` to `that`, of any dtypes."""
     if this:
         torch._foreach_copy_(list(that), list(this))

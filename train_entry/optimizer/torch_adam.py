@@ -1,7 +1,7 @@
-"""Additions to Megatron Core's distributed optimizer, to save and load the Adam of torch.
+"""Additions to Megatron Core's distributed optimizer, for saving and loading torch's Adam.
 
 Megatron Core 0.16.1 is written for the Adam of Apex or Transformer Engine. Without them, on GPUs too,
-`optimizer/distrib_optimizer.py` has three faults, each mended here; with them this module does nothing.
+`optimizer/distrib_optimizer.py` has three defects, all corrected here; with them this module does nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def torch_adam_goes_on() -> Iterator[None]:
-    """A scope in which a distributed optimizer over torch's Adam is saved and loaded as it should be; may be nested.
+    """Scope in which a distributed optimizer over torch's Adam is saved and loaded correctly; may be nested.
 
-    1. `state_dict` (:641) wants a step count, which torch makes with the first step only: nothing could be saved
-       before, nor loaded, since loading asks for it too.
-    2. `_set_main_param_and_optimizer_states` (:936) copies the state `step` as if it were stored with each parameter.
-    3. `load_state_dict` (:820) gives all parameters one tensor that counts their steps, so that each step counts once
-       for every parameter, and the bias correction is wrong without a word.
+    1. `state_dict` (:641) needs a step count, which torch creates only with the first step: nothing could be saved
+       before, nor loaded, since loading calls it too.
+    2. `_set_main_param_and_optimizer_states` (:936) copies the state `step` as if it were stored per parameter.
+    3. `load_state_dict` (:820) gives all parameters one shared tensor of step counts, so that each step counts once
+       per parameter, and the bias correction is silently wrong.
     """
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -47,7 +47,7 @@ def torch_adam_goes_on() -> Iterator[None]:
 
 
 def allocate(adam: torch.optim.Optimizer) -> None:
-    """Give torch's Adam the state that it would make with its first step, for every parameter that has none."""
+    """Create the state that torch's Adam would create with its first step, for every parameter that has none."""
     for group in adam.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         for main in group["params"]:

@@ -1,4 +1,4 @@
-"""Words and numbers on stderr: a line every few steps, the same in a terminal and in a log file."""
+"""Messages and metrics on stderr: a line every few steps, the same in a terminal and in a log file."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from train_entry.report.metrics import Evaluation, Interval, warnings_of
 from train_entry.report.rows import Row
 
 SHORT = {"forward-backward": "fwd-bwd", "optimizer": "opt"}  # of phases, so that a line fits
-LEAST_SHARE = 0.005  # of a phase that a line shows
-Cell = tuple[str, str, str]  # what a number is called, the number, its unit
+LEAST_SHARE = 0.005  # smallest share of a phase in a line
+Cell = tuple[str, str, str]  # label, number, unit
 DIM, RED, PLAIN = "\033[2m", "\033[31m", "\033[0m"
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
-    """Write a text and the end of its line at once, so that ranks that share a terminal do not cut into each other."""
+    """Write a text and a line end at once, so that the lines of ranks that share a terminal do not interleave."""
     stream = sys.stderr if stream is None else stream
     stream.write(f"{text}\n")
     stream.flush()
 
 
 class Console:
-    """The lines of a run of `total` steps. On a terminal the names of the numbers are dim."""
+    """Lines of a run of `total` steps. On a terminal the labels are dim."""
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
         self._total, self._stream = total, stream
@@ -32,7 +32,7 @@ class Console:
         self._colours = tty and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
     def steps(self, interval: Interval, rows: Sequence[Row]) -> None:
-        """Write a line on the interval, and warnings above it."""
+        """Write a line for the interval, after its warnings."""
         for warning in warnings_of(interval.steps):
             write(f"{self._in(RED, 'warning:')} {warning}", self._stream)
         step, speed = interval.newest, interval.speed
@@ -56,7 +56,7 @@ class Console:
         self._write(cells)
 
     def evaluation(self, evaluation: Evaluation, row: Row) -> None:
-        """Write a line on the evaluation."""
+        """Write a line for the evaluation."""
         cells = [
             self._step(evaluation.iteration),
             (f"{evaluation.name} loss", f"{evaluation.loss:.4f}", ""),
@@ -68,7 +68,7 @@ class Console:
         self._write(cells)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no line is buffered."""
 
     def _step(self, iteration: int) -> Cell:
         return "step", f"{iteration:>{len(str(self._total))}}/{self._total}", ""
@@ -85,14 +85,14 @@ class Console:
 
 
 def shares(interval: Interval) -> dict[str, float]:
-    """Return the part of the time that each phase took, of all that passed; the small ones are left out."""
+    """Return the share of each phase in the elapsed time; small ones are left out."""
     whole = interval.seconds + sum(interval.phases.get(name, 0.0) for name in ("save", "eval"))
     parts = {name: seconds / max(whole, 1e-9) for name, seconds in interval.phases.items()}
     return {name: part for name, part in sorted(parts.items(), key=lambda item: -item[1]) if part >= LEAST_SHARE}
 
 
 def memory_shown(memory: Mapping[str, int]) -> int:
-    """Return what a line shows of the memory: that of tensors on a GPU, else of the process."""
+    """Return the memory to show in a line: that of tensors on a GPU, else that of the process."""
     return memory.get("allocated", memory.get("resident", 0))
 
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: every step and evaluation of a run, a line each, over all its resumptions."""
+"""`metrics.jsonl`: every step and evaluation of a run, one per line, over all its resumptions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from train_entry.report.rows import Row
 
 
 class Jsonl:
-    """The file, open. Lines are written whole and without a buffer: a killed run leaves at most one torn line."""
+    """The open file. Lines are written whole and unbuffered: a killed run leaves at most one torn line."""
 
     def __init__(self, path: Path, *, start: int) -> None:
-        """Go on with a file after step `start`: what it has of later steps, which will come again, is dropped."""
+        """Continue a file after step `start`: its later steps, which the run will repeat, are dropped."""
         _cut_after(path, start)
         self._file = path.open("ab", buffering=0)
 
@@ -36,7 +36,7 @@ class Jsonl:
 
     def _append(self, rows: Sequence[Row]) -> None:
         data = memoryview("".join(f"{json.dumps(_finite(row), allow_nan=False)}\n" for row in rows).encode())
-        while data:  # the file has no buffer, so it may take a part only
+        while data:  # the file is unbuffered, so it may take only a part
             data = data[self._file.write(data) :]
 
 
@@ -50,7 +50,7 @@ def _rows(path: Path) -> list[tuple[bytes, Row]]:
 
 
 def _cut_after(path: Path, start: int) -> None:
-    """Drop later steps and what is torn, in one move: the file is the old one or the new one at any moment."""
+    """Drop later steps and torn lines atomically: the file is the old one or the new one at any moment."""
     if not path.exists():
         return
     kept = b"".join(line for line, row in _rows(path) if row["iteration"] <= start)
@@ -59,7 +59,7 @@ def _cut_after(path: Path, start: int) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace what JSON has no number for, NaN and infinity, by None."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

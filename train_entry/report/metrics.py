@@ -1,4 +1,4 @@
-"""The numbers of a step, of the steps between two lines, and of an evaluation."""
+"""The metrics of a step, of the steps between two lines, and of an evaluation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from train_entry.report.flops import mfu
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step was, over all ranks.
+    """Metrics of a step, over all ranks.
 
-    A number may be a tensor on the device: nobody waits for it before it is shown. `iteration` counts this step too:
-    the first is 1. `loss` is per token, before the step; `grad_norm` before clipping. `num_tokens` went through the
+    A number may be a tensor on the device, which is read only when it is shown. `iteration` includes this step: the
+    first is 1. `loss` is per token, before the step; `grad_norm` before clipping. `num_tokens` passed through the
     model, whether or not they count in the loss. `seconds` is the time of the step, without saving and evaluation.
     `skipped`: the weights did not change, since gradients in fp16 overflowed.
     """
@@ -40,7 +40,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Step:
-    """A step whose numbers are known on the host."""
+    """Step whose numbers are known on the host."""
 
     iteration: int
     loss: float
@@ -55,7 +55,7 @@ class Step:
 
     @staticmethod
     def of(metrics: StepMetrics) -> Step:
-        """Return the step as the device computed it; waits until it has."""
+        """Return the step with its numbers; waits until the device has computed them."""
         return Step(**{each.name: _on_host(getattr(metrics, each.name)) for each in fields(Step)})
 
 
@@ -67,7 +67,7 @@ def _on_host(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss per token of a data set, say `valid`, after step `iteration`. `seconds` is what it took."""
+    """Loss per token of a data set, say `valid`, after step `iteration`. `seconds` is the time of the evaluation."""
 
     iteration: int
     name: str
@@ -78,13 +78,13 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), or infinity where that is too large for a number."""
+        """exp(loss), or infinity if that is too large for a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What steps achieved. Tokens are those of all ranks; `tflops` and `mfu` are per device."""
+    """Speed of some steps. Tokens are those of all ranks; `tflops` and `mfu` are per device."""
 
     tokens_per_second: float
     tflops: float
@@ -93,7 +93,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Rates:
-    """What makes speeds of seconds: the operations of a token, the devices, and the peak of one where it is known."""
+    """Factors from seconds to speeds: the operations per token, the devices, and the peak of one if known."""
 
     flops_per_token: int
     num_devices: int
@@ -108,10 +108,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps since the last line, the newest of them included.
+    """Steps since the last line, including the newest.
 
     `lr`, `grad_norm` and `loss_scale` are those of the newest, and so is `loss`, unless it was skipped. `phases` are
-    seconds of the whole interval, `memory` bytes at most so far, `eta` seconds until the last step.
+    seconds in the whole interval, `memory` the peak so far in bytes, `eta` seconds until the last step.
     """
 
     steps: Sequence[Step]
@@ -122,27 +122,25 @@ class Interval:
 
     @property
     def newest(self) -> Step:
-        """The last step of the interval."""
+        """Last step of the interval."""
         return self.steps[-1]
 
     @property
     def seconds(self) -> float:
-        """Of all its steps."""
+        """Seconds of all its steps."""
         return sum(step.seconds for step in self.steps)
 
     @property
     def loss(self) -> float:
-        """That of the newest step that was not skipped; not a number if all were.
+        """Loss of the newest step that was not skipped; NaN if all were.
 
-        The same number as in `metrics.jsonl`, in a card and beside the plot: a mean over steps would be another one.
+        The same number as in `metrics.jsonl`, in a model card and beside the plot: a mean over steps would differ.
         """
         return next((step.loss for step in reversed(self.steps) if not step.skipped), math.nan)
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
-    """Return the most bytes that this process has had: on a GPU of tensors, and reserved for them;
-    else all that it has.
-    """
+    """Return this process's peak memory in bytes: on a GPU of tensors, and reserved for them; else of all memory."""
     if device.type == "cuda":
         return {
             "allocated": torch.cuda.max_memory_allocated(device),
@@ -153,7 +151,7 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
 
 def warnings_of(steps: Sequence[Step]) -> list[str]:
-    """Return what a user should know of these steps: those that were skipped, and those whose loss is no number."""
+    """Return warnings about these steps: those that were skipped, and those whose loss is not finite."""
     lines = []
     skipped = [step.iteration for step in steps if step.skipped]
     if skipped:
@@ -171,7 +169,7 @@ def warnings_of(steps: Sequence[Step]) -> list[str]:
 
 
 def is_bad(step: StepMetrics) -> bool:
-    """Return whether what the host knows already is worth a warning; numbers on the device are not waited for."""
+    """Return whether the numbers on the host call for a warning; those on the device are not waited for."""
     numbers = [number for number in (step.loss, step.grad_norm) if isinstance(number, float)]
     return step.skipped or not all(map(math.isfinite, numbers))
 
@@ -181,5 +179,5 @@ def _is_finite(number: float | None) -> bool:
 
 
 def _steps(iterations: Sequence[int]) -> str:
-    """`step 3`, `steps 3-5, 9`."""
+    """Return steps in words: `step 3`, `steps 3-5, 9`."""
     return f"{'step' if len(iterations) == 1 else 'steps'} {ranged(iterations)}"

@@ -1,4 +1,4 @@
-"""Peak TFLOP/s of matrix products on known GPUs, dense, found by the name that CUDA gives the device."""
+"""Peak TFLOP/s of dense matrix products on known GPUs, by the name that CUDA gives the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense TFLOP/s with sums in fp32. `bf16` is None where tensor cores do not have it; so is `tf32`."""
+    """Dense TFLOP/s with sums in fp32. `bf16` is None if the tensor cores lack it; so is `tf32`."""
 
     fp16: float
     bf16: float | None
@@ -18,7 +18,7 @@ class Peak:
 
 
 # From NVIDIA's datasheets and architecture whitepapers (V100, T4, A100, GA102, H100, AD102, L4, L40S, H200, Blackwell
-# HGX and DGX). Datasheets since 2020 state the rate with 2:4 sparsity, twice the dense one that stands here. Of GeForce
+# HGX and DGX). Datasheets since 2020 state the rate with 2:4 sparsity, twice the dense one given here. For GeForce
 # cards it is the rate with sums in fp32, half of the other.
 PEAKS = {
     "V100 SXM2": Peak(125, None, None, 15.7),
@@ -55,15 +55,15 @@ PEAKS = {
     "GB300": Peak(2500, 2500, 1250, 80),
 }
 
-# Words that make another device of the name before them, of which the table knows nothing unless it says so.
+# Words that after a name denote another device, which is unknown unless the table has it.
 OTHER = {"ti", "super", "d", "laptop", "max", "mig"}
 
 
 def peak_tflops(device: str, precision: Literal["fp32", "bf16", "fp16"], *, tf32: bool = False) -> float | None:
-    """Return the peak of a device in a precision; None where it is not known.
+    """Return the peak of a device in a precision; None if it is unknown.
 
     Args:
-        device: as `torch.cuda.get_device_name` says: `NVIDIA H100 80GB HBM3`.
+        device: the name from `torch.cuda.get_device_name`: `NVIDIA H100 80GB HBM3`.
         tf32: whether matrix products in fp32 may round their inputs to TF32.
     """
     words = set(re.split(r"[\s-]+", device.lower()))

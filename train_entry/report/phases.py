@@ -1,4 +1,4 @@
-"""Times of the phases of a step: on a GPU by its own clock, which nothing waits for until it is read."""
+"""Times of the phases of a step: on a GPU by its own clock, which is waited for only when it is read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
-# What happens inside one of these is no part of a step: it counts as theirs, whatever it calls itself.
+# Time inside of these is not part of a step: it counts as theirs, whatever phases they contain.
 WHOLE = ("save", "eval")
-MAX_SEGMENTS = 512  # that are kept before those the device is done with are summed up
+MAX_SEGMENTS = 512  # kept at most, before finished ones are summed up
 
 
 class Clock(Protocol):
-    """Marks moments, and says afterwards how far they are apart."""
+    """Clock that marks moments, and later measures the time between them."""
 
     def now(self) -> Any:
         """Return a mark of this moment."""
@@ -24,63 +24,63 @@ class Clock(Protocol):
         """Return whether `seconds` up to this mark would not wait."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one mark to another."""
+        """Return the seconds from one mark to another."""
 
 
 class HostClock:
-    """The clock of the processor."""
+    """Clock of the processor."""
 
     def now(self) -> float:
         """Return a mark of this moment."""
         return time.perf_counter()
 
     def is_past(self, mark: float) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
-        """From one mark to another."""
+        """Return the seconds from one mark to another."""
         return end - start
 
 
 class CudaClock:
-    """The clock of the current CUDA stream: a mark is passed when the work before it is done."""
+    """Clock of the current CUDA stream: a mark is passed when the work before it is done."""
 
     def now(self) -> torch.cuda.Event:
-        """Return a mark behind all work that was given to the stream so far."""
+        """Return a mark after all work that was submitted to the stream so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
-        """Return whether the stream has come by."""
+        """Return whether the stream has passed the mark."""
         return bool(mark.query())
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """From one mark to another; waits until the stream has come by."""
+        """Return the seconds from one mark to another; waits until the stream has passed the second."""
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
 
 class Phases:
-    """`with phases("data"): ...` counts the time inside to a phase.
+    """Times by phase: `with phases("data"): ...` counts the time inside as that phase.
 
     Time belongs to the innermost phase: `data` within `forward-backward` is taken from it. Only `save` and `eval` keep
-    what is inside of them. On a GPU the time is that of its stream: a phase that only hands out work costs what the
-    work takes, and waiting on the host counts as far as the stream runs dry.
+    the time inside of them. On a GPU the time is that of its stream: a phase that only submits work costs the time of
+    that work, and waiting on the host counts only while the stream is idle.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, clock: Clock | None = None) -> None:
         on_gpu = torch.device(device).type == "cuda"
         self._clock: Clock = clock or (CudaClock() if on_gpu else HostClock())
-        self._open: list[str] = []  # whom the time belongs to, outermost first
+        self._open: list[str] = []  # open phases, outermost first; the last one gets the time
         self._since: Any = None
         self._segments: list[tuple[str, Any, Any]] = []
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """A scope whose time counts to the phase `name`."""
+        """Scope whose time counts as the phase `name`."""
         self._turn()
         self._open.append(self._open[-1] if self._open and self._open[-1] in WHOLE else name)
         try:
@@ -90,7 +90,7 @@ class Phases:
             self._open.pop()
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase since the last call. An open phase counts up to now; here the device is waited for."""
+        """Return the seconds of each phase since the last call, open ones up to now; waits for the device."""
         self._turn()
         self._sum_up(len(self._segments))
         seconds, self._seconds = self._seconds, {}

@@ -23,15 +23,15 @@ from train_entry.report.rows import Row
 INK, QUIET, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 TRAIN, RATE, BAD = "#2563eb", "#0f766e", "#dc2626"
 EVALUATIONS = ("#ea580c", "#9333ea", "#0891b2", "#65a30d")
-SMOOTHED = 100  # a run's steps over those that the smoothed curve looks ahead and back
-LEAST_SMOOTHED = 20  # steps of a run from which on there is a smoothed curve
-SPIKE = 1.3  # what goes beyond this many times the first and the common losses leaves the picture
+SMOOTHED = 100  # steps of a run per step of the smoothing window to each side
+LEAST_SMOOTHED = 20  # smallest number of steps with a smoothed curve
+SPIKE = 1.3  # losses above this multiple of both the first and the common losses are cut off
 
 Numbers = NDArray[np.float64]
 
 
 def plot(run_dir: Path) -> Path:
-    """Draw `loss.png` in a run directory, of a run that may be unfinished.
+    """Draw `loss.png` in a run directory; the run may be unfinished.
 
     Raises:
         UnreadableCheckpoint: there is no step in its `metrics.jsonl`.
@@ -66,9 +66,7 @@ def plot(run_dir: Path) -> Path:
 
 
 def _last(steps: Sequence[Row]) -> str:
-    """Return the last loss in words, as the line of its step and a card have it: that of the step,
-    and not of the curve.
-    """
+    """Return the last loss in words, as in the line of its step and in a model card: of the step, not of the curve."""
     row = next((row for row in reversed(steps) if not row.get("skipped")), steps[-1])
     loss = row["loss"]
     return "training: " + ("not a number" if loss is None else f"{loss:.4f}")
@@ -83,7 +81,7 @@ def _draw_losses(axes: Axes, at: NDArray[Any], losses: Numbers, last: str) -> No
         axes.plot(at, losses, color=TRAIN, linewidth=0.9, alpha=0.3)
         axes.plot(at, smooth, color=TRAIN, linewidth=2.2, label=last)
     if not is_number.all():
-        foot = axes.get_xaxis_transform()  # at the foot of the picture, whatever the losses are
+        foot = axes.get_xaxis_transform()  # at the bottom of the plot, whatever the losses are
         bad = at[~is_number]
         axes.plot(bad, [0.03] * len(bad), "x", color=BAD, transform=foot, label=f"not a number: {len(bad)}")
     if is_number.any():
@@ -125,7 +123,7 @@ def _draw_rate(axes: Axes, at: NDArray[Any], rates: Numbers) -> None:
 
 
 def _add_tokens(axes: Axes, per_step: float) -> None:
-    """Add a second scale at the top: the tokens that the model has seen."""
+    """Add a second scale at the top: the tokens that the model has processed."""
 
     def tokens_of(step: Any) -> Any:
         return step * per_step
@@ -152,10 +150,10 @@ def _dress(axes: Axes) -> None:
 
 
 def smoothed(values: Numbers, reach: int) -> Numbers:
-    """Return the mean of the values around each one, the nearer ones counting more, up to `reach` away.
+    """Return the mean of the values around each one, weighted by nearness, up to `reach` away.
 
-    At the beginning, where a loss falls steeply, the reach is as short ahead as it is back; at the end it is not. What
-    is no number is left out, and stays none.
+    At the beginning, where a loss falls steeply, the window is as short ahead as it is back; at the end it is not.
+    Values that are not finite are left out, and stay so.
     """
     is_number = np.isfinite(values)
     half = max(1, reach // 2)
@@ -169,12 +167,12 @@ def _means(values: Numbers, reach: int) -> Numbers:
     at = np.arange(len(values))
     near = np.minimum(reach, at)
     first, last = at - near, np.minimum(at + near + 1, len(values))
-    with np.errstate(invalid="ignore"):  # 0 / 0 is no number, which is right
+    with np.errstate(invalid="ignore"):  # 0 / 0 gives NaN, as intended
         return np.asarray((sums[last] - sums[first]) / (counts[last] - counts[first]))
 
 
 def _tokens(steps: Sequence[Row]) -> Numbers:
-    """Return the tokens that the model has seen after each step. Steps before the first row count like that one."""
+    """Return the tokens processed after each step. Steps before the first row count like that one."""
     before = (steps[0]["iteration"] - 1) * steps[0]["num_tokens"]
     return np.cumsum(_numbers(row["num_tokens"] for row in steps)) + float(before)
 
@@ -184,7 +182,7 @@ def _numbers(values: Any) -> Numbers:
 
 
 def _short(count: float) -> str:
-    """`0`, `500`, `2k`, `16.4M`, `1.5B`: as people count tokens."""
+    """Return a count of tokens in short form: `0`, `500`, `2k`, `16.4M`, `1.5B`."""
     power = 0
     while count >= 999.5 and power < 4:
         count, power = count / 1000, power + 1

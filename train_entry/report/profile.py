@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-SKIPPED, TRACED = 3, 2  # steps of the process: those that compile and allocate, and those that are traced
+SKIPPED, TRACED = 3, 2  # steps of the process: those that compile and allocate, then those that are traced
 
 
 @contextlib.contextmanager
 def profiled(path: Path | None) -> Iterator[Callable[[], None]]:
-    """A scope that is traced into `path`; nothing is where that is None. Call what it yields after each step.
+    """Scope that is traced into `path`; nothing is traced if that is None. Call the yielded function after each step.
 
-    The file appears once the steps are over; a run of fewer leaves none.
+    The file appears after the traced steps; a shorter run leaves none.
     """
     if path is None:
         yield lambda: None

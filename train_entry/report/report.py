@@ -1,4 +1,4 @@
-"""The report of a run: rank 0 shows and keeps the numbers, every rank can say a word."""
+"""The report of a run: rank 0 shows and stores the metrics, every rank can write a message."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from train_entry.report.sink import Sink
 
 
 class Report:
-    """The report of a run, on each of its ranks; the calls are the same on all, and none waits for another rank.
+    """Report of a run, on each of its ranks; the calls are the same on all, and none waits for another rank.
 
-    Numbers are kept until a line is due: every `logging.interval` steps, and after the first and the last step. Only
-    then is the device waited for.
+    Metrics are buffered until a line is due: every `logging.interval` steps, and after the first and the last step.
+        Only then does it wait for the device.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Report:
         start: int = 0,
         stream: TextIO | None = None,
     ) -> None:
-        """Begin, or go on after step `start`.
+        """Start, or continue after step `start`.
 
         Args:
             args: Megatron-LM's arguments of the run.
-            stream: where words go; stderr unless given.
+            stream: destination of messages; stderr unless given.
 
         Raises:
-            ConfigError: a package that the configuration asks for is not installed; on all ranks.
+            ConfigError: a package that the configuration needs is not installed; on all ranks.
             UnwritableTarget: the run directory cannot be written to.
         """
         _require_packages(config)
@@ -59,25 +59,25 @@ class Report:
         self._rates = Rates(flops_per_token(args), world_size, _peak(config, self._device))
         self._waiting: list[StepMetrics] = []
         self._was_bad = False
-        self._first: tuple[int, float] | None = None  # the first step's number, and when it was done
+        self._first: tuple[int, float] | None = None  # number and time of the first step
         self._sinks = self._open_sinks(start) if rank == 0 else []
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take a step; call it on every rank, after the step."""
+        """Record a step; call it on every rank, after the step."""
         if not self._sinks:
             return
         self._waiting.append(metrics)
         is_first = self._first is None
         due = metrics.iteration % self._config.logging.interval == 0 or metrics.iteration == self._config.training.steps
         bad = is_bad(metrics)
-        if is_first or due or (bad and not self._was_bad):  # the first of several bad steps is told at once
+        if is_first or due or (bad and not self._was_bad):  # the first of several bad steps is reported at once
             self.flush()
         if is_first:
             self._first = (metrics.iteration, time.monotonic())
         self._was_bad = bad
 
     def flush(self) -> None:
-        """Show and store the steps that wait. Called before a checkpoint is saved, which may outlive this process."""
+        """Show and store the buffered steps. Called before a checkpoint is saved, which may outlive this process."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -103,19 +103,19 @@ class Report:
         seconds: float | None = None,
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """Take the loss per token of a data set, say `valid`, after a step."""
+        """Record the loss per token of a data set, say `valid`, after a step."""
         self.flush()
         evaluation = Evaluation(iteration, name, float(loss), num_tokens, seconds, extra or {})
         for sink in self._sinks:
             sink.evaluation(evaluation, row_of_evaluation(evaluation))
 
     def say(self, text: str) -> None:
-        """Write a word of the run: rank 0 says it, the others are silent."""
+        """Write a message of the run, on rank 0 only."""
         if self._rank == 0:
             write(text, self._stream)
 
     def say_all(self, text: str) -> None:
-        """Write a word of this rank, which stands before it."""
+        """Write a message of this rank, prefixed with the rank."""
         if self._world_size == 1:
             self.say(text)
         else:
@@ -123,7 +123,7 @@ class Report:
             write("\n".join(prefix + line for line in text.splitlines()), self._stream)
 
     def close(self) -> None:
-        """Show what waits, close the sinks, and draw `loss.png`; a second call does nothing."""
+        """Show the buffered steps, close the sinks, and draw `loss.png`; a second call does nothing."""
         if not self._sinks:
             return
         try:
@@ -137,7 +137,7 @@ class Report:
             self.say(f"loss curve: {picture}")
 
     def draw(self) -> None:
-        """Draw `loss.png` as far as the run has come, for an export that is to have it."""
+        """Draw `loss.png` up to the current step, for an export."""
         if self._sinks:
             self.flush()
             self._drawn()
@@ -150,7 +150,7 @@ class Report:
     ) -> None:
         try:
             self.close()
-        except RuntimeError:  # the numbers are on a device that is lost: the error on its way says more
+        except RuntimeError:  # the device with the numbers is lost: the error in progress says more
             if error is None:
                 raise
 
@@ -187,9 +187,9 @@ class Report:
         return sinks
 
     def _eta(self, iteration: int) -> float | None:
-        """Seconds until the last step, by the clock and with all that happens between steps, since the first one.
+        """Return the seconds until the last step, by the time since the first one, including all time between steps.
 
-        The first step itself tells little: it compiles, allocates and connects.
+        The first step itself is not representative: it compiles, allocates and connects.
         """
         if self._first is None or iteration <= self._first[0]:
             return None
@@ -198,7 +198,7 @@ class Report:
 
 
 def _peak(config: Config, device: torch.device) -> float | None:
-    """Return the peak of one device, as the configuration says or as is known of it."""
+    """Return the peak of one device, from the configuration or as known."""
     if config.logging.peak_tflops is not None or device.type != "cuda":
         return config.logging.peak_tflops
     tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -206,7 +206,7 @@ def _peak(config: Config, device: torch.device) -> float | None:
 
 
 def _require_packages(config: Config) -> None:
-    """See that what the configuration asks for is there, before anything is trained."""
+    """Check that the packages that the configuration needs are installed, before training starts."""
     logging = config.logging
     wanted = {"tensorboard": logging.tensorboard, "wandb": logging.wandb, "plot": logging.plot}
     packages = {"tensorboard": ("tensorboard", "train"), "wandb": ("wandb", "wandb"), "plot": ("matplotlib", "train")}

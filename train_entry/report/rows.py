@@ -1,4 +1,4 @@
-"""Metrics as they are stored: rows of names and numbers."""
+"""Metrics in stored form: rows of names and numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 
 def row_of_step(step: Step, rates: Rates) -> Row:
-    """Return a step as it is stored: one level of numbers, and mappings of numbers."""
+    """Return the stored form of a step: one level of numbers, and mappings of numbers."""
     speed = rates.speed(step.num_tokens, step.seconds)
     row = {
         "iteration": step.iteration,
@@ -31,14 +31,14 @@ def row_of_step(step: Step, rates: Rates) -> Row:
 
 
 def rows_of(interval: Interval, rates: Rates) -> list[Row]:
-    """Return the steps of an interval as they are stored; the newest has its memory, and the seconds of its phases."""
+    """Return the stored form of an interval's steps; the newest has its memory, and the seconds of its phases."""
     rows = [row_of_step(step, rates) for step in interval.steps]
     rows[-1] |= {"memory": dict(interval.memory), "phases": dict(interval.phases)}
     return rows
 
 
 def row_of_evaluation(evaluation: Evaluation) -> Row:
-    """Return an evaluation as it is stored: the field `evaluation` tells it from a step."""
+    """Return the stored form of an evaluation: the field `evaluation` distinguishes it from a step."""
     row = {
         "iteration": evaluation.iteration,
         "evaluation": evaluation.name,
@@ -52,7 +52,7 @@ def row_of_evaluation(evaluation: Evaluation) -> Row:
 
 
 def scalars_of(row: Row) -> dict[str, float]:
-    """Return the numbers of a row under the names that TensorBoard and Weights & Biases show, group by group."""
+    """Return the numbers of a row under the names in TensorBoard and Weights & Biases, group by group."""
     name = row.get("evaluation")
     if name is not None:
         shown = {"loss": row["loss"], "perplexity": row["perplexity"], **row.get("extra", {})}

@@ -1,4 +1,4 @@
-"""Sinks of the numbers of a run: one for each place where they are shown or kept."""
+"""Sinks of the metrics of a run: one per place where they are shown or stored."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from train_entry.report.rows import Row
 
 
 class Sink(Protocol):
-    """A place for numbers. `rows` and `row` are what is stored of the metrics beside them."""
+    """Destination of metrics. `rows` and `row` are the stored form of the metrics beside them."""
 
     def steps(self, interval: Interval, rows: Sequence[Row]) -> None:
-        """Take the steps since the last call."""
+        """Write the steps since the last call."""
 
     def evaluation(self, evaluation: Evaluation, row: Row) -> None:
-        """Take an evaluation."""
+        """Write an evaluation."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close the sink."""

@@ -12,19 +12,19 @@ from train_entry.report.rows import Row, scalars_of
 
 
 class TensorBoard:
-    """An event file. TensorBoard hides what earlier files of the directory have of steps after `start`."""
+    """Event file. TensorBoard hides the steps after `start` of earlier files in the directory."""
 
     def __init__(self, folder: Path, *, start: int) -> None:
         self._writer = SummaryWriter(str(folder), purge_step=start + 1)
 
     def steps(self, interval: Interval, rows: Sequence[Row]) -> None:
-        """Write the steps, and have them seen."""
+        """Write and flush the steps."""
         for row in rows:
             self._add(row)
         self._writer.flush()
 
     def evaluation(self, evaluation: Evaluation, row: Row) -> None:
-        """Write the evaluation, and have it seen."""
+        """Write and flush the evaluation."""
         self._add(row)
         self._writer.flush()
 

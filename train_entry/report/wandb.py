@@ -11,7 +11,7 @@ from train_entry.report.rows import Row, scalars_of
 
 
 class Wandb:
-    """A run there. Its id stands in `wandb/id` of the run directory, so that a resumed run goes on with its curves."""
+    """Run on Weights & Biases. Its id is in `wandb/id` of the run directory, for a resumed run to continue it."""
 
     def __init__(self, config: Config, *, start: int) -> None:
         import wandb
@@ -27,7 +27,7 @@ class Wandb:
                 id=known,
                 resume="allow",
             )
-        except Exception as error:  # its own errors have no one class over its versions; without a key a UsageError
+        except Exception as error:  # versions share no error class; without a key it is a UsageError
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"Weights & Biases does not start (`logging.wandb`): {reason}",
@@ -51,5 +51,5 @@ class Wandb:
         self._run.finish()
 
     def _send(self, row: Row) -> None:
-        if row["iteration"] >= self._run.step:  # of earlier ones it has the first that it was sent, and takes no other
+        if row["iteration"] >= self._run.step:  # each earlier one has its first values, and does not take others
             self._run.log(scalars_of(row), step=row["iteration"])

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from mcore_convert.checkpoints.metrics import METRICS, read_rows
 
-MOST_POINTS = 500  # of a curve; of longer ones the lowest and the highest of neighbours are drawn
-SMOOTHED = 50  # a run's steps over those that are averaged to each side
-LEAST_SMOOTHED = 20  # steps from which on there is a smoothed curve
-SPIKE = 1.3  # what goes beyond this many times the first and the common losses leaves the picture
+MOST_POINTS = 500  # of a curve; a longer one is drawn by the lowest and the highest of neighbours
+SMOOTHED = 50  # steps of a run per step of the smoothing window to each side
+LEAST_SMOOTHED = 20  # smallest number of steps with a smoothed curve
+SPIKE = 1.3  # losses above this multiple of both the first and the common losses are cut off
 
 Data = dict[str, Any]
 Numbers = NDArray[np.float64]
@@ -28,7 +28,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass
 class Metrics:
-    """Iterations and losses of the training, and of evaluations by name. A loss that is no number is NaN."""
+    """Iterations and losses of the training, and of evaluations by name. A loss that is not a number is NaN."""
 
     iterations: array[float] = field(default_factory=lambda: array("d"))
     losses: array[float] = field(default_factory=lambda: array("d"))
@@ -60,10 +60,10 @@ def _number(value: object) -> float:
 
 
 def curve_data(metrics: Metrics, iteration: int | None) -> Data | None:
-    """Return what a page draws: points on a field of 0 to 1 in both directions, ticks, and the numbers to read off.
+    """Return the data that a page draws: points on a field of 0 to 1 in both directions, ticks, and values to read off.
 
     Args:
-        iteration: of the checkpoint, which is marked.
+        iteration: iteration of the checkpoint, to be marked.
     """
     at, losses = _last_of_each(metrics)
     good = np.isfinite(losses)
@@ -117,14 +117,14 @@ def curve_data(metrics: Metrics, iteration: int | None) -> Data | None:
 
 
 def _last_of_each(metrics: Metrics) -> tuple[Numbers, Numbers]:
-    """Iterations in order, each with its last loss: a resumed run may have written some twice."""
+    """Return the iterations in order, each with its last loss: a resumed run may have written some twice."""
     at, losses = np.array(metrics.iterations), np.array(metrics.losses)
     unique, last = np.unique(at[::-1], return_index=True)
     return unique, losses[::-1][last]
 
 
 def _range(losses: Numbers, evaluations: Sequence[float]) -> tuple[float, float]:
-    """Return the losses between which a picture is drawn: spikes leave it."""
+    """Return the range of losses to draw, with spikes cut off."""
     common = SPIKE * max(float(losses[0]), float(np.percentile(losses, 99)))
     low, high = float(losses.min()), float(losses.max())
     if low < common < high:
@@ -135,7 +135,7 @@ def _range(losses: Numbers, evaluations: Sequence[float]) -> tuple[float, float]
 
 
 def _thinned(at: Numbers, losses: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the lowest and the highest of neighbours, in their order, where there are many."""
+    """Return the lowest and the highest of neighbours, in their order, if there are many points."""
     if len(at) <= MOST_POINTS:
         return at, losses
     kept: list[int] = []
@@ -145,7 +145,7 @@ def _thinned(at: Numbers, losses: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _smoothed(losses: Numbers) -> Numbers:
-    """Return the mean of the neighbours of each step, those left out that are no number."""
+    """Return the mean of the neighbours of each step, without those that are not finite."""
     number = np.arange(len(losses))
     reach = np.minimum(max(2, len(losses) // SMOOTHED), np.minimum(number, number[::-1]))  # as many before as after
     good = np.isfinite(losses)
@@ -158,12 +158,12 @@ def _smoothed(losses: Numbers) -> Numbers:
 
 
 def _points(x: Numbers, y: Numbers) -> str:
-    """As SVG writes a list of points, on a field of 1000 by 1000."""
+    """Return a list of points for SVG, on a field of 1000 by 1000."""
     return " ".join(f"{1000 * a:.1f},{1000 * b:.1f}" for a, b in zip(x, y, strict=True))
 
 
 def _ticks(low: float, high: float, most: int, *, least: float = 0.0) -> list[float]:
-    """Round numbers between two others, `least` apart or more."""
+    """Return round numbers between two others, `least` apart or more."""
     raw = max((high - low) / most, least)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)

@@ -1,4 +1,4 @@
-"""Heat maps of values: a row for each weight, a column for each layer, a measure to choose. What has no layer is apart.
+"""Heat maps of values: a row per weight, a column per layer, a choice of measures; weights without layer are apart.
 
 Colours are steps on a scale; they are computed here, so that the page only paints them.
 """
@@ -27,10 +27,10 @@ Row = tuple[str, str]  # a weight and a state
 
 @dataclass(frozen=True)
 class Measure(Generic[Described]):
-    """Something to colour by: its `value` for the tensors of one weight in one layer, which are several with experts.
+    """Measure to colour by: its `value` for the tensors of one weight in one layer (several with experts).
 
-    `style` says how a value is written: `number`, `percent` or `count`; those are coloured on a linear scale, and
-    numbers on a logarithmic one. `per_row`: the scale compares the layers of one weight, and not all weights.
+    `style` is the format of a value: `number`, `percent` or `count`; the last two are coloured on a linear scale,
+    numbers on a logarithmic one. `per_row`: the scale compares the layers of one weight, not all weights.
     """
 
     key: str
@@ -67,7 +67,7 @@ CHANGES: tuple[Measure[Change], ...] = (
 def heat_data(
     members: Sequence[Described], measures: Sequence[Measure[Described]], outliers: Sequence[Outlier] = ()
 ) -> Data:
-    """Return the rows of a heat map, their values and steps, and what is said of single cells."""
+    """Return the rows of a heat map, their values and steps, and the notes on single cells."""
     rows = {(of[0].weight, of[0].state): of for of in folded(members)}
     layers = list(in_layers(members))
     layered = {row: of for row, of in rows.items() if of[0].layer is not None}
@@ -110,10 +110,9 @@ def heat_data(
 def expert_data(
     members: Sequence[Described], measures: Sequence[Measure[Described]], outliers: Sequence[Outlier] = ()
 ) -> Data | None:
-    """Return the heat maps of experts: for each weight that they have,
-    a row for each layer and a column for each expert.
+    """Return the heat maps of experts: for each of their weights, a row per layer and a column per expert.
 
-    Each has a scale of its own, over all of its layers. None without experts.
+    Each map has its own scale, over all of its layers. None without experts.
     """
     matrices = []
     for of in folded(each for each in members if each.expert is not None and each.layer is not None):
@@ -146,7 +145,7 @@ def _measures(measures: Sequence[Measure[Described]]) -> list[Data]:
 
 
 def _expert_notes(outliers: Sequence[Outlier], members: Mapping[str, Described], state: str) -> dict[str, list[str]]:
-    """Return what is said of single experts, by layer and expert."""
+    """Return the notes on single experts, by layer and expert."""
     notes: dict[str, list[str]] = {}
     for outlier in outliers:
         for each in (members[name] for name in outlier.names if outlier.state == state and name in members):
@@ -159,14 +158,14 @@ def _value(measure: Measure[Described], cell: Sequence[Described]) -> float | No
 
 
 def _steps(measure: Measure[Described], values: Mapping[Row, list[float | None]]) -> dict[Row, list[int | None]]:
-    """Return the steps of every row, on a scale for each row or on one for all."""
+    """Return the steps of every row, on one scale per row or on one for all."""
     if measure.per_row:
         return {row: _scaled(measure, of) for row, of in values.items()}
     return dict(zip(values, _scaled_together(measure, [*values.values()]), strict=True))
 
 
 def _scaled_together(measure: Measure[Described], rows: Sequence[Sequence[float | None]]) -> list[list[int | None]]:
-    """Return the steps of rows on one scale for all of them."""
+    """Return the steps of rows on a common scale."""
     every = iter(_scaled(measure, [*chain(*rows)]))
     return [list(islice(every, len(row))) for row in rows]
 
@@ -176,7 +175,7 @@ def _scaled(measure: Measure[Described], listed: Sequence[float | None]) -> list
 
 
 def _notes(outliers: Sequence[Outlier], row: Row) -> dict[int, list[str]]:
-    """Return what is said of the layers of a weight."""
+    """Return the notes on the layers of a weight."""
     notes: dict[int, list[str]] = {}
     for outlier in outliers:
         if (outlier.weight, outlier.state) == row:
@@ -186,7 +185,7 @@ def _notes(outliers: Sequence[Outlier], row: Row) -> dict[int, list[str]]:
 
 
 def _short(value: float | None) -> float | str | None:
-    """Return a number of few digits; infinity, which JSON does not have, in a word."""
+    """Return a number with few digits; infinity, which JSON does not have, as a word."""
     if value is None or math.isnan(value):
         return None
     return "infinite" if math.isinf(value) else float(f"{value:.{DIGITS}g}")

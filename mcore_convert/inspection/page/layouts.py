@@ -1,7 +1,8 @@
-"""The data of a page that draws layouts: cuts of each weight, layers of each stage, and what there is to choose.
+"""The data of a page that draws layouts: cuts of each weight, layers of each stage, and the choices.
 
-They are independent: tensor parallelism decides the boxes of a weight, that of experts those of an expert's, the
-pipeline the layers of a stage, and expert parallelism the experts. So the page has each of them once and combines them.
+The choices are independent: tensor parallelism decides the boxes of a weight, expert tensor parallelism those of an
+expert's weight, the pipeline the layers of a stage, and expert parallelism the experts. So the page stores each once
+and combines them.
 """
 
 from __future__ import annotations
@@ -28,18 +29,16 @@ PP_CHOICES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 VPP_CHOICES = (None, 2, 4)
 MOST_PIPELINES = 24
 MOST_BANDS = 600
-AS_TP = 0  # a size for experts that follows that of the rest
+AS_TP = 0  # the expert-tensor-parallel size that follows `tp`
 
 Data = dict[str, Any]
 
 
 def layout_data(model: Model, planned: Layout | None) -> Data | None:
-    """Everything about layouts of a model; None where its weights are not known.
-
-    None too where a run does not tell its layout.
+    """Return all data about layouts of a model; None if its weights, or the layout of the run, are unknown.
 
     Args:
-        planned: a layout that was asked for; else one that differs from that of the checkpoint is proposed.
+        planned: a requested layout; else one that differs from that of the checkpoint is proposed.
     """
     try:
         weights = [w for w in family_of(model).weights if w.mcore is not None and w.exists(model.dims)]
@@ -90,7 +89,7 @@ def layout_data(model: Model, planned: Layout | None) -> Data | None:
 
 
 def _weight(weight: Weight, model: Model) -> Data:
-    """Return a row of the family: where it is, how it is cut, and which Hugging Face tensors lie in it."""
+    """Return a row of the family: its place, its cuts, and the Hugging Face tensors that lie in it."""
     name = weight.name
     held = placeholders_of(name)
     row = next((each for each in model.family.weights if each.mcore == name), weight)
@@ -98,7 +97,7 @@ def _weight(weight: Weight, model: Model) -> Data:
     return {
         "name": name,
         "place": "layer" if "layer" in held else end,
-        "times": model.dims.mtp_num_layers if weight.predicts else 1,  # of layers at the end
+        "times": model.dims.mtp_num_layers if weight.predicts else 1,  # number of layers at the end
         "expert": is_of_expert(weight),
         "layers": model.dims.layers_with(weight.part) if "layer" in held else [],
         "dim": weight.shard.dim,
@@ -113,9 +112,7 @@ def _weight(weight: Weight, model: Model) -> Data:
 
 
 def _bands(row: Weight, dims: Dims) -> list[tuple[int, int, int]]:
-    """Return which rows of the global tensor come from which Hugging Face tensor: its number, the first row,
-    how many.
-    """
+    """Return the rows of the global tensor by Hugging Face tensor: the tensor's number, the first row, the count."""
     if len(row.hf) < 2:
         return []
     pieces = row.pack.pieces(dims.shape(row.shape), dims)
@@ -124,7 +121,7 @@ def _bands(row: Weight, dims: Dims) -> list[tuple[int, int, int]]:
 
 
 def _cut(weights: Iterable[Weight], dims: Dims, tp: int) -> Data:
-    """Return the boxes of every weight on each tensor-parallel rank: offsets and sizes; none of what experts have."""
+    """Return the boxes of every weight on each tensor-parallel rank, as offsets and sizes; experts are left out."""
     return {"tp": tp, "weights": [None if is_of_expert(weight) else _boxes(weight, dims, tp) for weight in weights]}
 
 
@@ -142,7 +139,7 @@ def _boxes(weight: Weight, dims: Dims, tp: int) -> Data:
 
 
 def _pipe(layout: Layout) -> Layout:
-    """Return a layout's pipeline alone, in one spelling."""
+    """Return the pipeline of a layout alone, normalised."""
     chunks = layout.num_virtual_stages
     return replace(layout, tp=1, ep=1, etp=None, vpp=chunks if chunks > 1 else None)
 
@@ -164,7 +161,7 @@ def _pipeline(layout: Layout, num_layers: int) -> Data:
 
 
 def _pipelines(dims: Dims, *wanted: Layout) -> list[Layout]:
-    """Return the pipelines to choose from, those that are wanted among them, from few ranks to many."""
+    """Return the pipelines to choose from, with the wanted ones, from few ranks to many."""
     regular = (Layout(pp=pp, vpp=vpp) for pp in PP_CHOICES for vpp in VPP_CHOICES if pp > 1 or vpp is None)
     fitting = [layout for layout in regular if _fits(dims, layout)][:MOST_PIPELINES]
     layouts = list(dict.fromkeys([*fitting, *map(_pipe, wanted)]))
@@ -184,7 +181,7 @@ def _expert_choices(dims: Dims, *wanted: Layout) -> Data:
 
 
 def _expert_tps(dims: Dims, *wanted: Layout) -> list[int]:
-    """Over how many ranks an expert may be cut: as the rest is, on one, and as was asked for."""
+    """Return the numbers of ranks an expert may be cut over: as the other weights, one, and the wanted ones."""
     if not dims.num_experts:
         return [AS_TP]
     return [1] if dims.expert_bias else sorted({AS_TP, 1, *(layout.etp or AS_TP for layout in wanted)})
@@ -199,7 +196,7 @@ def _fits(dims: Dims, layout: Layout) -> bool:
 
 
 def _proposed(dims: Dims, start: Layout) -> Layout:
-    """Return some other layout, to begin with."""
+    """Return another layout, as an initial proposal."""
     ranks = start.tp * start.pp
     tps = [tp for tp in (8, 4, 2, 1) if ranks % tp == 0]
     as_many = [Layout(tp=tp, pp=ranks // tp, ep=start.ep) for tp in tps]  # the widest TP within a node first
@@ -211,9 +208,9 @@ def _proposed(dims: Dims, start: Layout) -> Layout:
 
 
 def _optimizer_bytes(model: Model) -> tuple[int, bool]:
-    """Bytes of optimizer state for each trained element, and whether the checkpoint has them.
+    """Return the bytes of optimizer state per trained element, and whether the checkpoint has optimizer state.
 
-    One that has none would get Adam's moments in fp32, and a master copy where the weights are not fp32.
+    Without it, Adam's moments in fp32 are assumed, and a master copy where the weights are not fp32.
     """
     checkpoint = model.checkpoint
     states = [state for state in checkpoint.states if state in OPTIMIZER_STATES]

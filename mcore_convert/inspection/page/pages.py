@@ -1,4 +1,4 @@
-"""The pages: what a checkpoint is, and what changed between two."""
+"""The pages of a checkpoint, and of the changes between two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Data = Mapping[str, Any]
 
 
 def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | None) -> str:
-    """Return a page of everything that is known of a checkpoint, with the loss curve of its run where there is one."""
+    """Return a page of all that is known of a checkpoint, with the loss curve of its run if there is one."""
     metrics = find_metrics(Path(inspection.path))
     curve = curve_data(read_metrics(metrics), inspection.iteration) if metrics else None
     layouts = layout_data(opened.model, planned) if opened.model is not None else None
@@ -68,7 +68,7 @@ def inspection_page(inspection: Inspection, opened: Opened, planned: Layout | No
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """Return a page of what changed."""
+    """Return a page of the changes."""
     heat = heat_data(comparison.changes, CHANGES)
     largest = max(comparison.changes, key=lambda change: change.largest, default=None)
     cards = [
@@ -101,7 +101,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def _name(path: Path) -> str:
-    """Return what to call a checkpoint: its directory, or the run that the iteration belongs to."""
+    """Return the displayed name of a checkpoint: its directory, or the run that the iteration belongs to."""
     parts = [part for part in path.absolute().parts if not re.fullmatch(r"iter_\d+|release|checkpoints", part)]
     return parts[-1] if parts else str(path)
 
@@ -138,9 +138,9 @@ def _cards(inspection: Inspection, dims: Dims | None, layouts: Data | None) -> l
 
 
 def _facts(inspection: Inspection, dims: Dims | None) -> list[tuple[str, Any]]:
-    """Return what is known beside the cards; the architecture in the words of `config.json`."""
+    """Return the facts beside the cards, the architecture as named in `config.json`."""
     layout = inspection.layout or {}
-    # experts that are whole are worth a word where the rest is cut
+    # an `etp` of 1 is shown: experts are whole where the other weights are cut
     sizes = [(name, n) for name, n in layout.items() if name != "world_size" and (n != 1 or name == "etp")]
     shown_already = (
         "num_hidden_layers",
@@ -196,7 +196,7 @@ def _curve_words(curve: Data | None) -> str:
 
 
 def _table(heat: Data) -> list[Data]:
-    """Return the numbers of a heat map: a line for each weight, its layers folded into a range."""
+    """Return the numbers of a heat map: a line per weight, its layers folded into a range."""
     rows: list[Data] = []
     for row in [*heat["rows"], *heat["alone"]]:
         is_alone = not isinstance(next(iter(row["values"].values())), list)

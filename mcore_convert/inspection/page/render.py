@@ -1,4 +1,4 @@
-"""Filling in the templates, and writing the file."""
+"""Rendering of the templates, and writing of the page."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HERE = Path(__file__).parent
 
 
 def render(template: str, scripts: Sequence[str], **values: Any) -> str:
-    """Return a page as text: a template with the style, and the scripts that it needs, written into it.
+    """Return a page as text: a template with the style, and the scripts that it needs, inlined.
 
-    What comes from a checkpoint is escaped wherever it stands.
+    Values from a checkpoint are escaped everywhere.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -48,14 +48,14 @@ def render(template: str, scripts: Sequence[str], **values: Any) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """Return a long name, which may break behind a point, a line or a slash."""
+    """Return a long name that may break after a dot, an underscore or a slash."""
     from markupsafe import Markup
 
     return Markup("<wbr>").join(re.split(r"(?<=[._/])", name))
 
 
 def check_place(path: Path) -> None:
-    """Check that a page can be written there, before anything is read for it.
+    """Prove that a page can be written to this path, before anything is read for it.
 
     Raises:
         UnwritableTarget: it cannot.
@@ -69,7 +69,7 @@ def check_place(path: Path) -> None:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page whole, or not at all.
+    """Write a page completely, or not at all.
 
     Raises:
         UnwritableTarget: it cannot be written.

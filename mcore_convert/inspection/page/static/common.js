@@ -1,4 +1,4 @@
-// Shared by all parts of a page: making elements, and writing numbers.
+// Functions for all parts of a page: creating elements, and formatting numbers.
 const make = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
 const draw = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
@@ -42,12 +42,12 @@ function bytes(count) {
 }
 
 const written = { number: digits, percent, count: (value) => (value === null ? "–" : value.toLocaleString("en")) };
-// A long name, which may break behind a point or a line.
+// A long name that may break after a dot, an underscore or a slash.
 const named = (text) => text.split(/(?<=[._/])/).map((part, number) => (number ? [make("wbr"), part] : part));
 const shapeOf = (sizes) => (sizes.length ? sizes.map((size) => size.toLocaleString("en")).join(" × ") : "one number");
 const span = (first, stop) => (stop - first === 1 ? `${first}` : `${first}–${stop - 1}`);
 
-// Arrow keys move within a group that is one stop of the tab key.
+// Arrow keys move within a group that is a single tab stop.
 function moveWith(container, selector, columns) {
   container.addEventListener("keydown", (event) => {
     const items = [...container.querySelectorAll(selector)];

@@ -1,4 +1,4 @@
-// Reading numbers off the loss curve, which is drawn already.
+// Values of the loss curve at the pointer; the curve itself is already drawn.
 function readCurve(data) {
   const plot = byId("plot");
   const cross = make("div", { class: "cross", hidden: true });

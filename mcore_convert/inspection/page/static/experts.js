@@ -1,4 +1,4 @@
-// A heat map of one weight of the experts: a row for each layer, a cell for each expert.
+// A heat map of one weight of the experts: a row per layer, a cell per expert.
 function showExperts(data) {
   const { matrices } = data;
   const state = { measure: data.measures[0].key, matrix: 0 };
@@ -20,7 +20,7 @@ function showExperts(data) {
     });
   }
 
-  // All numbers of a cell, below the map, and how it compares with the other experts of its layer.
+  // All numbers of a cell, below the map, and a comparison with the other experts of its layer.
   function read(row, expert) {
     const layer = matrix().layers[row];
     const of = (key) => matrix().values[key][row][expert];

@@ -1,4 +1,4 @@
-// Buttons of which one is pressed.
+// A group of buttons, one of them pressed.
 function choices(label, options, pressed, press) {
   if (options.length < 2) return [];
   const group = make("div", { class: "tabs", role: "group", "aria-label": label });
@@ -27,7 +27,7 @@ const shorten = (name) => name.replace("decoder.layers.{layer}.", "").replace("{
 const remarks = (notes) =>
   notes.map((note) => make("div", {}, make("span", { class: "tag nan" }, "stands out"), ` ${note}`));
 
-// A heat map: a row for each weight, a cell for each layer, coloured by the measure that is chosen.
+// A heat map: a row per weight, a cell per layer, coloured by the chosen measure.
 function showHeat(data) {
   const state = { measure: data.measures[0].key, state: data.states[0] };
   const measureOf = (key) => data.measures.find((measure) => measure.key === key);
@@ -75,7 +75,7 @@ function showHeat(data) {
     byId("heat").querySelector(".cell:not(.none)")?.setAttribute("tabindex", "0");
   }
 
-  // What stands out is named beside the map, and leads to its cell.
+  // Outliers are listed beside the map, with links to their cells.
   function goTo([name, ofState, layer]) {
     if (ofState !== state.state) document.querySelector(`#measures [data-value="${CSS.escape(ofState)}"]`)?.click();
     const row = [...byId("heat").querySelectorAll(".row")].find((each) => each.dataset.name === name);

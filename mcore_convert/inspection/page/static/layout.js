@@ -1,8 +1,8 @@
-// What a layout gives each rank, in numbers and in words. Draws nothing.
+// The part of each rank of a layout, in numbers and in words. Draws nothing.
 //
-// A layout is { cut, pipeline, ep, etp }: which of the ways to cut weights over tensor-parallel ranks, which pipeline,
-// the expert-parallel size, and over how many ranks an expert is cut, where that is not as the rest (0).
-// A rank is { tp, pp, ep, etp }; etp is the part of an expert that it has. A stage is [pp, chunk, first layer, one past the last].
+// A layout is { cut, pipeline, ep, etp }: the index of the cut over tensor-parallel ranks, that of the pipeline, the
+// expert-parallel size, and the number of ranks that an expert is cut over (0: as the other weights).
+// A rank is { tp, pp, ep, etp }; etp is its part of an expert. A stage is [pp, chunk, first layer, one past the last].
 function layoutNumbers(data) {
   const { weights, cuts, expertCuts, pipelines, experts } = data;
   const withExperts = weights.some((weight) => weight.expert);
@@ -13,17 +13,17 @@ function layoutNumbers(data) {
   const stagesOf = (layout, pp) => pipelineOf(layout).stages.filter((stage) => stage[0] === pp);
   const numExperts = withExperts ? sum(Object.values(experts)[0].map(([first, stop]) => stop - first)) : 0;
 
-  // Which ends of the model some stages have. A tied model has its embedding again at the output.
+  // The ends of the model in some stages. A tied model has its embedding again at the output.
   function endsOf(layout, stages) {
     const every = pipelineOf(layout).stages;
     return { embedding: stages.includes(every[0]), output: stages.includes(every.at(-1)) };
   }
 
-  // The layers of some stages that have a weight: layers need not be alike.
+  // The layers of some stages that have a weight; layers may differ.
   const layersIn = (weight, stages) =>
     weight.layers.filter((layer) => stages.some(([, , first, stop]) => first <= layer && layer < stop));
 
-  // How often some stages of a rank hold a weight: once, once a layer, once for each expert of a layer.
+  // How many times some stages of a rank hold a weight: once, once per layer, or once per expert of a layer.
   function countIn(weight, layout, stages, ep) {
     const [first, stop] = weight.expert ? expertsOf(layout, ep) : [0, 1];
     if (weight.place === "layer") return layersIn(weight, stages).length * (stop - first);
@@ -35,14 +35,14 @@ function layoutNumbers(data) {
   const isImplied = (layout) => cutOf(layout).tp % expertTpOf(layout) === 0; // a rank's tp says its part of an expert
   const isApart = (layout) => withExperts && expertTpOf(layout) !== cutOf(layout).tp;
 
-  // How a weight is cut: its shape, and the boxes of each part; and which part a rank has.
+  // The cut of a weight: its shape, and the boxes of each part; and the part of a rank.
   const cutFor = (number, layout) =>
     weights[number].expert ? expertCuts[expertTpOf(layout)][number] : cutOf(layout).weights[number];
   const partOf = (number, rank) => (weights[number].expert ? rank.etp : rank.tp);
   const partName = (number, layout) => (weights[number].expert && isApart(layout) ? "etp" : "tp");
 
-  // The ranks of a pipeline stage that hold a part of their own, in Megatron's order: they count through TP, and
-  // through the parts of an expert and the experts, at once.
+  // The ranks of a pipeline stage with a part of their own, in Megatron's order: they enumerate TP, and at the same
+  // time the parts of an expert and the experts.
   function ranksOf(layout) {
     const [{ tp }, etp] = [cutOf(layout), expertTpOf(layout)];
     const common = (left, right) => (right ? common(right, left % right) : left);
@@ -55,7 +55,7 @@ function layoutNumbers(data) {
   const boxesOn = (number, layout, part) => cutFor(number, layout).boxes[part];
   const numelOn = (number, layout, part) => sum(boxesOn(number, layout, part).map(([, sizes]) => product(sizes)));
 
-  // Parameters and bytes that a rank holds in some of its stages; in all of them unless told which.
+  // Parameters and bytes on a rank in some of its stages; in all of them unless given.
   function sizesOn(layout, rank, stages = stagesOf(layout, rank.pp)) {
     let [every, trained] = [0, 0];
     weights.forEach((weight, number) => {

@@ -1,4 +1,4 @@
-// The section on layouts: two of them, that of the checkpoint and a planned one, a chosen rank and a chosen weight.
+// The section on layouts: that of the checkpoint and a planned one, with a chosen rank and a chosen weight.
 function showLayouts(data) {
   const numbers = layoutNumbers(data);
   const { weights, sizesInWords, stagesOf } = numbers;
@@ -112,7 +112,7 @@ function showLayouts(data) {
         make("td", { class: "n" }, size(part))))));
   }
 
-  // The controls: which layout the map shows, and the sizes of the planned one
+  // The controls: the layout in the map, and the sizes of the planned one
 
   const tabs = Object.keys(layouts).map((which) => make("button", {
     type: "button", role: "tab", id: `tab-${which}`, "aria-controls": "map", on: { click: () => turnTo(which) },

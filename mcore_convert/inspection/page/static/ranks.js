@@ -1,6 +1,6 @@
-// The map of ranks, what the chosen one holds, and the bytes on each.
+// The map of ranks, the content of the chosen one, and the bytes on each.
 
-// A column for each stage in the order of the forward pass, a row for each rank that shares it.
+// A column per stage in the order of the forward pass, a row per rank that shares it.
 function mapOfRanks(numbers, layout, chosen, choose) {
   const { ranksOf, pipelineOf, contentOf, sizesOn, rankName, withExperts } = numbers;
   const { stages, vpp } = pipelineOf(layout);
@@ -62,7 +62,7 @@ function contentOfRank(numbers, layout, rank, chosenWeight, choose) {
   ];
 }
 
-// A bar for each pipeline rank, on a scale for each layout: weights, and optimizer state behind them.
+// A bar per pipeline rank, on a scale per layout: weights, then optimizer state.
 function stacksOf(numbers, layouts) {
   const { data, pipelineOf, stagesOf, sizesOn, contentOf, sizesInWords } = numbers;
   const listed = layouts.map(({ title, layout }) => ({

@@ -7,7 +7,7 @@ function fitted([rows, columns], mostWidth, mostHeight) {
   return ratio > mostWidth / mostHeight ? [mostWidth, mostWidth / ratio] : [mostHeight * ratio, mostHeight];
 }
 
-// Where a box of a tensor is in its picture. A vector lies flat.
+// The position of a box of a tensor in its picture. A vector is drawn horizontally.
 function placed([offsets, sizes], shape, { left, top, width, height }) {
   const axes = [0, 1].map((dim) => [offsets[dim], sizes[dim], shape[dim]]);
   const [y, x] = shape.length === 1 ? [[0, 1, 1], axes[0]] : axes;
@@ -26,7 +26,7 @@ function thumbOf(numbers, number, layout, rank) {
     numbers.boxesOn(number, layout, numbers.partOf(number, rank)).map((box) => draw("rect", { class: "mine", ...placed(box, shape, frame) })));
 }
 
-// The whole tensor with the box of each rank. `chosen` is a rank whose part is marked, or null.
+// The whole tensor with the box of each rank. `chosen` is the rank whose part is marked, or null.
 function pictureOf(numbers, number, layout, chosen, title) {
   const weight = numbers.weights[number];
   const { shape, boxes: parts } = numbers.cutFor(number, layout);

@@ -24,11 +24,12 @@ FROM_ELSEWHERE = {"tell"}  # a method of Python's files
 def findings() -> dict[str, list[str]]:
     """Return what is wrong in the modules of the project, by kind. Each is parsed once, and no tree is kept."""
     files = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
-    wrong: dict[str, list[str]] = {"modules": [], "functions": [], "names": []}
+    wrong: dict[str, list[str]] = {"modules": [], "functions": [], "things": [], "names": []}
     for file in files:
         tree, path = ast.parse(file.read_text()), str(file.relative_to(ROOT))
         for kind, lines in wrong_in(tree).items():
-            wrong[kind] += [f"{path}:{line}" for line in lines]
+            if kind != "things" or not path.startswith("tests/"):  # a test may say what it is about
+                wrong[kind] += [f"{path}:{line}" for line in lines]
     assert len(files) > 500
     return wrong
 
@@ -38,6 +39,11 @@ def wrong_in(tree: ast.Module) -> dict[str, list[str]]:
     return {
         "modules": ["1"] if first_word(tree) in QUESTIONS else [],
         "functions": [f"{node.lineno} {node.name}" for node in functions(tree) if first_word(node) in NO_VERBS],
+        "things": [
+            f"{node.lineno} {node.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and first_word(node) in QUESTIONS - {"Whether"}
+        ],
         "names": [
             f"{line} {name}" for line, name in names_of(tree) if NO_NOUNS.search(name) and name not in FROM_ELSEWHERE
         ],
@@ -64,14 +70,14 @@ def names_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg
 
 
-def first_word(node: ast.Module | ast.FunctionDef) -> str:
+def first_word(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
     """Return the first word of a docstring; nothing where there is none."""
     return (ast.get_docstring(node) or "").partition(" ")[0].strip(",.:;")
 
 
-@pytest.mark.parametrize("kind", ["modules", "functions", "names"])
+@pytest.mark.parametrize("kind", ["modules", "functions", "things", "names"])
 def test_modules_are_in_plain_english(kind: str) -> None:
-    """No docstring of a module opens with a question, those of functions with a verb, and values have nouns."""
+    """No docstring opens with a question, those of functions open with a verb, and values are called by nouns."""
     assert findings()[kind] == []
 
 
@@ -87,7 +93,8 @@ def test_files_are_named_after_what_they_hold() -> None:
         ("def f(found):\n    said = 1\n", {"names": ["1 found", "2 said"]}),
         ("class Teller:\n    x: int\n", {}),
         ('"""What it is."""\ndef f():\n    """The thing."""\n', {"modules": ["1"], "functions": ["2 f"]}),
-        ('"""A thing."""\n@property\ndef f():\n    """The thing."""\n', {}),
+        ('"""A thing."""\n@property\ndef f():\n    """Whether it is."""\n', {}),
+        ('class A:\n    """What it is."""\n', {"things": ["1 A"]}),
     ],
 )
 def test_the_check_sees_what_is_wrong(source: str, wrong: dict[str, list[str]]) -> None:

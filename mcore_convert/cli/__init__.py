@@ -24,7 +24,7 @@ from mcore_convert.storage.destination import counts, has_journal, left
 from mcore_convert.version import VERSION
 
 NAME = "mcore-convert"
-MOVE, COMPARE, TRAIN = "Move checkpoints", "Compare and look", "Train"
+MOVE, COMPARE, TRAIN = "Move checkpoints", "Compare and inspect", "Train"
 
 app = typer.Typer(
     name=NAME,

@@ -57,19 +57,19 @@ def prepare_command(
             help="Files (JSON lines, text or Parquet; also .gz and .zst), datasets:NAME[:SPLIT], or a saved data set"
         ),
     ],
-    prefix: Annotated[str, typer.Argument(help="Beginning of what is written: PREFIX_text_document.bin and .idx")],
+    prefix: Annotated[str, typer.Argument(help="Prefix of the output files: PREFIX_text_document.bin and .idx")],
     tokenizer: Annotated[str, typer.Option(help="Directory or Hub id of a Hugging Face tokenizer")],
     json_keys: Annotated[
         list[str] | None,
-        typer.Option(
-            "--json-keys", "--column", help="Field or column that has text; give it again for more [default: text]"
-        ),
+        typer.Option("--json-keys", "--column", help="Field or column with the text; repeatable [default: text]"),
     ] = None,
     separator: Annotated[
-        str, typer.Option(help=r"What stands between documents of plain text, as '<|endoftext|>' or '\n\n'")
+        str, typer.Option(help=r"Separator between documents of plain text, as '<|endoftext|>' or '\n\n'")
     ] = "",
-    document: Annotated[Document, typer.Option(help="Without a separator: what is a document")] = Document.line,
-    kind: Annotated[Kind | None, typer.Option("--format", help="Of the files; by their names unless given")] = None,
+    document: Annotated[Document, typer.Option(help="Without a separator: what counts as a document")] = Document.line,
+    kind: Annotated[
+        Kind | None, typer.Option("--format", help="Format of the files; detected from their names unless given")
+    ] = None,
     append_eod: Annotated[bool, typer.Option(help="End each document with the tokenizer's end of text")] = True,
     special_tokens: Annotated[
         bool, typer.Option(help="Begin a document as the tokenizer begins a text, with a BOS where it has one")

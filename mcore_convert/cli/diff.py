@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 @taking(ModelOptions)
 def command(
     a: Annotated[str, typer.Argument(help="A checkpoint, in any format")],
-    b: Annotated[str, typer.Argument(help="What became of it, in any format")],
+    b: Annotated[str, typer.Argument(help="The later one, in any format")],
     *,
-    top: Annotated[int, typer.Option(min=0, metavar="N", help="Also list so many tensors that changed most")] = 0,
-    optimizer: Annotated[bool, typer.Option("--optimizer", help="With the states of the optimizer")] = False,
+    top: Annotated[int, typer.Option(min=0, metavar="N", help="Also list the N tensors that changed most")] = 0,
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="Include optimizer state")] = False,
     json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,

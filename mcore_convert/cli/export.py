@@ -43,7 +43,7 @@ def command(
     interval: Annotated[
         float,
         typer.Option(
-            min=0, metavar="SECONDS", rich_help_panel=options.RUN, help="Time between two looks at a running training"
+            min=0, metavar="SECONDS", rich_help_panel=options.RUN, help="Time between two checks for new iterations"
         ),
     ] = 30.0,
     until: Annotated[

@@ -34,19 +34,21 @@ def command(
     *,
     stats: Annotated[
         bool | None,
-        typer.Option("--stats/--no-stats", help="Read every weight and say what its values are like; a page does"),
+        typer.Option(
+            "--stats/--no-stats", help="Read every weight and report statistics of its values; implied by --html"
+        ),
     ] = None,
-    optimizer: Annotated[bool, typer.Option("--optimizer", help="With statistics of the optimizer's state")] = False,
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="Include statistics of optimizer state")] = False,
     ignore_key: options.IgnoreKey = None,
     json: options.Json = False,
     html: options.Html = None,
     quiet: options.Quiet = False,
     **layout: Unpack[LayoutOptions],
 ) -> None:
-    """Say what a directory is: format, family, sizes, layout, weights, optimizer state. Reads headers only.
+    """Describe a checkpoint: format, family, sizes, layout, weights, optimizer state. Reads headers only.
 
-    With --stats it reads all weights and says what their values are like. The sizes of a layout show what each of its
-    ranks would hold.
+    With --stats it reads all weights and reports statistics of their values. Given the sizes of a layout, it shows what
+    each rank would hold.
 
     Example: mcore-convert inspect ./checkpoints
     """

@@ -26,7 +26,7 @@ Family = Annotated[
         metavar="NAME",
         autocompletion=completion.families,
         rich_help_panel=SOURCE,
-        help="Model family, where it is not to be found",
+        help="Model family, if it cannot be detected",
     ),
 ]
 HfConfig = Annotated[
@@ -40,7 +40,7 @@ ConfigToKeep = Annotated[
     typer.Option(
         metavar="PATH",
         rich_help_panel=SOURCE,
-        help="Original config.json to keep, but for what the checkpoint proves different",
+        help="Original config.json to keep, except where the checkpoint differs",
     ),
 ]
 ModelFolder = Annotated[
@@ -75,7 +75,7 @@ IgnoreKey = Annotated[
         "--ignore-key",
         metavar="NAME",
         rich_help_panel=SOURCE,
-        help="Unknown key of config.json that changes nothing; repeatable",
+        help="Unknown key of config.json to treat as having no effect; repeatable",
     ),
 ]
 AllowDrift = Annotated[
@@ -127,7 +127,7 @@ PipelineLayout = Annotated[
 Planned = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="N", rich_help_panel=LAYOUT, help="Size in a layout to look at, beside that of the checkpoint"
+        min=1, metavar="N", rich_help_panel=LAYOUT, help="Size of a planned layout to show beside the checkpoint's own"
     ),
 ]
 
@@ -154,14 +154,14 @@ NoOptimizer = Annotated[
 ]
 Names = Annotated[
     Implementation | None,
-    typer.Option(rich_help_panel=TARGET, help="Layer spec whose names a Megatron format shall have"),
+    typer.Option(rich_help_panel=TARGET, help="Layer spec whose parameter names are written"),
 ]
 ForMegatron = Annotated[
     str | None,
     typer.Option(
         metavar="VERSION",
         rich_help_panel=TARGET,
-        help="Megatron-LM that will load it; that which wrote the source unless given",
+        help="Megatron-LM release that will load it; the one that wrote the source unless given",
     ),
 ]
 Iteration = Annotated[
@@ -170,9 +170,7 @@ Iteration = Annotated[
 ]
 TokenizerName = Annotated[
     str | None,
-    typer.Option(
-        metavar="PATH", rich_help_panel=TARGET, help="What --tokenizer-model shall name in the stored arguments"
-    ),
+    typer.Option(metavar="PATH", rich_help_panel=TARGET, help="Value of --tokenizer-model in the stored arguments"),
 ]
 Tokenizer = Annotated[
     str | None,
@@ -194,7 +192,7 @@ ToDtype = Annotated[
 ]
 Quantize = Annotated[
     Quantisation | None,
-    typer.Option(rich_help_panel=TARGET, help="Quantise the weights of linear layers; they lose what is said then"),
+    typer.Option(rich_help_panel=TARGET, help="Quantise the weights of linear layers; the loss is reported"),
 ]
 Metadata = Annotated[
     list[str] | None,
@@ -223,7 +221,7 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         rich_help_panel=RUN,
-        help="Go on where a run ended that was killed or ran out of room, and leave what is complete if this one does",
+        help="Continue a run that was killed or ran out of space; keep complete files if this one is, too",
     ),
 ]
 Workers = Annotated[
@@ -249,7 +247,7 @@ Branch = Annotated[
 Tag = Annotated[str | None, typer.Option(metavar="NAME", rich_help_panel=HUB, help="Name for the commit")]
 CommitMessage = Annotated[str | None, typer.Option(metavar="TEXT", rich_help_panel=HUB, help="Message of the commit")]
 
-DryRun = Annotated[bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Plan and prove, write nothing")]
+DryRun = Annotated[bool, typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Plan and check; write nothing")]
 Html = Annotated[
     Path | None,
     typer.Option(

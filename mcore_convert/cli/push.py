@@ -28,13 +28,13 @@ def command(
     ignore_key: options.IgnoreKey = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", rich_help_panel=options.OUTPUT, help="Say what would be sent, and send nothing"),
+        typer.Option("--dry-run", rich_help_panel=options.OUTPUT, help="Show what would be uploaded; upload nothing"),
     ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     **given: Unpack[HubOptions],
 ) -> None:
-    """Send a model to the Hub. What is there already is not sent again; run it again if it was interrupted.
+    """Upload a model to the Hub. Files that are already there are not sent again: repeat an interrupted push.
 
     Example: mcore-convert push ./exported you/your-model --private
     """

@@ -28,7 +28,7 @@ def command(
     quiet: options.Quiet = False,
     **given: Unpack[ConvertOptions],
 ) -> None:
-    """Bring a Megatron checkpoint to another layout, its optimizer state with it.
+    """Move a Megatron checkpoint to another layout, with its optimizer state.
 
     Example: mcore-convert reshard ./tp2pp2 ./tp1 --tp 1 --pp 1
     """

@@ -44,7 +44,7 @@ def command(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration in full as YAML, and end")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and say sizes and memory; start nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and show sizes and memory; start nothing")] = False,
     ranks: Annotated[
         int | None,
         typer.Option(

@@ -39,7 +39,7 @@ def command(
     json: options.Json = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", rich_help_panel=options.OUTPUT, help="Print nothing; the exit code tells"),
+        typer.Option("--quiet", "-q", rich_help_panel=options.OUTPUT, help="Print nothing, only set the exit code"),
     ] = False,
     **given: Unpack[ModelOptions],
 ) -> None:

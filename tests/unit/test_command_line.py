@@ -44,7 +44,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_commands_are_grouped_and_no_sentence_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "--help")
-    assert re.findall(r"^(\S.*):$", out, re.M) == ["Move checkpoints", "Compare and look", "Train", "Options"]
+    assert re.findall(r"^(\S.*):$", out, re.M) == ["Move checkpoints", "Compare and inspect", "Train", "Options"]
     assert "..." not in out.replace("[ARGS]...", "")
     whole = " ".join(out.split())
     for name, command in GROUP.commands.items():

@@ -13,6 +13,7 @@ from mcore_convert.storage.paths import files_in
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 GENERATION_CONFIG = "generation_config.json"
 CARD = "README.md"  # says whose work a model is; travels as the card of the model that another came from
 

@@ -49,7 +49,7 @@ SHARED: tuple[Field, ...] = (
     constant(normalization="RMSNorm", position_embedding_type="rope", swiglu=True, add_bias_linear=False),
     written(hidden_dropout=0.0),
     unused("bias_gelu_fusion", "openai_gelu", "use_te_activation_func"),
-    blank("bos_token_id", "eos_token_id"),
+    blank("bos_token_id", "eos_token_id", "pad_token_id"),
     dtype(),
 )
 OWN: tuple[Field, ...] = (

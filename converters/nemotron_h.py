@@ -85,7 +85,7 @@ CONFIG = ConfigMapping(
         inert(rope_theta=10000.0, partial_rotary_factor=1.0),  # not used: there are no rotary positions
         written(hidden_dropout=0.0),
         unused("bias_gelu_fusion", "openai_gelu", "use_te_activation_func", "rotary_percent", "rotary_interleaved"),
-        blank("bos_token_id", "eos_token_id"),
+        blank("bos_token_id", "eos_token_id", "pad_token_id"),
         dtype(),
     ),
 )

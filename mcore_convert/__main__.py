@@ -5,6 +5,7 @@ Nothing heavy is imported before these handlers are set.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def main() -> NoReturn:
     """Run the command line of this process."""
     global _entered
     _open_closed_streams()
+    _escape_what_no_reader_knows()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
@@ -40,6 +42,15 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 -- stays open
+
+
+def _escape_what_no_reader_knows() -> None:
+    """Have characters that the encoding of the terminal lacks written as escapes: names of files may have any.
+
+    So is stderr from the start. In the locale C stdout is not, and hands on the bytes of a name as they are.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -173,10 +173,17 @@ def scaled_weights(*, default: float) -> Field:
     """Return the field of the factor on the weights of selected experts; for Megatron, 0 and None mean 1."""
     factor = same("routed_scaling_factor", "moe_router_topk_scaling_factor", kind=float, default=default)
 
+    def to_megatron(config: Values) -> dict[str, Any]:
+        if config["routed_scaling_factor"] == 0:
+            raise Refused(
+                f"`routed_scaling_factor` = {shown(config['routed_scaling_factor'])}, which Megatron takes for 1"
+            )
+        return factor.to_megatron(config)
+
     def to_hf(args: Values) -> dict[str, Any]:
         return {"routed_scaling_factor": float(args.get("moe_router_topk_scaling_factor") or 1.0)}
 
-    return Field(factor.hf, factor.megatron, factor.to_megatron, to_hf)
+    return Field(factor.hf, factor.megatron, to_megatron, to_hf)
 
 
 def expert_groups(*, best: int, default: tuple[int | None, int | None], method: tuple[str, str]) -> Field:

@@ -7,7 +7,6 @@ layer of a stage follows from them, since layers are assigned in the order (virt
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from mcore_convert.errors import LayoutError
 from mcore_convert.spec import hybrid
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.layers import MLP
+from mcore_convert.spec.pipeline_layout import problems_of, stages_of
 
 
 class Rank(NamedTuple):
@@ -66,7 +66,7 @@ class Layout:
         if uneven and (self.account_for_embedding or self.account_for_loss):
             raise LayoutError("uneven first or last stages cannot be combined with counting the embedding or the loss")
         if self.pipeline_layout is not None:
-            count = len(_stages_of(self.pipeline_layout))
+            count = len(stages_of(self.pipeline_layout))
             if count % self.pp or (self.vpp is not None and count != self.pp * self.vpp):
                 raise LayoutError(
                     f"the pipeline layout `{self.pipeline_layout}` has {count} stages, "
@@ -171,7 +171,7 @@ class Layout:
         """
         stages = list(self.stages(num_layers))
         if self.pipeline_layout is not None:
-            letters = zip(stages, _stages_of(self.pipeline_layout), strict=True)
+            letters = zip(stages, stages_of(self.pipeline_layout), strict=True)
             return next((stage for stage, text in letters if "m" in text), stages[-1])
         return stages[-1]
 
@@ -211,23 +211,25 @@ class Layout:
             self.stages(dims.num_layers)
         except LayoutError as error:
             problems.append(error.message)
-        problems += self._mtp_problems(dims.mtp_num_layers)
+        problems += self._pipeline_problems(dims.mtp_num_layers)
         if len(problems) == 1:
             raise LayoutError(problems[0], hint=self._divisors(dims))
         if problems:
             raise LayoutError("the model does not fit this layout", items=problems, hint=self._divisors(dims))
 
-    def _mtp_problems(self, num_layers: int) -> list[str]:
-        """Return why the pipeline layout has no valid place for the layers that predict further tokens:
-        all have to be on one stage.
-        """
-        if self.pipeline_layout is None:
-            return []
-        counts = [text.count("m") for text in _stages_of(self.pipeline_layout)]
-        if sum(counts) != num_layers or (num_layers and max(counts) != num_layers):
-            wanted = f"`m` {num_layers} times in one stage" if num_layers else "no `m`"
-            return [f"`mtp_num_layers` = {num_layers} needs {wanted} of the pipeline layout `{self.pipeline_layout}`"]
-        return []
+    def _pipeline_problems(self, mtp_num_layers: int) -> list[str]:
+        """Return why Megatron Core builds no such stages, although every layer has a place."""
+        fixed = {
+            f"`{name}` = {value}": value
+            for name in ("first_stage_layers", "last_stage_layers")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.pipeline_layout is not None:
+            beside = [f"{stated} beside the pipeline layout `{self.pipeline_layout}`" for stated in fixed]
+            return [*beside, *problems_of(self.pipeline_layout, self.pp, mtp_num_layers)]
+        if len(fixed) == self.pp == 2 and self.num_virtual_stages > 1:
+            return [f"{' and '.join(fixed)} leave no stage between, by which Megatron Core divides: give one of them"]
+        return [f"{stated} leaves a stage without layers" for stated, value in fixed.items() if value < 1]
 
     @property
     def _expert_cut(self) -> str:
@@ -262,7 +264,7 @@ class Layout:
     def _counts(self, num_layers: int) -> dict[Stage, int]:
         order = [Stage(vpp, pp) for vpp in range(self.num_virtual_stages) for pp in range(self.pp)]
         if self.pipeline_layout is not None:
-            stages = _stages_of(self.pipeline_layout)
+            stages = stages_of(self.pipeline_layout)
             return {stage: letters.count("t") for stage, letters in zip(order, stages, strict=True)}
         per_rank = self._layers_per_rank(num_layers)
         counts = {}
@@ -289,14 +291,3 @@ class Layout:
         if left < 0 or (left % free if free else left) or empty:
             raise LayoutError(f"{left} layers cannot be split evenly over {free} pipeline stages")
         return [fixed.get(pp, left // free if free else 0) for pp in range(self.pp)]
-
-
-def _stages_of(pipeline_layout: str) -> list[str]:
-    """Return the stages of a layout string with repetitions expanded: `Et*2|(t|)*2L` is `Ett`, `t`, `t`, `L`."""
-    text = pipeline_layout.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(pattern, lambda matched: matched[1] * int(matched[2]), text)
-    unknown = sorted(set(text) - set("EtmL|"))
-    if unknown:
-        raise LayoutError(f"the pipeline layout `{pipeline_layout}` has unknown letters: {' '.join(unknown)}")
-    return text.split("|")

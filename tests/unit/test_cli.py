@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,20 @@ def test_the_module_is_a_command(hf_checkpoint: HfMaker) -> None:
     )
     assert "family      gpt2" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "gbk", "utf-8"])
+def test_a_name_that_the_terminal_cannot_show_is_escaped(encoding: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    """A conversion that was done ended as a bug, since its summary could not be written."""
+    words = ["convert", str(hf_checkpoint("gpt2")), str(tmp_path / "ün-日本")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mcore_convert", *words],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        timeout=60,
+        check=True,
+    )
+    shown = str(tmp_path / "ün-日本").encode(encoding, "backslashreplace")
+    assert shown in done.stdout
+    assert (tmp_path / "ün-日本" / "release" / ".metadata").is_file()

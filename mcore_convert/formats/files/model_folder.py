@@ -13,6 +13,7 @@ from mcore_convert.storage.paths import files_in
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 GENERATION_CONFIG = "generation_config.json"
 CARD = "README.md"  # credits the authors; copied as the card of the original model
 

@@ -13,7 +13,7 @@ from mcore_convert.errors import ConfigError, MappingError, UnreadableCheckpoint
 from mcore_convert.formats.base import Side
 from mcore_convert.formats.files import safetensors as safetensors_file
 from mcore_convert.formats.files.json_file import json_bytes, read_json
-from mcore_convert.formats.files.model_folder import CONFIG, INDEX
+from mcore_convert.formats.files.model_folder import ADAPTER, CONFIG, INDEX
 from mcore_convert.formats.files.sharing import refuse_shared
 from mcore_convert.formats.files.torch_archive import TorchFile
 from mcore_convert.formats.hf.encodings import encoding
@@ -114,9 +114,10 @@ class HfCheckpoint(HfNames):
         return Storage(len({view.path for view in self.whole_views.values()}))
 
     def remarks(self) -> list[str]:
-        if self.quantised is None:
-            return []
-        return [f"decoded to {self.quantised.dtype}: {self.quantised}"]
+        notes = [] if self.quantised is None else [f"decoded to {self.quantised.dtype}: {self.quantised}"]
+        if (self.path / ADAPTER).is_file():  # with peft installed, transformers adds it to the weights
+            notes.append(f"`{ADAPTER}` lies beside the model: weights are taken as they are, without the adapter")
+        return notes
 
     def named_for(self, family: Family) -> HfCheckpoint:
         return replace(self, prefix=family.optional_prefix)

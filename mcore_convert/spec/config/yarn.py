@@ -14,7 +14,7 @@ from mcore_convert.spec.config.arguments import YARN_DEFAULTS
 from mcore_convert.spec.config.fields import stated
 from mcore_convert.spec.config.latent import mscales, written_mscales
 from mcore_convert.spec.config.mapping import Field, Refused, Values, shown
-from mcore_convert.spec.config.rope import DICTS, Rope, number_from_one
+from mcore_convert.spec.config.rope import Rope, number_from_one
 
 # Keys of the dictionary in `config.json` -> arguments.
 PREFIXED = {
@@ -52,8 +52,8 @@ class _Yarn(Rope):
         return ("rotary_base", "position_embedding_type", *UNHEEDED, *YARN_DEFAULTS)
 
     def to_megatron(self, config: Values) -> dict[str, Any]:
-        says_nothing = all(config[name] is None for name in DICTS)
-        return super().to_megatron({**config, DICTS[0]: self.default} if says_nothing else config)
+        says_nothing = config["rope_parameters"] is None and not config["rope_scaling"]  # an empty one is not heeded
+        return super().to_megatron({**config, "rope_parameters": self.default} if says_nothing else config)
 
     def read(self, kind: str, name: str, scaling: dict[str, Any], config: Values) -> dict[str, Any]:
         plain: dict[str, Any] = {argument: neutral[-1] for argument, neutral in UNHEEDED.items()}

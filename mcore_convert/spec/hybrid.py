@@ -26,6 +26,11 @@ SPECS = (
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_inference_stack_spec"],
 )
+# Those of 0.20 whose layers `M` are no Mamba mixers, but mix by gated products of Householder's reflections.
+PRODUCT_SPECS = tuple(
+    ["megatron.core.models.hybrid.hybrid_layer_specs", f"{name}_stack_spec"]
+    for name in ("gated_delta_product", "gated_delta_product_inference", "gdp", "gdp_inference")
+)
 # Sizes that Megatron-LM has by default; without a number of heads the inner size is twice that of the model.
 SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": None}
 EXPANSION = 2

@@ -15,7 +15,8 @@ from mcore_convert.spec import hybrid
 # The two forms of the second half of a layer, and those of its first half where layers differ in it.
 MLP, EXPERTS = "mlp", "experts"
 ATTENTION, LINEAR, MAMBA = "attention", "linear_attention", "mamba"
-GATED_DELTA_NET = "gated_delta_net"  # the one `experimental_attention_variant` that is known
+# The one `experimental_attention_variant` that is known, and what 0.20 calls it, too (`transformer_config.py`).
+GATED_DELTA_NET, GATED_DELTA_NET_IN_SHORT = "gated_delta_net", "gdn"
 
 OF_HYBRID = {hybrid.MAMBA: MAMBA, hybrid.ATTENTION: ATTENTION, hybrid.MLP: MLP, hybrid.EXPERTS: EXPERTS}
 

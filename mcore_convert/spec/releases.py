@@ -1,7 +1,7 @@
 """Releases of Megatron-LM: what changed in which, and which of them wrote a checkpoint.
 
 Facts are from `megatron/training/arguments.py`, `megatron/core/optimizer/__init__.py` and `distrib_optimizer.py` of
-Megatron-LM 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.0.
+Megatron-LM 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0 and what will be 0.20 (main, 22 August 2026).
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ FULLY_RESHARDABLE: Release = (0, 15)  # that form of state; before, `fully_shard
 INTERPOLATION: Release = (0, 19)  # `pretrain_gpt.py` hands on --rotary-seq-len-interpolation-factor
 LION: Release = (0, 19)  # its distributed state is gathered; before, that of Adam alone
 MTP_MODEL_LAYER: Release = (0, 17)  # the name of the module; `transformer_layer` before, and in `torch_dist`
+MTP_LAYER_IN_FSDP: Release = (0, 20)  # Megatron-FSDP saves it as `transformer_layer` again
+MLA_UNFUSED_IN_FSDP: Release = (0, 20)  # and latent attention's down-projections as two, also where a run fuses them
 OWN_CONVOLUTIONS: Release = (0, 19)  # a Mamba mixer's weights of convolution are its own, and no module's
+UNSHIFTED_STATE: Release = (0, 20)  # what is gathered from several buckets lies where it should, paddings or not
 PATTERN_WITH_STAGES: Release = (0, 17)  # --hybrid-layer-pattern, with borders of stages; before, a hybrid has even ones
 MIXER_HEADS: Release = (0, 13)  # --mamba-num-heads; before, a mixer is twice as wide as the model
 EXPERTS_IN_HYBRIDS: Release = (0, 16)  # layers of experts in a hybrid
@@ -36,6 +39,7 @@ SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; 
 # An argument that every run of a release and those after it stores, the newest first. Runs of 0.12 and before have
 # the last one alone; what has none of them was not written by Megatron-LM, or long ago.
 SIGNS: tuple[tuple[Release, str], ...] = (
+    ((0, 20), "mtp_hsm"),
     ((0, 19), "mamba_training_ssm_states_dtype"),
     ((0, 17), "muon_scalar_optimizer"),
     ((0, 16), "batch_invariant_mode"),

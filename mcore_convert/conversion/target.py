@@ -124,6 +124,10 @@ def lay_out_hf(model: Model, target: Target, sources: Sources, notes: list[str])
                 "no original configuration: which tokens begin and end a text is not known, and no tokenizer is "
                 "carried along; --hf-config DIR supplies both"
             )
+        elif target.tokenizer is None:
+            notes.append(
+                "no original configuration: which tokens begin and end a text is not known; --hf-config DIR supplies it"
+            )
     else:
         config, changes = model.family.config.merge(model.config, args)
         of_dtype = ("`dtype`", "`torch_dtype`") if cast else ()

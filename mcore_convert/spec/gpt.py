@@ -104,6 +104,8 @@ def _refusals_of_hybrids(args: Mapping[str, Any]) -> list[str]:
         for name, plain in NOT_OF_HYBRIDS.items()
         if args.get(name) not in plain
     ]
+    if isinstance(args.get("spec"), list | tuple) and list(args["spec"]) in hybrid.PRODUCT_SPECS:
+        lines.append(f"`spec` = {args['spec']!r}, whose layers {hybrid.MAMBA} are no Mamba mixers")
     if hybrid.PREDICTING in pattern:
         lines.append(f"{stated} has layers that predict further tokens")
     strange = sorted(set(pattern) - {*hybrid.LETTERS, hybrid.STAGE, hybrid.PREDICTING})

@@ -26,6 +26,11 @@ SPECS = (
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_inference_stack_spec"],
 )
+# Specs of 0.20 whose layers `M` are not Mamba mixers, but gated products of Householder reflections.
+PRODUCT_SPECS = tuple(
+    ["megatron.core.models.hybrid.hybrid_layer_specs", f"{name}_stack_spec"]
+    for name in ("gated_delta_product", "gated_delta_product_inference", "gdp", "gdp_inference")
+)
 # Megatron-LM's default sizes; without a number of heads, the inner size is twice the hidden size.
 SIZES = {"mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": None}
 EXPANSION = 2

@@ -15,7 +15,8 @@ from mcore_convert.spec import hybrid
 # The two forms of the second half of a layer, and the forms of its first half if layers differ in it.
 MLP, EXPERTS = "mlp", "experts"
 ATTENTION, LINEAR, MAMBA = "attention", "linear_attention", "mamba"
-GATED_DELTA_NET = "gated_delta_net"  # the only supported `experimental_attention_variant`
+# The only supported `experimental_attention_variant`, and its other name in 0.20 (`transformer_config.py`).
+GATED_DELTA_NET, GATED_DELTA_NET_IN_SHORT = "gated_delta_net", "gdn"
 
 OF_HYBRID = {hybrid.MAMBA: MAMBA, hybrid.ATTENTION: ATTENTION, hybrid.MLP: MLP, hybrid.EXPERTS: EXPERTS}
 

@@ -1,7 +1,7 @@
 """Releases of Megatron-LM: the changes in each, and the release that wrote a checkpoint.
 
 Facts are from `megatron/training/arguments.py`, `megatron/core/optimizer/__init__.py` and `distrib_optimizer.py` of
-Megatron-LM 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.0.
+Megatron-LM 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0 and what will be 0.20 (main, 22 August 2026).
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ FULLY_RESHARDABLE: Release = (0, 15)  # optimizer state in that form; before, `f
 INTERPOLATION: Release = (0, 19)  # `pretrain_gpt.py` uses --rotary-seq-len-interpolation-factor
 LION: Release = (0, 19)  # its distributed state is gathered; before, only that of Adam
 MTP_MODEL_LAYER: Release = (0, 17)  # the name of the module; `transformer_layer` before, and in `torch_dist`
+MTP_LAYER_IN_FSDP: Release = (0, 20)  # Megatron-FSDP saves that module as `transformer_layer` again
+MLA_UNFUSED_IN_FSDP: Release = (0, 20)  # it saves latent attention's down-projections as two, even if a run fuses them
 OWN_CONVOLUTIONS: Release = (0, 19)  # a Mamba mixer has its convolution's weights itself, not in a module
+UNSHIFTED_STATE: Release = (0, 20)  # state that is gathered from several buckets is not shifted by their padding
 PATTERN_WITH_STAGES: Release = (0, 17)  # --hybrid-layer-pattern, with stage separators; before, stages are even
 MIXER_HEADS: Release = (0, 13)  # --mamba-num-heads; before, a mixer is twice as wide as the model
 EXPERTS_IN_HYBRIDS: Release = (0, 16)  # layers of experts in a hybrid
@@ -36,6 +39,7 @@ SORTED_GROUPS: Release = (0, 16)  # parameter groups in one order on all ranks; 
 # An argument that every run since a release stores, the newest release first. Runs of 0.12 and before have only the
 # last one; a checkpoint with none of them is very old, or was not written by Megatron-LM.
 SIGNS: tuple[tuple[Release, str], ...] = (
+    ((0, 20), "mtp_hsm"),
     ((0, 19), "mamba_training_ssm_states_dtype"),
     ((0, 17), "muon_scalar_optimizer"),
     ((0, 16), "batch_invariant_mode"),

@@ -66,7 +66,7 @@ def test_the_gelu_is_the_one_that_the_run_used(tmp_path: Path) -> None:
     [
         ("llama_tp2pp2", "Megatron Core 0.16 to 0.17", "distributed, fully_reshardable", 500),
         ("llama_tp2dp2", "Megatron Core 0.16 to 0.17", "distributed, dp_reshardable", 500),
-        ("m19_llama_tp2pp2", "Megatron Core 0.19 or later", "distributed, fully_reshardable", 499),
+        ("m19_llama_tp2pp2", "Megatron Core 0.19", "distributed, fully_reshardable", 499),
         (TE_NAMES[0], "Megatron Core 0.8 to 0.12", "distributed, fully_sharded_model_space", 128),
         (TE_NAMES[1], "Megatron Core 0.16 to 0.17", "distributed, dp_reshardable", 128),
     ],

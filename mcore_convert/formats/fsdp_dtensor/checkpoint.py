@@ -1,4 +1,4 @@
-"""Format `fsdp_dtensor`: Megatron-FSDP's checkpoints, read as Megatron Core 0.14 to 0.19 write them.
+"""Format `fsdp_dtensor`: Megatron-FSDP's checkpoints, read as Megatron Core 0.14 to 0.20 write them.
 
     model.module.<name>                                           a weight, usually its fp32 main copy
     optimizer.state.module.module.module.<name>.<state>           `exp_avg`, `exp_avg_sq`, torch's own `step`
@@ -7,8 +7,9 @@
 
 `<name>` is the module's parameter name with the global number of the expert. A gated `linear_fc1` is two tensors,
 `<name>_w` and `<name>_v`. A reader sees each tensor as a whole; its chunks are the uneven rows of each rank. From
-Megatron Core 0.16.1 and 0.19.0, `transformer/fsdp_dtensor_checkpoint.py` (`handle_swiglu_in_state_dict`,
-`handle_experts_in_state_dict`), `optimizer/distrib_optimizer.py` (`sharded_param_state_fsdp_dtensor`),
+Megatron Core 0.16.1, 0.19.0 and main (August 2026), `transformer/fsdp_dtensor_checkpoint.py`
+(`handle_swiglu_in_state_dict`, `handle_experts_in_state_dict`, and in main `handle_mla_down_proj_in_state_dict` and
+`handle_mtp_in_state_dict`), `optimizer/distrib_optimizer.py` (`sharded_param_state_fsdp_dtensor`),
 `megatron_fsdp/param_and_grad_buffer.py` (`_init_distributed_params`: the module holds the main weights), and
 `megatron/training/checkpointing.py` (`save_checkpoint`, `preprocess_fsdp_dtensor_state_dict`).
 """
@@ -156,7 +157,7 @@ class FsdpCheckpoint(Checkpoint):
     def _refuse_interleaved(self, key: str, weight: Weight) -> None:
         """Refuse an unsplit tensor of several parts from several ranks: each rank has rows of each part in turn.
 
-        No release splits the segments of linear attention (0.19: nothing calls `handle_gdn_in_state_dict`).
+        No release splits the segments of linear attention (0.19 and 0.20: nothing calls `handle_gdn_in_state_dict`).
         """
         args, segments = self.common.args or {}, weight.shard.names
         tp = args.get("tensor_model_parallel_size") or 1

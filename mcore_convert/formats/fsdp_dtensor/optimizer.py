@@ -17,6 +17,7 @@ from typing import Any
 from mcore_convert.errors import MappingError, UnreadableCheckpoint, fold
 from mcore_convert.formats.base import Common, Training
 from mcore_convert.formats.files import dcp
+from mcore_convert.formats.megatron.modules import MTP_LAYER, MTP_MODEL_LAYER
 from mcore_convert.formats.megatron.param_groups import IDENTIFIERS, WITHOUT, step_of
 from mcore_convert.spec.config import arguments
 from mcore_convert.spec.names import EXP_AVG, EXP_AVG_SQ, MASTER, OPTIMIZER_STATES
@@ -64,7 +65,10 @@ class FsdpState:
         fields: dict[str, dict[str, str]] = {}
         for key in directory.under(GROUPS):
             matched = wrapped.fullmatch(key.removeprefix(GROUPS))
-            if matched is not None and any(f"{prefix}{matched[1]}{half}" in directory.tensors for half in ("", GATE)):
+            if matched is None:
+                continue
+            names = {matched[1], matched[1].replace(MTP_MODEL_LAYER, MTP_LAYER)}  # 0.20 renames the states alone
+            if any(f"{prefix}{name}{half}" in directory.tensors for name in names for half in ("", GATE)):
                 fields.setdefault(matched[1], {})[matched[2]] = key
         return cls(directory, by_name, tuple(steps), fields, tuple(unknown))
 

@@ -26,6 +26,7 @@ from mcore_convert.formats.megatron.modules import (
     MTP_MODEL_LAYER,
     SEQUENTIAL,
     TRANSFORMER_ENGINE,
+    is_down_projection,
     name_in_module,
 )
 from mcore_convert.formats.megatron.param_groups import WITHOUT, counts_steps, kind_of, kinds_of
@@ -36,8 +37,8 @@ from mcore_convert.spec.family import Item
 from mcore_convert.spec.holding import is_of_expert
 from mcore_convert.spec.layout import Rank
 from mcore_convert.spec.names import ADAM, MASTER, PARAM, spell
+from mcore_convert.spec.releases import MLA_UNFUSED_IN_FSDP, MTP_LAYER_IN_FSDP, Release
 from mcore_convert.spec.releases import MTP_MODEL_LAYER as MTP_NAMES
-from mcore_convert.spec.releases import Release
 from mcore_convert.spec.shard import Box, Shape
 from mcore_convert.storage.views import Slot, TensorMeta, View
 
@@ -112,12 +113,16 @@ class _Writer:
     spec: LayerSpec
 
     def names_of(self, item: Item) -> list[str]:
-        """Return the names of a weight in the modules: one, or two for gate and up."""
-        weight, at, _ = item
-        name = spell(name_in_module(weight.mcore or "", self.spec.implementation, self.spec.experts), at)
-        if self.request.release >= MTP_NAMES:
-            name = name.replace(MTP_LAYER, MTP_MODEL_LAYER)
-        return [f"{name}{GATE}", f"{name}{UP}"] if weight.shard.is_gated and self.splits else [name]
+        """Return the names of a weight: one, or two for gate and up."""
+        name = self.name_in_run(item)
+        if self.request.release >= MTP_LAYER_IN_FSDP:
+            name = name.replace(MTP_MODEL_LAYER, MTP_LAYER)
+        return [f"{name}{GATE}", f"{name}{UP}"] if item.weight.shard.is_gated and self.splits else [name]
+
+    def name_in_run(self, item: Item) -> str:
+        """Return the name of a weight in the run's modules, which the fields of its parameter group have."""
+        name = spell(name_in_module(item.weight.mcore or "", self.spec.implementation, self.spec.experts), item.at)
+        return name.replace(MTP_LAYER, MTP_MODEL_LAYER) if self.request.release >= MTP_NAMES else name
 
     @property
     def splits(self) -> bool:
@@ -162,12 +167,10 @@ class _Writer:
         number, group = self._group_of(item, training)
         is_expert = is_of_expert(weight)
         values = {**group, "is_expert_parallel": is_expert and self.request.layout.ep > 1}
-        names = self.names_of(item)
-        for name in names:
+        for name in self.names_of(item):
             content.add_number(("optimizer", "state", f"{self.wrapped}{name}", STEP), group[STEP])
-        whole = names[0] if len(names) == 1 else names[0].removesuffix(GATE)
         for name, value in values.items():
-            path = ("optimizer", "param_to_group_meta", f"{self.wrapped}{whole}", name)
+            path = ("optimizer", "param_to_group_meta", f"{self.wrapped}{self.name_in_run(item)}", name)
             content.add_object(path, value, (number, is_expert, name))
 
     def _group_of(self, item: Item, training: Training) -> tuple[int, Mapping[str, Any]]:
@@ -194,7 +197,7 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
     """Lay out a checkpoint directory with its tracker file. Any number of data-parallel and tensor ranks can load it.
 
     Raises:
-        LayoutError: there are several pipeline stages, whose layers have the same names.
+        LayoutError: there are several pipeline stages, whose layers have the same names, or fused projections.
         MappingError: the optimizer has no group for a parameter, or is not Adam; or a weight has segments.
     """
     path, training = request.path, request.training
@@ -209,12 +212,20 @@ def reserve(request: Request) -> tuple[FsdpCheckpoint, Reservation]:
             f"`{FSDP_DTENSOR}` holds Adam's state alone: Megatron-FSDP splits no other (`handle_swiglu_in_state_dict`)",
             hint=WITHOUT,
         )
-    segmented = {item.weight.name: None for item in request.dtype_of if item.weight.shard.names}
+    weights = {item.weight: None for item in request.dtype_of}
+    segmented = [weight.name for weight in weights if weight.shard.names]
     if segmented:
         raise MappingError(
             f"`{FSDP_DTENSOR}` does not hold linear attention: Megatron-LM up to 0.19 does not split its segments",
-            items=list(segmented),
+            items=segmented,
             hint="--to torch_dist or --to torch",
+        )
+    is_fused = request.common["args"].get("mla_down_proj_fusion") and any(map(is_down_projection, weights))
+    if is_fused and (training is not None or request.release < MLA_UNFUSED_IN_FSDP):
+        raise LayoutError(
+            f"`{FSDP_DTENSOR}` does not name the down-projections of latent attention for a run that fuses them",
+            items=["`mla_down_proj_fusion` = True: Megatron-FSDP up to 0.19 saves them as one, and later their groups"],
+            hint="--arg mla_down_proj_fusion=False, and load it without --mla-down-proj-fusion",
         )
     folder = path / name_of(request.iteration)
     reservation = Reservation(path)

@@ -1,5 +1,6 @@
-"""Files of other programs beside a Megatron checkpoint, recognised by names that only they use.
+"""Files beside a Megatron checkpoint, most of them of other programs, recognised by names that only these use.
 
+iter_0000010/tokenizer/                                     Megatron-LM since 0.20, Megatron-Bridge, NeMo-RL
 iter_0000010/run_config.yaml, train_state.pt                Megatron-Bridge, NeMo-RL
 global_step_10/actor/{transformer_config.json, huggingface/, dist_ckpt/}       verl up to 0.7
 global_step_10/actor/{transformer_config.json, {model,optimizer,extra}/dist_ckpt/, model/huggingface/}    verl 0.8
@@ -18,6 +19,7 @@ from typing import Any
 from mcore_convert.errors import UnreadableCheckpoint
 from mcore_convert.formats.base import Common
 from mcore_convert.formats.files.json_file import read_json
+from mcore_convert.formats.files.model_folder import TOKENIZER_FILES, carried_files
 from mcore_convert.formats.files.torch_archive import TorchFile, scalar
 from mcore_convert.formats.files.yaml_file import read_yaml
 from mcore_convert.formats.megatron.run_directory import carried_in, name_of
@@ -26,7 +28,7 @@ from mcore_convert.spec.config.recorded import NEMO, VERL, Recorded
 from mcore_convert.storage.sources import Limit
 from mcore_convert.storage.views import View
 
-RUN_CONFIG, TRAIN_STATE = "run_config.yaml", "train_state.pt"
+RUN_CONFIG, TRAIN_STATE, TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
 TRANSFORMER_CONFIG, CONTENTS = "transformer_config.json", "ckpt_contents.json"
 DIST, HUGGING_FACE = "dist_ckpt", "huggingface"
 WEIGHTS, CONTEXT = "weights", "context"
@@ -65,7 +67,7 @@ def beside(path: Path) -> Beside | None:
     """Return the files that another program has put around a checkpoint's own directory; None if there are none."""
     here = path.absolute()
     if (here / RUN_CONFIG).is_file():
-        return Beside(recorded.BRIDGE, here / RUN_CONFIG, _folder(here / "tokenizer"))
+        return Beside(recorded.BRIDGE, here / RUN_CONFIG, _folder(here / TOKENIZER))
     context = here.parent / CONTEXT
     if here.name == WEIGHTS and (context / "model.yaml").is_file():
         return Beside(NEMO, context / "model.yaml", _folder(context / "nemo_tokenizer"))
@@ -85,7 +87,16 @@ def companions_of(path: Path) -> Path | None:
     None if there is none.
     """
     around = beside(path)
-    return carried_in(path) or (None if around is None else around.companions)
+    return carried_in(path) or (_tokenizer_in(path) if around is None else around.companions)
+
+
+def _tokenizer_in(path: Path) -> Path | None:
+    """Return the folder in which Megatron-LM has saved the run's tokenizer (`save_tokenizer_assets`), if Hugging Face
+    can read it: what is saved of a `TikTokenizer` bears the name of another file.
+    """
+    folder = path / TOKENIZER
+    files = carried_files(folder, TOKENIZER_FILES) if folder.is_dir() else []
+    return None if files in ([], ["tokenizer.json"]) else folder
 
 
 def role_of(path: Path) -> Path | None:

@@ -30,6 +30,7 @@ from mcore_convert.formats.torch_dist import gathered as gathered_form
 from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState, is_matrix
 from mcore_convert.formats.torch_dist.keys import SlotsByPlace, StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
+from mcore_convert.spec import releases
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.family import Item
 from mcore_convert.spec.names import ADAM, BY_MOMENTUM, LION, MASTER, MOMENTS, MOMENTUM, OPTIMIZER_STATES
@@ -216,8 +217,8 @@ def _named_state(
             items=fold(strangers),
             hint=WITHOUT,
         )
-    # Megatron Core 0.16 cuts `fully_reshardable` states at shifted places where a buffer has padding between buckets
-    # (`sharded_param_state_fully_reshardable`), with a warning only: so master copies are compared with the weights.
+    # Megatron Core 0.15 to 0.19 cuts `fully_reshardable` states at shifted places where a buffer has padding between
+    # buckets (`sharded_param_state_fully_reshardable`), with a warning only: so masters are compared with the weights.
     return NamedState(weights, by_state, bool(directory.unflattened) or "param" in named)
 
 
@@ -237,10 +238,11 @@ def _with_remainders(state: NamedState, common: Mapping[str, Any]) -> NamedState
     if not are_gathered(args, (masters.slots(key)[0].view for key in masters.keys)):
         return state
     refuse_remainders(args, masters.directory.path)
-    if args.get("overlap_grad_reduce"):
+    release = releases.of_run(args)
+    if args.get("overlap_grad_reduce") and (release is None or release < releases.UNSHIFTED_STATE):
         raise UnreadableCheckpoint(
             f"the master weights in `{masters.directory.path}` are remainders that were gathered from several buckets",
-            items=["Megatron Core shifts such state where buckets are padded, and remainders fit to any weight"],
+            items=["Megatron Core up to 0.19 shifts it where buckets are padded, and remainders fit to any weight"],
             hint=f"save it again with `dp_reshardable` state, Megatron-LM's default, or {WITHOUT}",
         )
     return replace(state, gathered=True)

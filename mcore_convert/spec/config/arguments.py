@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec import hybrid, releases
-from mcore_convert.spec.layers import plain_frequency
+from mcore_convert.spec.layers import GATED_DELTA_NET, GATED_DELTA_NET_IN_SHORT, plain_frequency
 
 Values = Mapping[str, Any]
 
@@ -134,6 +134,8 @@ def normalise(stored: Values) -> dict[str, Any]:
         args["add_bias_linear"] = not args.pop("disable_bias_linear")
     if args.get("use_rotary_position_embeddings"):
         args["position_embedding_type"] = "rope"
+    if args.get("experimental_attention_variant") == GATED_DELTA_NET_IN_SHORT:
+        args["experimental_attention_variant"] = GATED_DELTA_NET
     for name, value in DEFAULTS.items():
         if args.get(name) is None:
             args[name] = value

@@ -11,20 +11,31 @@ import re
 from mcore_convert.errors import LayoutError
 
 EMBEDDING, LAYER, MTP, LOSS, BORDER = "E", "t", "m", "L", "|"
+LONGEST = 100_000  # letters of a layout; one that a checkpoint stores may be a stranger's
 
 
 def stages_of(text: str) -> list[str]:
     """Return the stages of a layout, repetitions written out: `Et*2|(t|)*2L` is `Ett`, `t`, `t`, `L`.
 
     Raises:
-        LayoutError: it has other letters.
+        LayoutError: it has other letters, or too many.
     """
     text, given = text.replace(",", ""), text
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(pattern, lambda matched: matched[1] * int(matched[2]), text)
+    room = LONGEST - len(text)
+
+    def repeated(matched: re.Match[str]) -> str:
+        nonlocal room
+        letters, digits = matched[1], matched[2]
+        room -= len(letters) * int(digits[: len(str(LONGEST)) + 1])
+        if room < 0:
+            raise LayoutError(f"the pipeline layout `{given[:80]}` has more than {LONGEST:,} letters")
+        return letters * int(digits)
+
+    for pattern in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, repeated, text)
     unknown = sorted(set(text) - {EMBEDDING, LAYER, MTP, LOSS, BORDER})
     if unknown:
-        raise LayoutError(f"the pipeline layout `{given}` has unknown letters: {' '.join(unknown)}")
+        raise LayoutError(f"the pipeline layout `{given[:80]}` has unknown letters: {' '.join(unknown)[:80]}")
     return text.split(BORDER)
 
 

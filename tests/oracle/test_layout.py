@@ -143,6 +143,8 @@ def test_stages_are_those_of_megatron_core(num_layers: int, options: dict[str, A
         ({"pp": 2, "pipeline_layout": "E|(tt|)*4,t|L"}, "has 7 stages"),
         ({"pp": 2, "vpp": 2, "pipeline_layout": "Et|tL"}, "has 2 stages"),
         ({"pp": 2, "pipeline_layout": "Et|xL"}, "unknown letters: x"),
+        ({"pp": 2, "pipeline_layout": f"Et*{'9' * 6000}|tL"}, "more than 100,000 letters"),
+        ({"pp": 2, "pipeline_layout": "(t*9|)*99999L"}, "more than 100,000 letters"),
         ({"tp": 0}, "`tp` = 0 is not a size"),
         ({"pp": 4, "first_stage_layers": 2, "account_for_loss": True}, "cannot be combined"),
     ],

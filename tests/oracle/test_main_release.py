@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fixtures.chained import save
+from fixtures.chained import load, save
 from fixtures.mp_rank import save_mp_rank
 from fixtures.optimizer import random_state, save_with_optimizer
 from mcore_convert import convert, reshard, verify
@@ -123,6 +123,13 @@ def test_muon_leaves_the_projections_of_mixers_to_adam(tmp_path: Path) -> None:
         assert f"{layer.format('exp_avg_sq')}in_proj.weight.{segment}" in keys
     assert not any("in_proj" in key for key in keys if "momentum_buffer" in key)
     assert f"{layer.format('momentum_buffer')}out_proj.weight" in keys
+    run_ranks(2, lambda: save(args, "muon", state, tmp_path / "ranks", "torch", pp=2))
+    assert verify(tmp_path / "ranks", tmp_path / "moved").equal
+    reshard(tmp_path / "ranks", tmp_path / "three", tp=2, pp=1)
+    assert verify(tmp_path / "ranks", tmp_path / "three").equal
+    reshard(tmp_path / "three", tmp_path / "four", for_megatron="0.16", implementation="local")
+    ((differing, count),) = run_ranks(1, lambda: load(args, "muon", state, tmp_path / "four/iter_0000010", "torch"))
+    assert (differing, count > 100) == ([], True)
 
 
 @pytest.mark.parametrize("name", ["gdp_stack_spec", "gated_delta_product_inference_stack_spec"])

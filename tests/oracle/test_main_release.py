@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fixtures.chained import load, save
 from fixtures.mp_rank import save_mp_rank
 from fixtures.optimizer import random_state, save_with_optimizer
 from mcore_convert import convert, reshard, verify
@@ -27,6 +28,7 @@ from tests.ranks import run_ranks
 
 SIGN = {"mtp_hsm": False}  # an argument that all its runs store, and none of 0.19
 STATES = "optimizer.state.module.module.module."
+BUCKETS = "dp_reshardable"
 GROUPS = "optimizer.param_to_group_meta.module.module.module."
 INNER = "self_attention.linear_proj.weight"
 
@@ -40,8 +42,8 @@ def test_what_megatron_fsdp_calls_a_layer_that_predicts(tmp_path: Path) -> None:
     """0.20 renames weights and states as they are saved (`handle_mtp_in_state_dict`), and no field of a group."""
     args = {**LATENT, "swiglu": True}
     state = random_state(args)
-    save = partial(save_mp_rank, args, state, tmp_path / "saved", optimizer="distributed", dtype=torch.bfloat16)
-    run_ranks(1, save)
+    ranks = partial(save_mp_rank, args, state, tmp_path / "saved", optimizer="distributed", dtype=torch.bfloat16)
+    run_ranks(1, ranks)
     old, new = "mtp.layers.0.transformer_layer.", "mtp.layers.0.mtp_model_layer."
     wanted = {"0.16": (old, old), "0.19": (new, new), "0.20": (old, new)}
     for release, (of_states, of_groups) in wanted.items():
@@ -64,8 +66,8 @@ def test_what_megatron_fsdp_calls_a_layer_that_predicts(tmp_path: Path) -> None:
 def test_fused_projections_of_latent_attention(tmp_path: Path) -> None:
     """Up to 0.19 Megatron-FSDP saves them as one, and since as two, but for the fields of their group."""
     args = {**LATENT, "swiglu": True, "mla_down_proj_fusion": True}
-    save = partial(save_mp_rank, args, random_state(args), tmp_path / "saved", dtype=torch.bfloat16)
-    run_ranks(1, partial(save, optimizer="distributed"))
+    ranks = partial(save_mp_rank, args, random_state(args), tmp_path / "saved", dtype=torch.bfloat16)
+    run_ranks(1, partial(ranks, optimizer="distributed"))
     fsdp = partial(reshard, tmp_path / "saved", to="fsdp_dtensor", implementation="local")
     with pytest.raises(ConvertError, match="does not name the down-projections of latent attention"):
         fsdp(tmp_path / "old", for_megatron="0.19", optimizer=False)
@@ -104,6 +106,30 @@ def test_the_gated_delta_rule_in_short() -> None:
     assert not gpt.refusals(short)
     refused = gpt.refusals(normalise({**MIXED, "experimental_attention_variant": "gdn2"}))
     assert "`experimental_attention_variant` = 'gdn2'" in refused
+
+
+def test_muon_leaves_the_projections_of_mixers_to_adam(tmp_path: Path) -> None:
+    """In `mamba_mixer.py` they are marked so; which weights are Muon's is told by the momentums that are stored."""
+    args = {**HYBRID, "hybrid_override_pattern": "M*M--M", "num_experts": None}
+    state = random_state(args)
+    run_ranks(
+        2, lambda: save(args, "muon_and_distributed", state, tmp_path / "saved", "torch_dist", tp=2, form=BUCKETS)
+    )
+    reshard(tmp_path / "saved", tmp_path / "moved")
+    assert verify(tmp_path / "saved", tmp_path / "moved").equal
+    keys = keys_of(tmp_path / "moved")
+    layer = "optimizer.state.{}.decoder.layers.0.mixer."
+    for segment in gpt.MIXER_IN_PROJ:
+        assert f"{layer.format('exp_avg_sq')}in_proj.weight.{segment}" in keys
+    assert not any("in_proj" in key for key in keys if "momentum_buffer" in key)
+    assert f"{layer.format('momentum_buffer')}out_proj.weight" in keys
+    run_ranks(2, lambda: save(args, "muon", state, tmp_path / "ranks", "torch", pp=2))
+    assert verify(tmp_path / "ranks", tmp_path / "moved").equal
+    reshard(tmp_path / "ranks", tmp_path / "three", tp=2, pp=1)
+    assert verify(tmp_path / "ranks", tmp_path / "three").equal
+    reshard(tmp_path / "three", tmp_path / "four", for_megatron="0.16", implementation="local")
+    ((differing, count),) = run_ranks(1, lambda: load(args, "muon", state, tmp_path / "four/iter_0000010", "torch"))
+    assert (differing, count > 100) == ([], True)
 
 
 @pytest.mark.parametrize("name", ["gdp_stack_spec", "gated_delta_product_inference_stack_spec"])

@@ -14,6 +14,7 @@ from mcore_convert.formats.megatron.flat import ALIGNMENT
 from mcore_convert.formats.megatron.param_groups import kind_of, kinds_of
 from mcore_convert.formats.mp_rank.rank_file import LocalTensor, RankFile
 from mcore_convert.spec.gpt import EMBEDDING, OUTPUT
+from mcore_convert.spec.names import BY_MOMENTUM
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -74,14 +75,27 @@ def owned_by(file: RankFile, chained: Sequence[Groups]) -> list[list[Parameter]]
     """
     every = list(parameters_of(file))
     kinds = [any(map(is_by_momentum, groups)) for groups in chained]
+    of_muon = _of_muon(every, [group for groups in chained for group in groups if is_by_momentum(group)])
     owned = []
     for number, kind in enumerate(kinds):
         alike = [other for other, each in enumerate(kinds) if each == kind]
-        of_kind = every if len(alike) == len(kinds) else [one for one in every if is_matrix(one) == kind]
+        of_kind = every if len(alike) == len(kinds) else [one for one in every if (one in of_muon) == kind]
         if len(alike) > 1:
             of_kind = [one for one in of_kind if is_expert(one) == (number != alike[0])]
         owned.append(of_kind)
     return owned
+
+
+def _of_muon(every: list[Parameter], groups: Groups) -> set[Parameter]:
+    """Return the parameters of Muon: what is written knows its moments, and groups that are read their number.
+
+    Since 0.20 Muon leaves the `in_proj` of Mamba mixers to the other optimizer (`mamba_mixer.py`).
+    """
+    if any(one.local.moments for one in every):
+        return {one for one in every if one.local.moments == BY_MOMENTUM}
+    matrices = {one for one in every if is_matrix(one)}
+    others = {one for one in matrices if not one.name.endswith(".mixer.in_proj.weight")}
+    return others if sum(len(group.get("params", ())) for group in groups) == len(others) else matrices
 
 
 def is_matrix(parameter: Parameter) -> bool:

@@ -48,14 +48,14 @@ WITHOUT = "leave the optimizer state behind with --no-optimizer"
 class BucketState:
     """Optimizer state in buckets. `keys` has the key on disk of each kind of state in each bucket.
 
-    `without_matrices`: matrices inside the layers belong to another optimizer, such as Muon.
+    `others`: momentums of another, chained optimizer, such as Muon; its weights are in no bucket.
     """
 
     directory: dcp.Directory
     keys: Mapping[Place, Mapping[str, str]]
     weights: StateKeys
     stored_args: Mapping[str, Any] | None
-    without_matrices: bool = False
+    others: StateKeys | None = None
     matched_by_order = True
 
     @property
@@ -113,7 +113,12 @@ class BucketState:
         padded = self.weights.tensors[gpt.EMBEDDING].shape[0]
         dims = Dims.of(args, vocab_size=padded, padded_vocab_size=padded)
         rows = [weight for weight in gpt.weights(args) if weight.trained]
-        return Run.of(args, dims, [row for row in rows if not (self.without_matrices and is_matrix(row))])
+        return Run.of(args, dims, [row for row in rows if not self._is_of_others(row, dims)])
+
+    def _is_of_others(self, weight: Weight, dims: Dims) -> bool:
+        layers = weight.layers(dims) if weight.per_layer else [None]
+        places = (at for layer in layers for at in weight.at(layer, dims))
+        return self.others is not None and any(self.others.holds(weight, at) for at in places)
 
     @cached_property
     def _stretches(self) -> Mapping[tuple[str, Index], list[Stretch]]:
@@ -244,11 +249,6 @@ class BucketState:
     @cached_property
     def _chunks(self) -> dict[str, tuple[list[dcp.Chunk], list[int], dict[int, View]]]:
         return {}
-
-
-def is_matrix(weight: Weight) -> bool:
-    """Return whether a weight is a matrix for Muon: not the embedding or the output layer."""
-    return len(weight.shape) == 2 and weight.mcore not in (gpt.EMBEDDING, gpt.OUTPUT)
 
 
 def _rounds_to(files: Files, master: Slot, weight: Slot, near: Tolerance | None) -> bool:

@@ -27,7 +27,7 @@ from mcore_convert.formats.megatron.module_buffers import Place
 from mcore_convert.formats.megatron.remainders import are_gathered, whole_masters
 from mcore_convert.formats.megatron.tolerances import refuse_remainders
 from mcore_convert.formats.torch_dist import gathered as gathered_form
-from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState, is_matrix
+from mcore_convert.formats.torch_dist.buckets import BUCKET_KEY, BucketState
 from mcore_convert.formats.torch_dist.keys import SlotsByPlace, StateKeys, with_fused_norms
 from mcore_convert.formats.torch_dist.training import GROUP_KEY, sharding_types
 from mcore_convert.spec import releases
@@ -97,7 +97,8 @@ class NamedState:
 class ChainedState:
     """State of Muon under the names of the weights, chained with a distributed optimizer's in buckets for the rest.
 
-    Megatron Core 0.19 chains them (`optimizer/__init__.py`, `_get_megatron_emerging_optimizer`).
+    Megatron Core 0.19 chains them (`optimizer/__init__.py`, `_get_megatron_emerging_optimizer`). Muon's weights are those
+    with a momentum: the matrices inside the layers, since 0.20 without `in_proj` of Mamba mixers (`mamba_mixer.py`).
     """
 
     named: NamedState
@@ -122,7 +123,7 @@ class ChainedState:
         return self._of(item).replicas(item, dims)
 
     def _of(self, item: Item) -> NamedState | BucketState:
-        return self.named if is_matrix(item.weight) else self.buckets
+        return self.named if self.named.by_state[MOMENTUM].holds(item.weight, item.at) else self.buckets
 
 
 OptimizerState = NamedState | BucketState | ChainedState
@@ -180,8 +181,10 @@ def find(
     if buckets:
         args = common.get("args")
         stored = dict(vars(args)) if isinstance(args, Namespace) else None
-        in_buckets = BucketState(directory, buckets, weights, stored, without_matrices=bool(named))
-        return ChainedState(_named_state(directory, weights, named, reserved), in_buckets) if named else in_buckets
+        if not named:
+            return BucketState(directory, buckets, weights, stored)
+        by_name = _named_state(directory, weights, named, reserved)
+        return ChainedState(by_name, BucketState(directory, buckets, weights, stored, by_name.by_state[MOMENTUM]))
     if not named:
         return None
     by_name = _named_state(directory, weights, named, reserved)

@@ -97,8 +97,8 @@ class NamedState:
 class ChainedState:
     """State of Muon under the names of the weights, chained with a distributed optimizer's in buckets for the rest.
 
-    Megatron Core 0.19 chains them (`optimizer/__init__.py`, `_get_megatron_emerging_optimizer`). Muon's weights are those
-    with a momentum: the matrices inside the layers, since 0.20 without `in_proj` of Mamba mixers (`mamba_mixer.py`).
+    Megatron Core 0.19 chains them (`optimizer/__init__.py`, `_get_megatron_emerging_optimizer`). Muon's weights have a
+    momentum: the matrices inside the layers, since 0.20 without `in_proj` of Mamba mixers (`mamba_mixer.py`).
     """
 
     named: NamedState

@@ -13,6 +13,7 @@ from mcore_convert.spec.layers import ATTENTION, EXPERTS, LINEAR, MAMBA, MLP, Pa
 from mcore_convert.spec.shard import Shape, Shard
 
 MAX_LAYERS = 10_000  # bounds the time that a damaged number can cost
+MAX_EXPERTS = 1_000_000  # of all layers
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,9 @@ class Dims:
                 f"`num_query_groups` = {args['num_query_groups']}"
             )
         with_experts = bool(args.get("num_experts"))
+        experts = args.get("num_experts") or 0
+        if not isinstance(experts, int) or not 0 <= experts * args["num_layers"] <= MAX_EXPERTS:
+            raise ConfigError(f"`num_experts` = {experts!r} is not a number of experts")
         latent = _latent(args) if args.get("multi_latent_attention") else {}
         parts = parts_of(args, args["num_layers"])
         linear = _linear(args) if any(LINEAR in each for each in parts) else {}

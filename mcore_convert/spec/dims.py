@@ -13,7 +13,7 @@ from mcore_convert.spec.layers import ATTENTION, EXPERTS, LINEAR, MAMBA, MLP, Pa
 from mcore_convert.spec.shard import Shape, Shard
 
 MAX_LAYERS = 10_000  # bounds the time that a damaged number can cost
-MAX_EXPERTS = 1_000_000  # of all layers
+MAX_EXPERTS = 2**18  # of all layers
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ class Rank(NamedTuple):
     etp: int | None = None
 
 
+# Bounds the time and memory that a damaged number can cost. No cluster is as large.
+MAX_RANKS = 2**18
+
+
 class Stage(NamedTuple):
     """One pipeline stage: virtual stage `vpp` of pipeline rank `pp`. The order is that of the forward pass."""
 
@@ -60,8 +64,13 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "ep", "etp"):
             size = getattr(self, name)
-            if size is not None and size < 1:
-                raise LayoutError(f"`{name}` = {size} is not a size")
+            if size is not None and (not isinstance(size, int) or not 1 <= size <= MAX_RANKS):
+                raise LayoutError(f"`{name}` = {str(size)[:40]} is not a size")
+        for name in ("first_stage_layers", "last_stage_layers"):
+            if not isinstance(getattr(self, name), int | None):
+                raise LayoutError(f"`{name}` = {str(getattr(self, name))[:40]} is not a number of layers")
+        if self.tp * self.pp * self.ep > MAX_RANKS:
+            raise LayoutError(f"tp = {self.tp}, pp = {self.pp}, ep = {self.ep} are more than {MAX_RANKS:,} ranks")
         uneven = self.first_stage_layers is not None or self.last_stage_layers is not None
         if uneven and (self.account_for_embedding or self.account_for_loss):
             raise LayoutError("uneven first or last stages cannot be combined with counting the embedding or the loss")

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from converters import gpt2, llama
-from mcore_convert.errors import LayoutError
+from mcore_convert.errors import ConfigError, LayoutError
 from mcore_convert.megatron.cpu import import_megatron
 from mcore_convert.megatron.model import build_stages
 from mcore_convert.megatron.parallel import model_parallel
@@ -176,6 +176,34 @@ def test_any_layout_agrees_with_megatron_core(pp: int, vpp: int | None, uneven: 
                 layout.stages(num_layers)
         else:
             assert stages_of(num_layers, layout) == theirs
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"tensor_model_parallel_size": 10**9},
+        {"pipeline_model_parallel_size": 10**7},
+        {"expert_model_parallel_size": 10**9},
+        {"expert_tensor_parallel_size": 10**9},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 10**9},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": "x"},
+        {"decoder_first_pipeline_num_layers": "x"},
+        {"tensor_model_parallel_size": 2**10, "expert_model_parallel_size": 2**10},
+    ],
+    ids=str,
+)
+def test_what_arguments_may_ask_for_is_bounded(stored: dict[str, Any]) -> None:
+    """Ranks are enumerated: arguments are a stranger's, and asked for any amount of memory."""
+    with pytest.raises(LayoutError, match=r"is not a|more than 262,144 ranks"):
+        Layout.of(stored)
+
+
+@pytest.mark.parametrize("num_experts", [10**9, "x", -1])
+def test_so_are_experts(num_experts: object) -> None:
+    sizes = dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"), 8)
+    args = {**sizes, "num_layers": 2, "kv_channels": 1, "max_position_embeddings": 8, "num_experts": num_experts}
+    with pytest.raises(ConfigError, match="is not a number of experts"):
+        Dims.of(args, vocab_size=8, padded_vocab_size=8)
 
 
 @pytest.mark.parametrize(

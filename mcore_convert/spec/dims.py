@@ -9,10 +9,20 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec import hybrid
-from mcore_convert.spec.layers import ATTENTION, EXPERTS, LINEAR, MAMBA, MLP, Parts, are_stacked, parts_of
+from mcore_convert.spec.layers import (
+    ATTENTION,
+    EXPERTS,
+    LINEAR,
+    MAMBA,
+    MAX_LAYERS,
+    MLP,
+    Parts,
+    are_stacked,
+    check_number,
+    parts_of,
+)
 from mcore_convert.spec.shard import Shape, Shard
 
-MAX_LAYERS = 10_000  # bounds the time that a damaged number can cost
 MAX_EXPERTS = 2**18  # of all layers
 
 
@@ -96,8 +106,7 @@ class Dims:
             )
         if vocab_size < 1:
             raise ConfigError(f"`vocab_size` = {vocab_size} is no vocabulary")
-        if args["num_layers"] > MAX_LAYERS:
-            raise ConfigError(f"`num_layers` = {args['num_layers']} is more than any model has")
+        check_number(args["num_layers"])
         if args["num_attention_heads"] % args["num_query_groups"]:
             raise ConfigError(
                 f"`num_attention_heads` = {args['num_attention_heads']} cannot be shared by "

@@ -22,7 +22,7 @@ OF_HYBRID = {hybrid.MAMBA: MAMBA, hybrid.ATTENTION: ATTENTION, hybrid.MLP: MLP, 
 
 Parts = tuple[frozenset[str], ...]
 
-MAX_PATTERN = 10_000  # entries: bounds the time that a damaged expression can cost
+MAX_LAYERS = 10_000  # bounds the time and memory that a damaged number or expression can cost
 
 
 def parts_of(args: Mapping[str, Any], num_layers: int) -> Parts:
@@ -91,6 +91,16 @@ def linear_layers(args: Mapping[str, Any], num_layers: int) -> list[bool]:
     )
 
 
+def check_number(num_layers: Any, name: str = "num_layers") -> None:
+    """Refuse more layers than any model has.
+
+    Raises:
+        ConfigError: there are more than MAX_LAYERS.
+    """
+    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
+        raise ConfigError(f"`{name}` = {num_layers} is more than any model has")
+
+
 def plain_frequency(frequency: Any, name: str = "moe_layer_freq") -> Any:
     """Return a frequency with an expression evaluated; None stays as it is."""
     value = _evaluated(frequency, name)
@@ -124,6 +134,6 @@ def _value(node: ast.expr) -> Any:
             first, second = _value(left), _value(right)
             if isinstance(first, int):
                 first, second = second, first
-            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= MAX_PATTERN:
+            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= MAX_LAYERS:
                 return first * second
     raise ValueError(ast.dump(node))

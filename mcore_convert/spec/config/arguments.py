@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec import hybrid, releases
-from mcore_convert.spec.layers import GATED_DELTA_NET, GATED_DELTA_NET_IN_SHORT, plain_frequency
+from mcore_convert.spec.layers import GATED_DELTA_NET, GATED_DELTA_NET_IN_SHORT, check_number, plain_frequency
 
 Values = Mapping[str, Any]
 
@@ -130,6 +130,7 @@ def normalise(stored: Values) -> dict[str, Any]:
     _rename(args, "apply_layernorm_1p", "layernorm_zero_centered_gamma")
     _rename(args, "model_parallel_size", "tensor_model_parallel_size")
     _rename(args, "encoder_num_layers", "num_layers")
+    check_number(args.get("num_layers"))
     if "disable_bias_linear" in args:
         args["add_bias_linear"] = not args.pop("disable_bias_linear")
     if args.get("use_rotary_position_embeddings"):

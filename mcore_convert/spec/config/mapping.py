@@ -13,6 +13,7 @@ from typing import Any
 
 from mcore_convert.errors import ConfigError
 from mcore_convert.spec.config.neutral import INERT, MEANING, ONLY, is_inert, not_neutral
+from mcore_convert.spec.layers import check_number
 
 Values = Mapping[str, Any]
 
@@ -49,7 +50,7 @@ class Field:
 MAX_SHOWN = 200  # characters of a value in an error
 
 # Errors that a field's functions raise for a value of the wrong type, such as `"x"` for a number.
-NONSENSE = (TypeError, ValueError, OverflowError)
+NONSENSE = (TypeError, ValueError, IndexError, OverflowError, ZeroDivisionError)
 
 
 def architectures_of(config: Values) -> list[str]:
@@ -205,6 +206,8 @@ class ConfigMapping:
     def _read(self, config: Values) -> tuple[dict[str, Any], list[str]]:
         filled, problems = self._filled(config), list[str]()
         args: dict[str, Any] = {}
+        for key in self.keys_of("num_layers"):
+            check_number(filled.get(key), key)
         for field in self.fields:
             missing = [key for key in field.hf if key not in filled]
             try:

@@ -102,11 +102,13 @@ def _forget_groups() -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     for name, value in vars(parallel_state).items():
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
-    RotaryEmbedding.forward.cache_clear()  # keyed by module: would keep the last 32 with their groups
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()  # keyed by module: would keep the last 32 with their groups
 
 
 @contextlib.contextmanager

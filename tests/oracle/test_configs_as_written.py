@@ -86,3 +86,15 @@ def test_an_adapter_beside_a_model_is_told(hf_checkpoint: HfMaker, tmp_path: Pat
     (source / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     report = convert(source, tmp_path / "megatron")
     assert any("adapter_config.json" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "deepseek_v2"])
+def test_no_cache_keeps_a_group(name: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:
+    """A gloo group that is freed in a process forked later waits there for threads that it does not have."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    source = hf_checkpoint(name, fill="normal")
+    convert(source, tmp_path / "megatron")
+    assert verify(source, tmp_path / "megatron", logits=True).equal
+    assert [kind.forward.cache_info().currsize for kind in (RotaryEmbedding, YarnRotaryEmbedding)] == [0, 0]

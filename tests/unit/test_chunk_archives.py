@@ -80,6 +80,7 @@ def test_what_is_not_alike_is_parsed(tmp_path: Path, parses: list[int]) -> None:
     assert again == 3, "a list of tensors, and what holds none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
 def test_damage_anywhere_is_met(own: bool, tmp_path: Path) -> None:
     """Every byte around the tensor, and each bit of some."""

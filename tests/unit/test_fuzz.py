@@ -33,6 +33,7 @@ def test_a_parser_ends_well_or_with_a_refusal(target: str) -> None:
     assert False in ends or target in ("metrics", "attack")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_damaged_checkpoint_is_refused_or_unchanged(name: str) -> None:
     subject = Subject(name)

@@ -67,6 +67,7 @@ def read_weights(model: Any, sources: Any, *_: Any) -> torch.Tensor:
     return torch.zeros(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("format_", ["hf", "torch_dist", "torch"])
 def test_headers_are_parsed_once(

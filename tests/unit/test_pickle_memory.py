@@ -110,6 +110,7 @@ LOADED: dict[str, bytes] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WHOLE, *LOADED])
 def test_no_pickle_takes_more_than_its_price(name: str) -> None:
     data = WHOLE.get(name) or PROTO + LOADED[name] + STOP

@@ -82,6 +82,7 @@ def together(size: int, work: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(run, range(size)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("what", ["convert", "reshard", "export"])
 def test_the_bytes_are_those_of_one_process(size: int, what: str, hf_checkpoint: HfMaker, tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def test_the_memory_of_json_is_bounded_from_above(shape: str) -> None:
     assert value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [b"[],", b"{},", b"1,", b'"a":1,', b'{"a":{}},'])
 def test_json_that_would_take_too_much(part: bytes, tmp_path: Path) -> None:
     count = 90_000_000 // len(part) if part == b"1," else 30_000_000 // len(part)
@@ -215,6 +216,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "words"),
     [

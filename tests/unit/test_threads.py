@@ -139,6 +139,7 @@ def read() -> None:
     assert Content(cache).read(40) == bytes(range(40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", [many, one_after_the_other, question, read])
 def test_a_signal_at_any_instruction_leaves_no_lock_taken(action: Callable[[], None]) -> None:
     before, others = signal.getsignal(signal.SIGINT), threading.enumerate()

@@ -15,7 +15,7 @@ from mcore_convert.errors import LayoutError
 from mcore_convert.spec import hybrid
 from mcore_convert.spec.dims import Dims
 from mcore_convert.spec.layers import MLP
-from mcore_convert.spec.pipeline_layout import problems_of, stages_of
+from mcore_convert.spec.pipeline_layout import LAYER, MTP, problems_of, stages_of
 
 
 class Rank(NamedTuple):
@@ -181,7 +181,7 @@ class Layout:
         stages = list(self.stages(num_layers))
         if self.pipeline_layout is not None:
             letters = zip(stages, stages_of(self.pipeline_layout), strict=True)
-            return next((stage for stage, text in letters if "m" in text), stages[-1])
+            return next((stage for stage, text in letters if MTP in text), stages[-1])
         return stages[-1]
 
     def experts(self, num_experts: int, ep: int) -> range:
@@ -274,7 +274,7 @@ class Layout:
         order = [Stage(vpp, pp) for vpp in range(self.num_virtual_stages) for pp in range(self.pp)]
         if self.pipeline_layout is not None:
             stages = stages_of(self.pipeline_layout)
-            return {stage: letters.count("t") for stage, letters in zip(order, stages, strict=True)}
+            return {stage: letters.count(LAYER) for stage, letters in zip(order, stages, strict=True)}
         per_rank = self._layers_per_rank(num_layers)
         counts = {}
         for stage in order:
